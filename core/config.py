@@ -260,8 +260,23 @@ class GatewayConfig:
     tool_call_parser: str = flag(
         "auto",
         "how the model writes tool calls; auto: by its chat template",
-        choices=("auto", "hermes", "llama3_json"),
+        choices=(
+            *("auto", "deepseek_v3", "deepseek_v31", "hermes", "kimi_k2", "llama3_json"),
+            *("mistral", "pythonic", "qwen3_coder"),
+        ),
     )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model marks its reasoning; auto: by its chat template; none: it is text as other",
+        choices=(
+            *("auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2"),
+            *("mistral", "qwen3", "seed_oss"),
+        ),
+    )
+    response_store_mib: int = flag(
+        64, "memory for conversations of /v1/responses (previous_response_id); 0: none is kept"
+    )
+    response_store_s: float = flag(3600.0, "how long each of them is kept at most")
     max_num_requests: int = flag(1024, "most requests in flight; more get RESOURCE_EXHAUSTED")
     max_queue_s: float | None = flag(
         None,
@@ -312,6 +327,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", self.metrics_prefix):
             raise StartupFailed("--metrics-prefix must be letters, digits and underscores")
+        if self.response_store_mib < 0 or self.response_store_s <= 0:
+            raise StartupFailed("--response-store-mib and --response-store-s must not be negative")
         if self.num_gateways < 1:
             raise StartupFailed("--num-gateways must be at least 1")
         if self.log_prompts and not self.log_json:

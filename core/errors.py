@@ -5,6 +5,7 @@
     │   ├── ContextLengthExceeded
     │   └── PromptTooLarge             fits the context, but no pool of this deployment
     ├── ModelNotFound
+    ├── ResponseNotFound               no such response is kept for this caller
     ├── Unauthenticated
     ├── PermissionDenied               known, but this is not the caller's to do
     ├── Overloaded                     queue or credit full; retry later
@@ -103,6 +104,10 @@ class PromptTooLarge(
 
 class ModelNotFound(BatonError, code="model_not_found", grpc="NOT_FOUND", http=404):
     """This deployment does not serve the requested model."""
+
+
+class ResponseNotFound(BatonError, code="previous_response_not_found", grpc="NOT_FOUND", http=404):
+    """No such response is kept for this caller: it never was, expired, or is another gateway's."""
 
 
 class Unauthenticated(BatonError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):

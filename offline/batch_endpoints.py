@@ -16,7 +16,7 @@ from aiohttp import web
 from ..core.config import GatewayConfig
 from ..gateway.admission.admission import LoopPacing
 from ..gateway.http.chat import chat
-from ..gateway.http.chat.chat import CHAT_MODEL, ChatModel
+from ..gateway.http.chat.chat_model import CHAT_MODEL, ChatModel
 from ..gateway.http.generate import completions
 from ..gateway.http.protocol.app_state import APP_STATE, CALLER, AppState
 from ..gateway.http.protocol.errors import Handler, answering
@@ -84,7 +84,7 @@ async def serving(calls: LocalCalls, config: GatewayConfig) -> AsyncIterator[Pat
     app = web.Application(middlewares=[answering, _as_nobody])
     app[APP_STATE] = cast(AppState, cast(Any, _State(_Door(calls))))
     app[BURST] = Burst()
-    app[CHAT_MODEL] = ChatModel.load(calls.model.model_dir, config.tool_call_parser)
+    app[CHAT_MODEL] = ChatModel.load(calls.model, config.tool_call_parser, config.reasoning_parser)
     app.add_routes(completions.ROUTES)
     app.add_routes(chat.ROUTES)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)

@@ -11,7 +11,7 @@ from ...core.errors import StartupFailed
 from ...core.ports import SystemClock
 from . import login, openapi, server_info, tokenization
 from .chat import chat
-from .chat.chat import CHAT_MODEL, ChatModel
+from .chat.chat_model import CHAT_MODEL, ChatModel
 from .dashboard.routes import add_dashboard, feed_of
 from .generate import completions
 from .protocol.access import ACCESS, Access, check_access
@@ -19,6 +19,9 @@ from .protocol.app_state import APP_STATE, AppState
 from .protocol.connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
 from .protocol.errors import answering, echo_request_id
 from .protocol.event_stream import BURST, Burst
+from .turns import messages, responses
+from .turns.response_store import ResponseStore
+from .turns.responses import RESPONSE_STORE
 
 _LAST_WRITE_S = 0.2
 _BACKLOG = 1024
@@ -34,6 +37,8 @@ ROUTE_GROUPS: tuple[web.RouteTableDef, ...] = (
     server_info.ROUTES,
     completions.ROUTES,
     chat.ROUTES,
+    responses.ROUTES,
+    messages.ROUTES,
     tokenization.ROUTES,
     openapi.ROUTES,
     login.ROUTES,
@@ -46,7 +51,13 @@ def build_app(parts: AppState, access: Access) -> web.Application:
     app[APP_STATE] = parts
     app[BURST] = Burst()
     app[ACCESS] = access
-    app[CHAT_MODEL] = ChatModel.load(parts.door.model.model_dir, parts.config.tool_call_parser)
+    config = parts.config
+    app[CHAT_MODEL] = ChatModel.load(
+        parts.door.model, config.tool_call_parser, config.reasoning_parser
+    )
+    app[RESPONSE_STORE] = ResponseStore(
+        SystemClock(), config.response_store_mib << 20, config.response_store_s
+    )
     app.on_response_prepare.append(echo_request_id)
     for routes in ROUTE_GROUPS:
         app.add_routes(routes)

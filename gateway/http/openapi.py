@@ -24,6 +24,7 @@ from .generate import completions
 from .protocol import answers
 from .protocol.answers import json_text
 from .protocol.app_state import APP_STATE
+from .turns import message_blocks, message_input, response_input, response_items
 
 ROUTES = web.RouteTableDef()
 
@@ -60,6 +61,26 @@ OPERATIONS: Mapping[str, Operation] = {
         event=answers.ChatCompletionChunk,
         statuses=_CALL_ERRORS,
     ),
+    "/v1/responses": Operation(
+        response_items.ResponseBody,
+        response_input.FIELDS,
+        response_input.REQUIRED,
+        event=response_items.Event,
+        statuses=_CALL_ERRORS,
+    ),
+    "/v1/messages": Operation(
+        message_blocks.MessageBody,
+        message_input.FIELDS,
+        message_input.REQUIRED,
+        event=message_blocks.MessageEvent,
+        statuses=_CALL_ERRORS,
+    ),
+    "/v1/messages/count_tokens": Operation(
+        message_blocks.MessageTokens,
+        message_input.COUNTED,
+        message_input.COUNTED_REQUIRED,
+        statuses=_CALL_ERRORS,
+    ),
     "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_FIELDS, statuses=_CALL_ERRORS),
     "/detokenize": Operation(
         answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",), statuses=_CALL_ERRORS
@@ -67,6 +88,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
     "/server_info": Operation(answers.ServerInfo),
+    "/load": Operation(answers.Load),
     "/live": Operation(answers.Status, statuses=(421,)),
     "/ready": Operation(answers.Status, statuses=(421,)),
     "/health": Operation(answers.Status, statuses=(421,)),
@@ -126,8 +148,9 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
 
 def _components() -> dict[str, Any]:
     """The schemas of all answers. What is never left out of one is required."""
-    found = (one for one in vars(answers).values() if isinstance(one, type(Struct)))
-    structs = [one for one in found if one is not Struct]
+    named = (vars(module) for module in (answers, message_blocks, response_items))
+    found = {one for names in named for one in names.values() if isinstance(one, type(Struct))}
+    structs = sorted(found - {Struct}, key=lambda one: one.__name__)
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
     for struct in structs:
         fields = msgspec.structs.fields(struct)

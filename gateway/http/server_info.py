@@ -7,7 +7,7 @@ from aiohttp import web
 from ...core.errors import ModelNotFound
 from ...core.membership import Member
 from ...core.version import version
-from .protocol.answers import Model, ModelList, Node, ServerInfo, Status, Version, answer
+from .protocol.answers import Load, Model, ModelList, Node, ServerInfo, Status, Version, answer
 from .protocol.app_state import APP_STATE, AppState, caller_of
 
 ROUTES = web.RouteTableDef()
@@ -94,6 +94,16 @@ def _node(parts: AppState, member: Member) -> Node:
         is_ready=engine is not None and engine.is_ready,
         num_blocks=member.num_blocks,
         block_size=member.block_size,
+    )
+
+
+@ROUTES.get("/load")
+async def load(request: web.Request) -> web.Response:
+    """How busy the deployment is, in four numbers."""
+    telemetry = request.app[APP_STATE].telemetry
+    found = telemetry.exporter.load()
+    return answer(
+        Load(telemetry.window.num_running, found.num_running, found.num_waiting, found.kv_usage)
     )
 
 

@@ -10,7 +10,8 @@ from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
-from .chat.chat import prepare
+from .chat.chat_model import prepare
+from .chat.chat_template import VARIABLES
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
 from .generate.request_fields import read_body, require
@@ -26,6 +27,7 @@ TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "prompt": STRING,
     "messages": MESSAGES,
     "tools": TOOLS,
+    "chat_template_kwargs": VARIABLES,
     "add_special_tokens": BOOLEAN,
     "return_token_strs": BOOLEAN,
 }

@@ -43,7 +43,7 @@ from ..engines.promise_decider import PromiseDecider
 from ..engines.promise_leader import LEASE_S, PromiseLeader
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
-from ..http.chat.chat import CHAT_MODEL
+from ..http.chat.chat_model import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
 from ..request.engine_link import Avoid, Demand

@@ -213,6 +213,11 @@ class Tokenizer:
             found = self._tokens[token_id] = token_text(self._library, token_id)
         return found
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that is this text; None where it takes several."""
+        found: int | None = self._library.token_to_id(text)
+        return found
+
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
     ) -> Detokenizer:
@@ -248,6 +253,9 @@ class NoTokenizer:
         """Its id stands for it."""
         name = f"token_id:{token_id}"
         return TokenText(name, name.encode())
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
     def detokenizer(self, prompt_token_ids: Sequence[int], **options: object) -> NoTokenizer:
         """Itself, with no text for any token."""

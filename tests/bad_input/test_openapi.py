@@ -17,8 +17,13 @@ schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.checks")
 specs = pytest.importorskip("schemathesis.specs.openapi.checks")
 
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-_READING = ("/v1/models", "/v1/models/{model}", "/server_info", "/version", "/live", "/ready")
+_GENERATING = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+)
+_READING = (
+    *("/v1/models", "/v1/models/{model}", "/server_info", "/load", "/version", "/live", "/ready"),
+)
 _CHECKS = (
     checks.not_a_server_error,
     specs.status_code_conformance,

@@ -7,9 +7,10 @@ from bad_input.cases.fronts import LEAKS, Target, read_answer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 ROUTES = {
-    "/live": "GET", "/ready": "GET", "/health": "GET", "/version": "GET",
+    "/live": "GET", "/ready": "GET", "/load": "GET", "/health": "GET", "/version": "GET",
     "/v1/models": "GET", "/v1/models/{model}": "GET", "/server_info": "GET",
     "/v1/completions": "POST", "/v1/chat/completions": "POST",
+    "/v1/responses": "POST", "/v1/messages": "POST", "/v1/messages/count_tokens": "POST",
     "/tokenize": "POST", "/detokenize": "POST",
     "/openapi.json": "GET", "/metrics": "GET",
     "/dashboard": "GET", "/dashboard/": "GET", "/dashboard/{path}": "GET",
@@ -27,7 +28,7 @@ ABSENT = [
     "/resume", "/sleep", "/wake_up", "/collective_rpc", "/load_lora_adapter",
     "/v1/load_lora_adapter",
     "/reset_prefix_cache", "/flush_cache", "/start_profile", "/stop_profile", "/generate",
-    "/get_server_info", "/v1/embeddings", "/v1/responses", "/v1/files", "/v1/batches",
+    "/get_server_info", "/v1/embeddings", "/v1/responses/resp_1", "/v1/files", "/v1/batches",
     "/register_instance", "/bootstrap", "/docs", "/redoc", "/.env", "/.git/config", "/debug/pprof",
     "/dashboard/../app.py", "/dashboard/%2e%2e/app.py", "/dashboard/..%2f..%2fapp.py",
     "/dashboard/index.html%00.js", "/dashboard//etc/passwd", "/live/", "/live/x", "/live;x",
@@ -59,11 +60,13 @@ def test_absent_paths(target: Target, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/v1/responses", "POST /v1/chat/completions"),
-        ("/v1/messages", "POST /v1/chat/completions"),
-        ("/v1/messages/count_tokens", "POST /tokenize"),
+        ("/v1/responses/resp_1/cancel", "only POST /v1/responses"),
+        ("/v1/messages/batches", "no files"),
+        ("/messages", "the path is /v1/messages"),
         ("/api/chat", "POST /v1/chat/completions"),
-        ("/v1/embeddings", "generates text"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/v1/score", "no scores"),
+        ("/rerank", "no scores"),
         ("/v1/audio/speech", "generates text"),
         ("/v1/threads/x/runs", "nothing is kept"),
         ("/v1/batches", "no files"),

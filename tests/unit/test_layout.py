@@ -60,7 +60,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("process", "grpc", "http", "admission", "telemetry", "security", "engines", "request"),
         *("validation", "text", ""),
     ),
-    "gateway/http": ("", "chat", "generate", "dashboard", "protocol"),
+    "gateway/http": ("", "turns", "chat", "generate", "dashboard", "protocol"),
     "gateway/telemetry": ("", "window", "metrics", "calls"),
     "cli": ("", "deployment", "cluster", "host"),
 }

@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -30,6 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ....core.errors import InvalidRequest
 from ....core.model_dir import read_json
+from ....core.request.json_fields import FieldKind, invalid
 from ...text.special_tokens import NAMED_TOKENS, Spans, any_of, special_texts, token_text
 from .messages import Message
 from .tools import Tool
@@ -41,6 +43,24 @@ _MAX_PROMPT_CHARS = 8 << 20
 _MAX_RENDER_S = 2.0
 _NUM_INLINE_MESSAGES = 32  # a longer chat is rendered on a thread
 _NUM_INLINE_CHARS = 1 << 16
+_MAX_VARIABLES_CHARS = 16 << 10
+_MAX_SHOWN = 16  # names in a message
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt", *NAMED_TOKENS})
+
+
+def _variables(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid(name, "an object")
+    try:
+        is_short = len(json.dumps(value, ensure_ascii=False)) <= _MAX_VARIABLES_CHARS
+    except RecursionError:
+        is_short = False
+    if not is_short:
+        raise invalid(name, f"an object of at most {_MAX_VARIABLES_CHARS} characters")
+    return value
+
+
+VARIABLES = FieldKind({"type": "object"}, _variables)  # chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +73,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """`text` is its source."""
+    """`text` is its source; `reads`: the variables that a request may set."""
 
     text: str
+    reads: frozenset[str]
     _template: jinja2.Template
     _marks: TemplateMarks
     _variables: Mapping[str, str]
@@ -69,29 +90,54 @@ class ChatTemplate:
         if text is None:
             return None
         marks = TemplateMarks(special_texts(model_dir))
+        environment = _environment()
         try:
-            template = compile_marked(_environment(), text, marks)
+            reads = meta.find_undeclared_variables(environment.parse(text))
+            template = compile_marked(environment, text, marks)
         except (jinja2.TemplateError, RecursionError) as error:
             log.warning("the chat template of %s cannot be used: %s", model_dir, error)
             return None
         found = {name: token_text(config.get(name)) for name in NAMED_TOKENS}
         variables = {name: marks.mark_specials(token) for name, token in found.items() if token}
-        return cls(text, template, marks, variables)
+        settable = frozenset(reads - _GIVEN - environment.globals.keys())
+        return cls(text, settable, template, marks, variables)
+
+    def check_variables(self, names: Collection[str], param: str) -> None:
+        """Raises InvalidRequest for a variable that this template does not read."""
+        for name in names:
+            if name not in self.reads:
+                known = ", ".join(sorted(self.reads)[:_MAX_SHOWN]) or "none"
+                raise InvalidRequest(
+                    f"{param}: the model's chat template reads no variable {name[:64]!r}; those "
+                    f"that it reads: {known}",
+                    param,
+                    "unsupported_parameter",
+                )
 
     async def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, opening: str = ""
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> ChatPrompt:
-        """The prompt, up to where the assistant's text begins, and `opening`, its beginning.
+        """The prompt, up to where the assistant's text begins. `variables`: those of a request.
 
         Raises InvalidRequest.
         """
         num_chars = sum(len(message["content"]) for message in messages)
         if len(messages) <= _NUM_INLINE_MESSAGES and num_chars <= _NUM_INLINE_CHARS:
-            return self._render(messages, tools, opening)
-        return await asyncio.to_thread(self._render, messages, tools, opening)
+            return self._render(messages, tools, variables)
+        return await asyncio.to_thread(self._render, messages, tools, variables)
+
+    def opened(self, prompt: ChatPrompt, opening: str) -> ChatPrompt:
+        """The prompt with the answer's beginning behind it, in which special tokens are such."""
+        text, special_at = self._marks.read(self._marks.mark_specials(opening))
+        num_chars = len(prompt.text)
+        moved = [(start + num_chars, end + num_chars) for start, end in special_at]
+        return ChatPrompt(prompt.text + text, [*prompt.special_at, *moved])
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], opening: str
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]
     ) -> ChatPrompt:
         deadline_s = time.monotonic() + _MAX_RENDER_S
         pieces, num_chars = [], 0
@@ -101,6 +147,7 @@ class ChatTemplate:
                 tools=tools or None,
                 add_generation_prompt=True,
                 **self._variables,
+                **variables,
             ):
                 pieces.append(piece)
                 num_chars += len(piece)
@@ -114,8 +161,7 @@ class ChatTemplate:
         except Exception as error:  # whatever a model's template does
             log.info("the chat template failed: %s: %s", type(error).__name__, error)
             raise _refused("cannot take these messages") from error
-        text, special_at = self._marks.read("".join((*pieces, self._marks.mark_specials(opening))))
-        return ChatPrompt(text, special_at)
+        return ChatPrompt(*self._marks.read("".join(pieces)))
 
 
 def _refused(what: str) -> InvalidRequest:

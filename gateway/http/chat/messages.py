@@ -29,10 +29,11 @@ def _messages(value: Any, name: str) -> list[Message]:
         raise InvalidRequest(
             f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
         )
-    return [_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    return [read_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
 
-def _message(value: Any, name: str) -> Message:
+def read_message(value: Any, name: str) -> Message:
+    """One of OpenAI's, as templates take it; raises InvalidRequest."""
     if not isinstance(value, dict):
         raise invalid(name, "an object")
     role = value.get("role")
@@ -46,6 +47,10 @@ def _message(value: Any, name: str) -> Message:
         message["content"] = _content(value.get("content"), f"{name}.content")
     else:
         message["content"] = ""
+    if role == "assistant":
+        for key in ("reasoning_content", "reasoning"):
+            if value.get(key) is not None:
+                message["reasoning_content"] = STRING.read(value[key], f"{name}.{key}")
     if role == "tool" and "tool_call_id" in value:
         message["tool_call_id"] = STRING.read(value["tool_call_id"], f"{name}.tool_call_id")
     if value.get("name") is not None:
@@ -111,6 +116,7 @@ _MESSAGE = record(
     {
         "content": nullable({"anyOf": [STRING.schema, _PARTS]}),
         "name": nullable(STRING.schema),
+        "reasoning_content": nullable(STRING.schema),
         "tool_call_id": STRING.schema,
         "tool_calls": nullable({"type": "array", "maxItems": _MAX_CALLS}),
     },

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,17 +136,34 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
     return choice
 
 
-def call_grammar(tools: Sequence[Tool], choice: ToolChoice, arguments_name: str) -> str:
-    """Lark, for a call that is forced; `arguments_name` is the format's key of the arguments."""
+def call_grammar(
+    tools: Sequence[Tool], choice: ToolChoice, middle: str, end: str, literal: Callable[[str], str]
+) -> str:
+    """Lark, for a call that is forced, behind the prompt's end.
+
+    `middle`, `end`: the format's texts between name and arguments, and behind these; `literal`
+    writes a text in Lark.
+    """
     calls, rules = [], []
+    space = '" "? ' if middle.endswith(":") else ""
     for index, tool in enumerate(choice.wanted(tools)):
         head = ""
         if choice.function is None:
-            name = json.dumps(tool["function"]["name"])[1:]
-            head = json.dumps(f'{name}, "{arguments_name}":') + " "
-        calls.append(f'{head}" "? arguments_{index} "}}"')
+            head = literal(tool["function"]["name"] + middle) + " "
+        tail = f" {literal(end)}" if end else ""
+        calls.append(f"{head}{space}arguments_{index}{tail}")
         rules.append(f"arguments_{index}: %json {json.dumps(_schema(tool))}")
     return "\n".join([f"start: {' | '.join(calls)}", *rules])
+
+
+def strict_grammar(tag: str, any_but_tag: str, rest: str, calls: str) -> str:
+    """Lark, of an answer that may have calls, each of which is as call_grammar's `calls` has it.
+
+    `tag`, `rest`: what begins a call, the one token and the text behind it; `any_but_tag`: a token.
+    """
+    return (
+        f"start: text ({tag} {rest} call text)*\ntext: {any_but_tag}*\ncall: %lark {{\n{calls}\n}}"
+    )
 
 
 def _schema(tool: Tool) -> dict[str, object]:

@@ -91,10 +91,22 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (False,),
     **dict.fromkeys(
         (
-            *("allowed_token_ids", "audio", "chat_template", "function_call", "functions"),
-            *("guided_decoding_backend", "json_schema", "max_completion_tokens", "messages"),
-            *("prediction", "prompt", "prompt_embeds", "reasoning_effort", "top_logprobs"),
-            *("truncate_prompt_tokens", "verbosity", "web_search_options"),
+            *("allowed_token_ids", "audio", "chat_template", "enable_thinking", "function_call"),
+            *(
+                "functions",
+                "guided_decoding_backend",
+                "json_schema",
+                "max_completion_tokens",
+                "messages",
+            ),
+            *("prediction", "prompt", "prompt_embeds", "reasoning_effort", "thinking_budget"),
+            *(
+                "thinking_token_budget",
+                "top_logprobs",
+                "truncate_prompt_tokens",
+                "verbosity",
+                "web_search_options",
+            ),
         ),
         (),
     ),
@@ -106,8 +118,8 @@ INSTEAD: Mapping[str, str] = {
     "bad_words": "logit_bias of -100 keeps a token out",
     "best_of": "n gives several samples",
     "chat_template": "the model's own template is used; /v1/completions takes a finished prompt",
-    "chat_template_kwargs": "the model's template is given messages and tools alone; "
-    "/v1/completions takes a finished prompt",
+    "chat_template_kwargs": "/v1/chat/completions takes them",
+    "enable_thinking": "/v1/chat/completions takes it",
     "documents": "put them into a message",
     "function_call": "use tool_choice",
     "functions": "use tools",
@@ -116,9 +128,10 @@ INSTEAD: Mapping[str, str] = {
     "max_completion_tokens": "the name is max_tokens",
     "messages": "/v1/chat/completions takes them",
     "prompt": "/v1/completions takes one",
-    "reasoning_effort": "there are no levels of reasoning; max_tokens bounds an answer, and a "
-    "message can ask for a short one",
+    "reasoning_effort": "/v1/chat/completions takes it",
     "suffix": "put it into the prompt as the model was taught",
+    "thinking_budget": "the name is thinking_token_budget",
+    "thinking_token_budget": "/v1/chat/completions takes it",
     "tool_choice": "/v1/chat/completions takes it",
     "tools": "/v1/chat/completions takes them",
     "top_logprobs": "logprobs is their number",
@@ -139,7 +152,11 @@ INTERNAL = frozenset(
 _MAX_LOGGED = 16
 
 
-def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict[str, Any]:
+def read_fields(
+    body: Mapping[str, Any],
+    known: Mapping[str, FieldKind],
+    unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
+) -> dict[str, Any]:
     """The fields that are there, read; raises InvalidRequest for what cannot be served."""
     found: dict[str, Any] = {}
     ignored: list[str] = []
@@ -150,8 +167,8 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
             found[name] = kind.read(value, name)
         elif name in INTERNAL:
             raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
-        elif name in UNSUPPORTED:
-            _check_harmless(name, value)
+        elif name in unsupported:
+            _check_harmless(name, value, unsupported[name])
         else:
             ignored.append(name[:64])
     if ignored:
@@ -159,18 +176,21 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
     return found
 
 
-def _check_harmless(name: str, value: Any) -> None:
-    if not any(type(value) is type(h) and value == h for h in UNSUPPORTED[name]):
+def _check_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:
+    if not any(type(value) is type(h) and value == h for h in harmless):
         instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
         message = f"{name} is not supported here{instead}"
         raise InvalidRequest(message, name, "unsupported_parameter")
 
 
 async def read_body(
-    request: web.Request, known: Mapping[str, FieldKind], required: Sequence[str]
+    request: web.Request,
+    known: Mapping[str, FieldKind],
+    required: Sequence[str],
+    unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
 ) -> dict[str, Any]:
     """The fields of a body; a required text is not empty. Raises InvalidRequest, Refusal."""
-    found = read_fields(await read_object(request), known)
+    found = read_fields(await read_object(request), known, unsupported)
     for name in required:
         require({} if found.get(name) == "" else found, name)
     return found

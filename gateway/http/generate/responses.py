@@ -29,6 +29,7 @@ from ...validation.validation import check_label
 from ..protocol.answers import (
     Answer,
     Choice,
+    CompletionDetails,
     PromptDetails,
     PromptLogprob,
     PromptLogprobs,
@@ -55,6 +56,7 @@ class Sample(ABC):
     """
 
     text_event: TextEvent | None = None
+    num_reasoning_tokens: int | None = None  # so far; None: the model does not reason
 
     def __init__(self, index: int, found: Mapping[str, Any], token_of: TokenOf) -> None:
         """`found`: the request's fields."""
@@ -201,7 +203,7 @@ class Response(ABC):
             ) as call:
                 yield call
         except BatonError as error:
-            _rename(error, self.names_of(prompt_index))
+            rename(error, self.names_of(prompt_index))
             raise
 
     def _trace(self, header: str) -> str:
@@ -250,6 +252,14 @@ class Response(ABC):
             self._nodes["decode_node"] = result.decode_node or ""
         return prompt_index * self.num_samples + chunk.sample_index
 
+    def _usage(self) -> Usage:
+        """So far."""
+        usage = self._counts.usage()
+        reasoned = [n for one in self._samples if (n := one.num_reasoning_tokens) is not None]
+        if reasoned:
+            usage.completion_tokens_details = CompletionDetails(sum(reasoned))
+        return usage
+
     # --- a stream ---------------------------------------------------------------------------------
 
     def _push(self, chunk: OutputChunk) -> bool:
@@ -270,13 +280,13 @@ class Response(ABC):
         events = sample.events(chunk)
         tail = _TAIL
         if self._has_continuous_usage:
-            tail = f'],"usage":{json_text(self._counts.usage())}}}\n\n'
+            tail = f'],"usage":{json_text(self._usage())}}}\n\n'
         return "".join([f"{self._head}{event}{tail}" for event in events])
 
     async def _end_stream(self) -> web.StreamResponse:
         last = _DONE
         if self._includes_usage:
-            end = {"choices": [], "usage": self._counts.usage()} | self._nodes
+            end = {"choices": [], "usage": self._usage()} | self._nodes
             chunk = self.chunk_type(**self._envelope | end)
             last = f"data: {json_text(chunk)}\n\n{_DONE}"
         await self._stream.send(last)
@@ -286,13 +296,17 @@ class Response(ABC):
 
     def _whole(self) -> web.Response:
         choices = [one.choice(merged(self._chunks[i])) for i, one in enumerate(self._samples)]
-        own = {"choices": choices, "usage": self._counts.usage()} | self.extra
+        own = {"choices": choices, "usage": self._usage()} | self.extra
         body = self.answer_type(**self._envelope | own)
+        return answer(body, headers=self.node_headers())
+
+    def node_headers(self) -> dict[str, str]:
+        """Of a whole answer: the nodes that served it."""
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
-        return answer(body, headers=nodes | {"x-cached-tokens": str(self._counts.num_cached)})
+        return nodes | {"x-cached-tokens": str(self._counts.num_cached)}
 
 
-def _rename(error: BatonError, names: Mapping[str, str]) -> None:
+def rename(error: BatonError, names: Mapping[str, str]) -> None:
     """Name the field as the client wrote it."""
     for ours, theirs in names.items():
         if error.param is not None and re.match(rf"{re.escape(ours)}(?=\[|\Z)", error.param):

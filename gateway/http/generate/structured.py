@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ....constraints.grammars import MAX_CHOICES, MAX_SOURCE_BYTES
+from ....constraints.grammars import JSON_OPTIONS, MAX_CHOICES, MAX_SOURCE_BYTES
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import (
     BOOLEAN,
@@ -132,3 +132,30 @@ def constraint_of(
     for name, fields in given.items():
         return fields, name
     return {}, "constraint"
+
+
+def lark_of(constraint: SamplingFields, param: str) -> str:
+    """The same as the right side of a rule in Lark, for a grammar that has it as a part.
+
+    Raises InvalidRequest for a schema that is none; `param`: the client's field.
+    """
+    ((way, source),) = constraint.items()
+    match way:
+        case "json_schema":
+            return f"%json {json.dumps(_with_options(source, param))}"
+        case "regex":
+            escaped = source.replace(r"\/", "/").replace("/", r"\/").replace("\n", r"\n")
+            return f"/(?:{escaped})/"
+        case "choice":
+            return f"({' | '.join(map(json.dumps, source.values)) or 'NONE'})"
+    return f"%lark {{\n{source}\n}}"
+
+
+def _with_options(source: str, param: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{param} is not JSON", param, "invalid_schema") from None
+    if not isinstance(schema, dict):
+        schema = {"allOf": [schema]}
+    return {**schema, "x-guidance": JSON_OPTIONS}

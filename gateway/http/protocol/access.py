@@ -32,6 +32,7 @@ _SCOPE_OF = {  # by the path's first part; a route that is not listed here is an
     "detokenize": INFER,
     "openapi.json": INFER,
     "metrics": METRICS,
+    "load": METRICS,
     "server_info": METRICS,
     "dashboard": METRICS,
     "api": METRICS,
@@ -85,6 +86,8 @@ class Access:
         if not self._gate.requires_keys:
             return self._gate.caller((), "http", _peer(request))
         shown = request.headers.getall("Authorization", [])
+        if request.path.startswith("/v1/messages"):  # Anthropic's clients show their key so
+            shown = [*shown, *(f"Bearer {k}" for k in request.headers.getall("X-Api-Key", []))]
         cookie = request.cookies.get(COOKIE)
         if not shown and cookie and scope == METRICS and request.method in ("GET", "HEAD"):
             caller = self.sessions.caller(cookie)

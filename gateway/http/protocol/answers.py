@@ -38,11 +38,18 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class CompletionDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
+    """`completion_tokens_details`: of models that reason."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class TokenLogprob(Struct):
@@ -113,6 +120,7 @@ class ToolCall(Struct):
 class ChatMessage(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -201,6 +209,15 @@ class Text(Struct):
 class Status(Struct):
     status: str
     reason: str | UnsetType = UNSET
+
+
+class Load(Struct):
+    """`server_load`: calls in flight at this gateway; the rest is the whole deployment's."""
+
+    server_load: int
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage_perc: float
 
 
 class Version(Struct):

@@ -26,31 +26,48 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-ID"
 REQUEST_ID = web.RequestKey("request_id", str)  # the client's name for it, or ours
+NUM_EVENTS = web.RequestKey("num_events", int)  # that were sent, where events are numbered
 
 _LAST_WRITE_S = 0.25
+_MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"  # these write errors as their APIs do
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _MAX_SHOWN_PATH = 200
 
 _CHAT = "use POST /v1/chat/completions"
 _TEXT = "use POST /v1/completions"
 _TEXT_ALONE = "this server generates text and nothing else"
+_NO_VECTORS = (
+    "there are no embeddings and no scores here: the deployment passes the KV of decoders from "
+    "prefill to decode, and what pools hidden states needs no decode; run an embedding server"
+)
 _STATELESS = "nothing is kept between requests: send the whole chat to POST /v1/chat/completions"
 _NO_FILES = "no files are taken: send requests one by one"
 _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not over HTTP"
 
 # By the path behind a leading /v1, in its first part or two.
 _INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("responses", "messages", "chat", "api/chat", "interactions"), _CHAT),
-    "messages/count_tokens": "use POST /tokenize",
+    **dict.fromkeys(("chat", "api/chat", "interactions"), _CHAT),
+    "messages/batches": _NO_FILES,
+    "responses": "a response cannot be read, cancelled or deleted again: only POST /v1/responses",
     **dict.fromkeys(("complete", "generate", "generate_stream", "invocations", "infer"), _TEXT),
     **dict.fromkeys(("api/generate", "engines", "inference"), _TEXT),
-    **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _TEXT_ALONE),
-    **dict.fromkeys(("pooling", "score", "rerank", "classify", "moderations"), _TEXT_ALONE),
+    **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _NO_VECTORS),
+    **dict.fromkeys(("pooling", "score", "rerank", "classify"), _NO_VECTORS),
+    "moderations": _TEXT_ALONE,
     **dict.fromkeys(("audio", "images", "videos", "realtime"), _TEXT_ALONE),
     **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),
     **dict.fromkeys(("files", "uploads", "batches", "fine_tuning"), _NO_FILES),
     **dict.fromkeys(("api/tags", "api/show", "get_model_info"), "use GET /v1/models"),
-    **dict.fromkeys(("info", "get_server_info", "load"), "use GET /server_info"),
+    **dict.fromkeys(("info", "get_server_info", "get_load"), "use GET /server_info"),
     **dict.fromkeys(("ping", "healthz", "livez"), "use GET /live"),
     **dict.fromkeys(("readyz", "health_generate"), "use GET /ready"),
     **dict.fromkeys(("docs", "redoc", "swagger"), "use GET /openapi.json"),
@@ -61,15 +78,18 @@ _INSTEAD: Mapping[str, str] = {
 _RENAMED: Mapping[str, str] = {  # ours, without /v1 or with one too many
     "chat/completions": "/v1/chat/completions",
     "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
     "models": "/v1/models",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
     "metrics": "/metrics",
+    "load": "/load",
     "health": "/health",
 }
 _ROUTES = (
-    "there are /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, and what "
-    "GET /openapi.json lists"
+    "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, "
+    "/tokenize, /detokenize, and what GET /openapi.json lists"
 )
 
 
@@ -84,15 +104,30 @@ class Refusal(BatonError):
         self.is_fatal = is_fatal
 
 
-def error_text(error: BatonError) -> str:
-    """`{"error": {"message", "type", "param", "code"}}`"""
+def error_text(error: BatonError, path: str = "") -> str:
+    """`{"error": {"message", "type", "param", "code"}}`; Anthropic's has a `type` around it."""
     status = error.http_status
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    return json.dumps({"error": details})
+    if not path.startswith(_MESSAGES):
+        return json.dumps({"error": details})
+    details["type"] = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else kind)
+    return json.dumps({"type": "error", "error": details})
 
 
-def error_response(error: BatonError) -> web.Response:
+def _error_event(error: BatonError, request: web.Request) -> str:
+    """The last event of a stream that failed."""
+    if request.path.startswith(_MESSAGES):
+        return f"event: error\ndata: {error_text(error, request.path)}\n\n"
+    if not request.path.startswith(_RESPONSES):
+        return f"data: {error_text(error)}\n\n"
+    number = request.get(NUM_EVENTS, 0)
+    details = {"type": "error", "sequence_number": number, "code": error.code}
+    details |= {"message": error.message, "param": error.param}
+    return f"event: error\ndata: {json.dumps(details)}\n\n"
+
+
+def error_response(error: BatonError, path: str = "") -> web.Response:
     """A whole answer; names when to try again where that can help."""
     headers: dict[str, str] = {}
     status = error.http_status
@@ -101,7 +136,10 @@ def error_response(error: BatonError) -> web.Response:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = web.Response(
-        text=error_text(error), status=status, headers=headers, content_type="application/json"
+        text=error_text(error, path),
+        status=status,
+        headers=headers,
+        content_type="application/json",
     )
     if isinstance(error, Refusal) and error.is_fatal:
         response.force_close()
@@ -131,14 +169,14 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
 async def _refuse(request: web.Request, error: BatonError) -> web.StreamResponse:
     stream: web.StreamResponse | None = request.get(STREAM)
     if stream is None:
-        response = error_response(error)
+        response = error_response(error, request.path)
         if request.app[APP_STATE].door.is_draining:
             response.force_close()  # the next request finds another gateway
         return response
     stream.force_close()
     try:
         async with asyncio.timeout(_LAST_WRITE_S):  # whoever does not read receives nothing
-            await stream.write(f"data: {error_text(error)}\n\n".encode())
+            await stream.write(_error_event(error, request).encode())
             await stream.write_eof()
     except (TimeoutError, OSError):
         if request.transport is not None:
@@ -155,7 +193,7 @@ def _routing_error(request: web.Request, error: web.HTTPException) -> web.Respon
         message, code = f"Invalid URL ({request.method} {path}): {exists}", "not_found"
     elif error.status == 405:
         message, code = f"Not allowed to {request.method} on {path}", "method_not_allowed"
-    response = error_response(Refusal(error.status, code, message))
+    response = error_response(Refusal(error.status, code, message), request.path)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

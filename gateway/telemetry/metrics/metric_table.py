@@ -116,6 +116,16 @@ CONNECTIONS_REFUSED = Metric(
     "Connections that were answered with 503: more than there may be, or descriptors run out.",
 )
 RETRIES = Metric("request_retries_total", "Further attempts that finished calls needed.")
+DEPLOYMENT_RUNNING = Metric(
+    "deployment_requests_running", "Requests in the batches of all engines."
+)
+DEPLOYMENT_WAITING = Metric(
+    "deployment_requests_waiting", "Requests that wait at this gateway or at any engine."
+)
+DEPLOYMENT_KV_USAGE = Metric(
+    "deployment_kv_cache_usage_perc",
+    "Share of KV blocks in use, 0 to 1, of the role that has less left.",
+)
 IN_FLIGHT = Metric("num_requests_in_flight", "Admitted calls that have not ended.")
 SLO_JUDGED = Metric(
     "slo_judged_requests_total", "Calls that ended and were not cancelled by their client."
@@ -266,6 +276,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),
         *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
     ),
+    "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE),
     "Certificates": (CERTIFICATE_EXPIRES,),
 }
 ALL = tuple(chain.from_iterable(GROUPS.values()))

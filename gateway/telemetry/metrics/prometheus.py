@@ -21,6 +21,7 @@ from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
 from . import metric_table as table
+from .deployment_load import DeploymentLoad, deployment_load
 from .metric_table import Metric
 from .tally import MetricStore
 
@@ -131,6 +132,10 @@ class Exporter:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
+    def load(self) -> DeploymentLoad:
+        """Of the whole deployment, as this gateway knows it."""
+        return deployment_load(self._engines.engines.values(), self._num_queued())
+
     def _refresh(self) -> None:
         """Take over what was counted of calls, and the engines' heartbeats as they are now."""
         self._settle()
@@ -153,6 +158,10 @@ class Exporter:
         for reason, count in self._engines.decisions.items():
             self._store.set(table.DECISIONS, reason, value=count)
         self._store.set(table.QUEUED, value=self._num_queued())
+        load = self.load()
+        self._store.set(table.DEPLOYMENT_RUNNING, value=load.num_running)
+        self._store.set(table.DEPLOYMENT_WAITING, value=load.num_waiting)
+        self._store.set(table.DEPLOYMENT_KV_USAGE, value=load.kv_usage)
         self._store.set(table.INDEX_UP, value=self._is_index_up())
         for file, ends_s in self._certificate_ends_s().items():
             self._store.set(table.CERTIFICATE_EXPIRES, file, value=ends_s)

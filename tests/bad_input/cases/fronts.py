@@ -29,6 +29,12 @@ GOOD_CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
     "max_tokens": 3,
 }
+GOOD_OF: dict[str, dict[str, Any]] = {  # by path; all others are like GOOD
+    "/v1/chat/completions": GOOD_CHAT,
+    "/v1/responses": {"model": "demo", "input": "hi", "max_output_tokens": 3},
+    "/v1/messages": GOOD_CHAT,
+    "/v1/messages/count_tokens": {name: GOOD_CHAT[name] for name in ("model", "messages")},
+}
 _TARGET = Path(__file__).with_name("target.py")
 _START_S = 60.0
 _ANSWER_S = 20.0  # generous: the machine may be busy

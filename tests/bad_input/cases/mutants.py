@@ -45,6 +45,22 @@ GOOD_BODIES: Sequence[tuple[str, dict[str, Any]]] = (
     ("/v1/chat/completions", {"model": "demo", "max_tokens": 1, "messages": _MESSAGES,
                               "response_format": {"type": "json_schema", "json_schema":
                                                   {"name": "x", "schema": _SCHEMA}}}),
+    ("/v1/responses", {"model": "demo", "max_output_tokens": 1, "instructions": "x", "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "y"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "2"}]}),
+    ("/v1/responses", {"model": "demo", "max_output_tokens": 1, "input": "x", "store": False,
+                       "text": {"format": {"type": "json_schema", "name": "x",
+                                           "schema": _SCHEMA}}}),
+    ("/v1/messages", {"model": "demo", "max_tokens": 1, "system": "x", "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "y", "signature": ""},
+                                          {"type": "tool_use", "id": "1", "name": "f",
+                                           "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",
+                                      "content": "2"}]}]}),
+    ("/v1/messages/count_tokens", {"model": "demo", "messages": _MESSAGES}),
     ("/tokenize", {"model": "demo", "prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": _MESSAGES, "tools": [_TOOL]}),
     ("/detokenize", {"model": "demo", "tokens": [1, 2, 3]}),

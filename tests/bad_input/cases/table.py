@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bad_input.cases.fronts import GOOD, GOOD_CHAT
+from bad_input.cases.fronts import GOOD, GOOD_CHAT, GOOD_OF
 
 from baton.proto.v1 import inference_pb2
 
@@ -50,7 +50,7 @@ class Row:
     def body(self) -> bytes:
         if self.raw is not None:
             return self.raw
-        good = GOOD_CHAT if self.path == _CHAT else GOOD
+        good = GOOD_OF.get(self.path, GOOD)
         body = {k: v for k, v in (good | dict(self.change)).items() if v is not ABSENT}
         return json.dumps(body).encode()
 
@@ -380,7 +380,21 @@ CHATS: list[Row] = [
       for path in ("/v1/completions", _CHAT)
       for name, value in (("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}),
                           ("reasoning_effort", "low"), ("continue_final_message", True),
+                          ("enable_thinking", True), ("thinking_token_budget", 5)
+                          if path != _CHAT else ("thinking_budget", 5),
           ("documents", [{"a": 1}]))],
+    *chat_rows("B44-effort", [{"reasoning_effort": e} for e in ("", "much", 1, [], True)],
+               "invalid_value", "reasoning_effort"),
+    *chat_rows("B44-thinking", [{"enable_thinking": t} for t in ("true", 1, {}, [])],
+               "invalid_value", "enable_thinking"),
+    *chat_rows("B44-budget", [{"thinking_token_budget": b} for b in (-1, 1.5, "1", True, 2**32)],
+               "invalid_value", "thinking_token_budget"),
+    *chat_rows("B44-kwargs", [{"chat_template_kwargs": k} for k in (
+        1, "x", [], {"a": "x" * 20_000}, {"a": [[[0]] * 1000] * 10})],
+        "invalid_value", "chat_template_kwargs"),
+    *chat_rows("B44-given", [{"chat_template_kwargs": {name: 1}} for name in (
+        "messages", "tools", "bos_token", "add_generation_prompt", "range", "self", "loop",
+        "raise_exception", "__class__")], "unsupported_parameter", "chat_template_kwargs"),
     *chat_rows("B41-deep", [_tools(_nested(300))], "invalid_schema",
                "tools[0].function.parameters"),
     *[Row(id=f"B41-endless-{depth}", raw=deep_arguments(depth), path=_CHAT, code="invalid_value",

@@ -66,6 +66,7 @@ class FakeNode:
     error: BatonError | None = None  # every dispatch is answered with it
     is_silent: bool = False
     can_constrain: bool = True
+    answer: str = ""  # what it writes, to its end, in bytes as tokens; empty: by the formula
     dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
     cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
     num_sessions: int = 0
@@ -121,6 +122,8 @@ class FakeNode:
         """Play one dispatch: `send(RequestOutput fields)`."""
         base = len(request.output_token_ids)
         last = request.sampling.max_tokens - 1
+        if self.answer:
+            last = min(last, len(self.answer.encode()) - 1)
         if self.error is not None:
             await send(request, error=codec.error_to_wire(self.error))
             return
@@ -139,8 +142,8 @@ class FakeNode:
         stamps = [NodeStamp(event, time.monotonic_ns())] if event else []
         fields: dict[str, Any] = {
             "first_index": index,
-            "token_ids": [token_at(request.prompt_token_ids, index)],
-            "finish_reason": codec.finish_to_wire(FinishReason.LENGTH if index == last else None),
+            "token_ids": [self._token(request, index)],
+            "finish_reason": codec.finish_to_wire(self._reason(index) if index == last else None),
             "events": codec.node_stamps_to_wire(stamps),
         }
         if (num_best := request.sampling.logprobs) is not None:
@@ -155,6 +158,15 @@ class FakeNode:
         if event is Event.DECODE_STARTED:
             fields["transfer"] = node_pb2.TransferInfo(bytes=4096, transport="fake")
         await send(request, **fields)
+
+    def _token(self, request: Request, index: int) -> int:
+        if self.answer:
+            return self.answer.encode()[index]
+        return token_at(request.prompt_token_ids, index)
+
+    def _reason(self, index: int) -> FinishReason:
+        is_whole = self.answer and index == len(self.answer.encode()) - 1
+        return FinishReason.STOP if is_whole else FinishReason.LENGTH
 
     def welcome(self) -> node_pb2.NodeMessage:
         member = self.member

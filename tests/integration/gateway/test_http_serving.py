@@ -369,7 +369,7 @@ async def test_a_body_is_read_up_to_the_cap_and_no_further(world: World) -> None
 @pytest.mark.parametrize(
     "path",
     ["/", "/v1", "/v1/nope", "/v1/../admin", "//v1/models", "/invocations", "/update_weights",
-     "/pause", "/collective_rpc", "/v1/embeddings", "/v1/responses", "/V1/models", "/v1/models/"],
+     "/pause", "/collective_rpc", "/v1/embeddings", "/v1/responses/x", "/V1/models", "/v1/models/"],
 )  # fmt: skip
 async def test_unknown_paths(world: World, path: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", world.gateway.http_port)
@@ -482,6 +482,14 @@ async def test_a_gateway_that_stops_tells_whom_it_cuts_off(world: World) -> None
     assert (status, said["error"]["code"]) == (503, "unavailable")
 
 
+async def test_the_load_of_an_idle_deployment(world: World) -> None:
+    async with world.http.get("/load") as answer:
+        assert await answer.json() == {
+            "server_load": 0, "num_requests_running": 0, "num_requests_waiting": 0,
+            "kv_cache_usage_perc": 0.0,
+        }  # fmt: skip
+
+
 async def test_failures_before_the_first_token_have_a_status(world: World) -> None:
     world.prefill.error = EngineFailed("secret path /x/y")
     status, headers, body = await world.post("/v1/completions", PLAIN | {"stream": True})
@@ -544,8 +552,9 @@ async def test_what_is_listed_is_all_there_is(world: World) -> None:
     }
     ours = {path for path in paths if not path.startswith(("/dashboard", "/api/", "/admin/"))}
     assert ours - {"/metrics"} == {
-        "/live", "/ready", "/health", "/version", "/v1/models", "/v1/models/{model}",
+        "/live", "/ready", "/health", "/version", "/load", "/v1/models", "/v1/models/{model}",
         "/server_info", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize",
+        "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/openapi.json",
     }  # fmt: skip
 

@@ -112,7 +112,7 @@ JSON = st.recursive(
     "name", ["reasoning_effort", "chat_template_kwargs", "max_completion_tokens"]
 )
 def test_a_refusal_says_what_there_is_instead(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"/v1/completions takes|max_tokens"):
+    with pytest.raises(InvalidRequest, match=r"completions takes|max_tokens"):
         read_fields({name: {"a": 1}}, COMPLETIONS)
     assert INSTEAD.keys() <= UNSUPPORTED.keys()
 
@@ -178,7 +178,6 @@ def nested(depth: int) -> dict[str, Any]:
         ("mm_hashes", [], "unknown_parameter", "mm_hashes"),
         ("media_io_kwargs", {}, "unknown_parameter", "media_io_kwargs"),
         ("chat_template", "x", "unsupported_parameter", "chat_template"),
-        ("chat_template_kwargs", {"x": 1}, "unsupported_parameter", "chat_template_kwargs"),
         ("prompt_embeds", "AAAA", "unsupported_parameter", "prompt_embeds"),
         ("best_of", 2, "unsupported_parameter", "best_of"),
         ("suffix", "x", "unsupported_parameter", "suffix"),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.core.errors import InvalidRequest
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import FinishReason, TokenLogprobs
-from baton.gateway.http.chat.chat import ChatSample, chat_logprobs
+from baton.gateway.http.chat.chat_sample import ChatSample, chat_logprobs
 from baton.gateway.http.chat.chat_template import ChatTemplate
 from baton.gateway.http.chat.tool_formats import HERMES
 from baton.gateway.http.generate.completions import (
@@ -151,13 +151,13 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
     found = {"parallel_tool_calls": most is None}
     wanted = [("f", '{"a": 1}'), ("g", "{}")][:most]
     whole = OutputChunk(CALLS, (A,), 0, result())
-    message = written(chat(found, parser=HERMES.parser()).choice(whole))
+    message = written(chat(found, parser=HERMES.parser([])).choice(whole))
     assert message["finish_reason"] == "tool_calls"
     assert message["message"]["content"] == "Look: "
     called = [(c["function"]["name"], c["function"]["arguments"])
             for c in message["message"]["tool_calls"]]  # fmt: skip
     assert called == wanted
-    choice = chat(found, parser=HERMES.parser())
+    choice = chat(found, parser=HERMES.parser([]))
     events: list[str] = []
     for index, letter in enumerate(CALLS):
         last = result() if index == len(CALLS) - 1 else None
@@ -176,7 +176,7 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
 
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
     opening = HERMES.opening("f", is_constrained=False)
-    choice = chat(parser=HERMES.parser(), opening=opening)
+    choice = chat(parser=HERMES.parser([]), opening=opening)
     whole = OutputChunk('"a": ', (A,), 0, result(FinishReason.LENGTH))
     body = written(choice.choice(whole))
     assert (body["finish_reason"], body["message"]["content"]) == ("length", None)

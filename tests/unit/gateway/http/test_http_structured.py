@@ -16,7 +16,7 @@ from baton.core.request.request import Constraint, ConstraintKind
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.http.chat.chat import FIELDS
-from baton.gateway.http.chat.tool_formats import FORMATS
+from baton.gateway.http.chat.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.generate.structured import constraint_of
@@ -28,6 +28,11 @@ SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": S
 KIND = ConstraintKind
 OF_SCHEMA = Constraint(KIND.JSON_SCHEMA, json.dumps(SCHEMA))
 ANY_OBJECT = Constraint(KIND.JSON_SCHEMA, '{"type": "object"}')
+
+
+def grammar_of(tools: Any, choice: ToolChoice, tool_format: ToolFormat = HERMES) -> str:
+    """Of a forced call, where no tag is one token."""
+    return call_grammar(tools, choice, tool_format.middle, tool_format.end, json.dumps)
 
 
 def read(body: dict[str, Any]) -> tuple[Constraint | None, str | None]:
@@ -136,7 +141,7 @@ OFFERED = [
 ]
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 @pytest.mark.parametrize(
     ("function", "rest", "is_good"),
     [
@@ -157,9 +162,9 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
     grammars: Grammars, name: str, function: str | None, rest: str, is_good: bool
 ) -> None:
     tool_format = FORMATS[name]
-    rest = rest.replace("ARGUMENTS", tool_format.arguments_name)
+    rest = rest.replace("ARGUMENTS", "parameters" if name == "llama3_json" else "arguments")
     choice = ToolChoice(True, True, function)
-    source = call_grammar(TOOLS.read(OFFERED, "tools"), choice, tool_format.arguments_name)
+    source = grammar_of(TOOLS.read(OFFERED, "tools"), choice, tool_format)
     matcher = grammars.compile(Constraint(KIND.GRAMMAR, source)).follow()
     try:
         accept(matcher, [*rest.encode(), EOS_ID])
@@ -167,7 +172,7 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
         assert not is_good
         return
     assert is_good
-    parser = tool_format.parser()
+    parser = tool_format.parser([])
     deltas = (
         parser.feed(tool_format.opening(function, is_constrained=True) + rest) + parser.finish()
     )
@@ -182,7 +187,7 @@ def test_a_strict_tools_schema_must_be_understood(grammars: Grammars) -> None:
         [tool("f", strict=True, parameters=OFFERED[2]["function"]["parameters"])], "tools"
     )
     choice = ToolChoice(True, True, "f")
-    source = call_grammar(strict, choice, "arguments")
+    source = grammar_of(strict, choice)
     with pytest.raises(InvalidRequest, match="format"):
         grammars.compile(Constraint(KIND.GRAMMAR, source))
 
@@ -243,8 +248,8 @@ def test_a_recursive_schema_works_as_a_format_and_in_a_forced_call(grammars: Gra
     text = '{"child": {"child": {}}}'
     matcher = grammars.compile(Constraint(KIND.JSON_SCHEMA, json.dumps(TREE))).follow()
     accept(matcher, [*text.encode(), EOS_ID])
-    source = call_grammar(
-        TOOLS.read([tool("f", parameters=TREE)], "tools"), ToolChoice(True, True, "f"), "arguments"
+    source = grammar_of(
+        TOOLS.read([tool("f", parameters=TREE)], "tools"), ToolChoice(True, True, "f")
     )
     call = grammars.compile(Constraint(KIND.GRAMMAR, source))
     accept(call.follow(), [*f"{text}}}".encode(), EOS_ID])
@@ -266,3 +271,23 @@ async def test_without_grammars_the_check_refuses(tmp_path: Path) -> None:
         await check.check(Constraint(KIND.REGEX, "a"))
     assert refused.value.code == "unsupported_parameter"
     check.close()
+
+
+@pytest.mark.parametrize("name", ["mistral", "deepseek_v3", "deepseek_v31", "kimi_k2"])
+def test_forced_calls_of_formats_with_tags(grammars: Grammars, name: str) -> None:
+    tool_format = FORMATS[name]
+    for function in ("now", None):
+        choice = ToolChoice(True, True, function)
+        source = grammar_of(TOOLS.read(OFFERED, "tools"), choice, tool_format)
+        grammar = grammars.compile(Constraint(KIND.GRAMMAR, source))
+        head = "" if function else f"now{tool_format.middle}"
+        rest = head + '{"zone": "UTC"}' + tool_format.end
+        accept(grammar.follow(), [*rest.encode(), EOS_ID])
+        opening = tool_format.opening(function, is_constrained=True)
+        parser = tool_format.parser([])
+        deltas = parser.feed(opening + rest) + parser.finish()
+        assert [delta.name for delta in deltas if getattr(delta, "name", None)] == ["now"]
+        arguments = "".join(getattr(delta, "arguments", "") for delta in deltas)
+        assert json.loads(arguments) == {"zone": "UTC"}
+        with pytest.raises(InvalidRequest):
+            accept(grammar.follow(), [*(head + '{"zone": "CET"}').encode()])

@@ -11,13 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.gateway.http.chat.tool_call_parsers import Content
 from baton.gateway.http.chat.tool_formats import (
+    FORMATS,
     HERMES,
     LLAMA3_JSON,
-    Content,
     ToolFormat,
     format_of_template,
 )
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "typed", "parameters": {"type": "object",
+     "properties": {"n": {"type": "integer"}, "l": {"type": "array"}, "s": {"type": "string"},
+                    "u": {"type": ["string", "null"]}, "b": {"type": "boolean"}}}}},
+    {"type": "function", "function": {"name": "bare"}},
+]  # fmt: skip
 
 
 @dataclass
@@ -29,7 +37,7 @@ class Received:
 
 
 def parsed(tool_format: ToolFormat, pieces: list[str]) -> Received:
-    parser, found = tool_format.parser(), Received()
+    parser, found = tool_format.parser(TOOLS), Received()
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     for delta in deltas + parser.finish():
         if isinstance(delta, Content):
@@ -86,7 +94,56 @@ LLAMA = [
      '{"some": "json"} {"name": "a", "parameters": {}}', []),
     ('text {"name": "a", "parameters": {}}', 'text {"name": "a", "parameters": {}}', []),
 ]  # fmt: skip
-CASES = [(HERMES, *case) for case in HERMES_CASES] + [(LLAMA3_JSON, *case) for case in LLAMA]
+QWEN3_CODER = FORMATS["qwen3_coder"]
+XML = (
+    "<tool_call>\n<function=typed>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\n5\n</parameter>\n"
+    "<parameter=l>\n[1, {}]\n</parameter>\n<parameter=u>\nnull\n</parameter>\n<parameter=b>\nTrue\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+XML_ARGUMENTS = '{"n": 5, "s": "5", "l": [1, {}], "u": "null", "b": true}'
+OTHERS: list[tuple[str, str, str, Any]] = [
+    ("qwen3_coder", "so " + XML + "\n" + XML, "so ", [["typed", XML_ARGUMENTS]] * 2),
+    ("qwen3_coder", "<tool_call>\n<function=bare>\n</function>\n</tool_call> x", "x",
+     [["bare", "{}"]]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>\nx\n</function>\n\"\n</parameter>"
+     "</function></tool_call>", "", [["f", '{"a": "x\\n</function>\\n\\""}']]),
+    ("qwen3_coder", "<tool_call>\n<function=typed>\n<parameter=n>\nmany\n</parameter>\n</function>",
+     "", [["typed", '{"n": "many"}']]),
+    ("qwen3_coder", "<tool_call>\nno</tool_call>", "<tool_call>\nno</tool_call>", []),
+    ("qwen3_coder", "<tool_call>\n<function=", "<tool_call>\n<function=", []),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[ARGS]{}', "",
+     [["f", '{"a": "]"}'], ["g", "{}"]]),
+    ("mistral", 'so [TOOL_CALLS]f[CALL_ID]1a[ARGS]{"a": {"b": 1}}', "so ",
+     [["f", '{"a": {"b": 1}}']]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", '
+     '"arguments": {}}]', "", [["f", '{"a": 1}'], ["g", "{}"]]),
+    ("mistral", "[1] and [TOOL_", "[1] and [TOOL_", []),
+    ("mistral", "[TOOL_CALLS]a b[ARGS]{}", "[TOOL_CALLS]a b[ARGS]{}", []),
+    ("deepseek_v3", "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+     '```json\n{"a": "`"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n'
+     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Hm.",
+     [["f", '{"a": "`"}'], ["g", "{}"]]),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+     '{"a": [1]}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+     "<｜tool▁calls▁end｜>", "", [["f", '{"a": [1]}'], ["g", "{}"]]),
+    ("deepseek_v31", "a <｜tool", "a <｜tool", []),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+     '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.g.h:1'
+     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", "",
+     [["f", '{"a": 1}'], ["g.h", "{}"]]),
+    ("pythonic", '[f(a=1, b="x)\\"", c=[True, None, {"k": -1.5}]), g()]', "",
+     [["f", '{"a": 1, "b": "x)\\"", "c": [true, null, {"k": -1.5}]}'], ["g", "{}"]]),
+    ("pythonic", "<|python_tag|>[f(a='é', b=true)]", "", [["f", '{"a": "é", "b": true}']]),
+    ("pythonic", "[1, 2] are two", "[1, 2] are two", []),
+    ("pythonic", "[note] f(a=1)", "[note] f(a=1)", []),
+    ("pythonic", "[f(a=open('/etc/passwd'))]", "[f(a=open('/etc/passwd'))]", []),
+    ("pythonic", "[f(1)]", "[f(1)]", []),
+    ("pythonic", "[f(**x)]", "[f(**x)]", []),
+    ("pythonic", "[f(a=1e999)]", "[f(a=1e999)]", []),
+    ("pythonic", "text [f(a=1)]", "text [f(a=1)]", []),
+]  # fmt: skip
+CASES = [(FORMATS[name], *case) for name, *case in OTHERS]
+CASES += [(HERMES, *case) for case in HERMES_CASES] + [(LLAMA3_JSON, *case) for case in LLAMA]
 
 
 @pytest.mark.parametrize(("tool_format", "text", "content", "calls"), CASES)
@@ -115,11 +172,15 @@ def test_no_piece_of_a_tag_behind_a_call_is_content(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.sampled_from([HERMES, LLAMA3_JSON]),
+    st.sampled_from(list(FORMATS.values())),
     st.lists(
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": {"a": 1}}', "{",
-             "}", '"', "x", ";", '{"name": "g", "parameters": {}}', "<|python_tag|>", "<tool", ","]
+             "}", '"', "x", ";", '{"name": "g", "parameters": {}}', "<|python_tag|>", "<tool", ",",
+             "[TOOL_CALLS]", "f[ARGS]", "[", "]", "<function=f>", "<parameter=a>", "</parameter>",
+             "</function>", "f(a=1)", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+             "<｜tool▁calls▁begin｜>", "functions.f:0<|tool_call_argument_begin|>",
+             "<|tool_call_begin|>"]
         ),
         max_size=12,
     ),
@@ -154,6 +215,38 @@ def test_openings_are_read_as_the_beginning_of_a_call(tool_format: ToolFormat) -
 
 def test_the_template_tells_the_format() -> None:
     assert format_of_template("... <tool_call> ...") is HERMES
+    assert format_of_template("<tool_call>\n<function=x>") is QWEN3_CODER
+    for text, name in (
+        ("[TOOL_CALLS]", "mistral"), ("<|tool_call_begin|>", "kimi_k2"),
+        ("<｜tool▁call▁begin｜>", "deepseek_v31"), ("<｜tool▁call▁begin｜>```json", "deepseek_v3"),
+    ):  # fmt: skip
+        assert format_of_template(text) is FORMATS[name]
     llama = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}'
     assert format_of_template(llama) is LLAMA3_JSON
     assert format_of_template("{{ messages }}") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [
+        ("mistral", '"a": 1}'),
+        ("deepseek_v3", '"a": 1}\n```'),
+        ("deepseek_v31", '"a": 1}'),
+        ("kimi_k2", '"a": 1}'),
+        ("qwen3_coder", "<parameter=a>\n1\n</parameter>\n</function>"),
+        ("pythonic", "a=1)]"),
+    ],
+)
+def test_every_formats_opening_begins_a_call(name: str, rest: str) -> None:
+    opening = FORMATS[name].opening("f", is_constrained=False)
+    (call,) = parsed(FORMATS[name], [opening, *rest]).calls
+    assert call[0] == "f"
+    assert json.loads(call[1]) == {"a": "1" if name == "qwen3_coder" else 1}
+
+
+def test_tags_that_are_one_token_are_named_by_it() -> None:
+    ids = {"<tool_call>": 7, "[ARGS]": 8}
+    assert HERMES.literal('<tool_call>\n{"name": "', ids.get) == '<[7]> "\\n{\\"name\\": \\""'
+    assert FORMATS["mistral"].literal("f[ARGS]", ids.get) == '"f" <[8]>'
+    assert LLAMA3_JSON.literal("x", ids.get) == '"x"'
+    assert HERMES.literal("</tool_call>", ids.get) == '"</tool_call>"'

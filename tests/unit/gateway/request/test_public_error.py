@@ -17,7 +17,7 @@ OURS = {
     errors.InvalidRequest, errors.ContextLengthExceeded, errors.PromptTooLarge,
     errors.ModelNotFound, errors.Unauthenticated, errors.PermissionDenied, errors.Overloaded,
     errors.RateLimited, errors.Unavailable, errors.DeadlineExceeded, errors.Cancelled,
-    errors.StartupFailed,
+    errors.ResponseNotFound, errors.StartupFailed,
 }  # fmt: skip
 
 

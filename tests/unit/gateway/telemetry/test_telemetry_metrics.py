@@ -105,6 +105,23 @@ def test_buckets_count_as_prometheus_defines_them(samples: list[float]) -> None:
     assert histogram.total == pytest.approx(sum(samples))
 
 
+def test_the_deployments_load_is_one_number_each() -> None:
+    world = World()
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_perc")
+
+    def load() -> list[float | None]:
+        return [world.value(f"baton_deployment_{name}") for name in names]
+
+    assert load() == [0, 0, 0]
+    world.num_queued = 7
+    first = world.link("1" * 32, "d1", LOAD)
+    world.link("2" * 32, "d2", LOAD)
+    free, total = LOAD.free_blocks, first.pool_blocks
+    assert load() == [
+        2 * LOAD.num_running, 2 * LOAD.num_waiting + 7, pytest.approx(1 - free / total),
+    ]  # fmt: skip
+
+
 def test_when_certificates_end() -> None:
     world = World()
     name = "baton_certificate_expires_timestamp_seconds"

@@ -1,0 +1,382 @@
+"""One tool call, read character by character, in each way in which families of models write one.
+
+    CallScanner      {"name": "now", "arguments": {"zone": "UTC"}}
+    TaggedScanner    now<sep>{"zone": "UTC"}
+    XmlScanner       <function=now>\\n<parameter=zone>\\nUTC\\n</parameter>\\n</function>
+    PythonicScanner  now(zone="UTC")
+Where a call begins is not theirs to know: tool_call_parsers.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+_ARGUMENTS = ("arguments", "parameters")
+_SPACE = " \t\r\n"
+_MAX_HEADER_CHARS = 256
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+
+
+class Scanner(Protocol):
+    """`name`: once it is known; `is_broken`: it was no call, and `raw` is its text."""
+
+    name: str | None
+    is_done: bool
+    is_broken: bool
+
+    def feed(self, text: str) -> str:
+        """Take text; returns what lies behind the call, or behind what breaks it."""
+        ...
+
+    @property
+    def raw(self) -> str: ...
+
+    def take_arguments(self) -> str:
+        """What came of their JSON since the last time; nothing before the name."""
+        ...
+
+
+@dataclass(slots=True)
+class CallScanner:
+    """Reads `{"name": "...", "arguments": {...}}` character by character.
+
+    The arguments are passed on as they are written, once the name is known. What is no such object
+    is found out at the first character that cannot belong to one; values are not judged.
+    """
+
+    name: str | None = None
+    is_done: bool = False
+    is_broken: bool = False
+    _raw: list[str] = field(default_factory=list)
+    _expected: str = "{"  # {, key, colon, value, end
+    _piece: str = ""  # the key or value that is being read
+    _key: str = ""
+    _depth: int = 0
+    _is_in_string: bool = False
+    _is_escaped: bool = False
+    _arguments: list[str] = field(default_factory=list)  # not passed on yet
+
+    def feed(self, text: str) -> str:
+        """Take text; returns what lies behind the object, or behind what breaks it."""
+        for place, char in enumerate(text):
+            self._take(char)
+            if self.is_done or self.is_broken:
+                self._raw.append(text[: place + 1])
+                return text[place + 1 :]
+        self._raw.append(text)
+        return ""
+
+    @property
+    def raw(self) -> str:
+        """All of it so far, for what turns out to be no call."""
+        return "".join(self._raw)
+
+    def take_arguments(self) -> str:
+        """What came of them since the last time; nothing before the name."""
+        if self.name is None:
+            return ""
+        taken = "".join(self._arguments)
+        self._arguments.clear()
+        return taken
+
+    def _take(self, char: str) -> None:
+        if self._is_in_string:
+            self._take_in_string(char)
+        elif self._expected == "value":
+            self._take_in_value(char)
+        elif char in _SPACE:
+            return
+        elif char == '"' and self._expected == "key":
+            self._is_in_string = True
+        elif char == "{" and self._expected == "{":
+            self._expected = "key"
+        elif char == ":" and self._expected == "colon":
+            self._expected = "value"
+        elif char == "}" and self._expected == "key" and not self._key:
+            self.is_done = True  # empty
+        else:
+            self.is_broken = True
+
+    def _take_in_string(self, char: str) -> None:
+        ends = char == '"' and not self._is_escaped
+        self._is_escaped = char == "\\" and not self._is_escaped
+        self._is_in_string = not ends
+        if self._expected == "value":
+            self._add(char)
+        elif ends:
+            self._key, self._piece, self._expected = self._piece, "", "colon"
+        else:
+            self._piece += char
+
+    def _take_in_value(self, char: str) -> None:
+        if self._depth == 0 and char in ",}":
+            self._end_value()
+            self._expected = "key"
+            self.is_done = char == "}"
+        elif self._depth == 0 and char in _SPACE:
+            return
+        else:
+            self._is_in_string = char == '"'
+            self._depth += (char in "{[") - (char in "}]")
+            self._add(char)
+
+    def _add(self, char: str) -> None:
+        if self._key in _ARGUMENTS:
+            self._arguments.append(char)
+        elif self._key == "name":
+            self._piece += char
+
+    def _end_value(self) -> None:
+        if self._key == "name":
+            try:
+                name = json.loads(self._piece)
+                name.encode()  # half of a surrogate pair is no name
+            except (ValueError, AttributeError):
+                name = None
+            self.is_broken = not isinstance(name, str)
+            self.name = name if isinstance(name, str) else None
+        self._piece = ""
+
+
+class TaggedScanner:
+    """A name, `separator`, and the arguments' object as JSON. `name_in` finds the name (its group)
+    in what stands before the separator."""
+
+    def __init__(self, separator: str, name_in: re.Pattern[str]) -> None:
+        self.name: str | None = None
+        self.is_done = self.is_broken = False
+        self._separator = separator
+        self._name_in = name_in
+        self._header = ""
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        self._arguments: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        """Before the name is known."""
+        return self._header
+
+    def take_arguments(self) -> str:
+        taken = "".join(self._arguments)
+        self._arguments.clear()
+        return taken
+
+    def feed(self, text: str) -> str:
+        if self.name is not None:
+            return self._read(text)
+        self._header += text
+        header, found, behind = self._header.partition(self._separator)
+        if found:
+            match = self._name_in.fullmatch(header.strip())
+            if match is not None and _NAME.match(match[1]):
+                self.name = match[1]
+                return self._read(behind)
+        self.is_broken = bool(found) or len(header) > _MAX_HEADER_CHARS
+        return ""
+
+    def _read(self, text: str) -> str:
+        for place, char in enumerate(text):
+            if not self._depth and char in _SPACE:
+                continue
+            if not self._depth and char != "{":
+                self.is_done = True  # no object: a call without arguments
+                self._arguments.append("{}")
+                return text[place:]
+            self._take(char)
+            if not self._depth:
+                self.is_done = True
+                return text[place + 1 :]
+        return ""
+
+    def _take(self, char: str) -> None:
+        self._arguments.append(char)
+        if self._is_in_string:
+            self._is_in_string = char != '"' or self._is_escaped
+            self._is_escaped = char == "\\" and not self._is_escaped
+        else:
+            self._is_in_string = char == '"'
+            self._depth += (char in "{[") - (char in "}]")
+
+
+class XmlScanner:
+    """Qwen3-Coder's. A value is text: what it stands for depends on the function's schema."""
+
+    _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,64})>")
+    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>")
+    _VALUE_END = "</parameter>"
+    _END = re.compile(r"\s*</function>")
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: of the arguments, by function."""
+        self.name: str | None = None
+        self.is_done = self.is_broken = False
+        self.raw = ""  # before the name is known
+        self._schemas = schemas
+        self._text = ""
+        self._searched = 0  # of `_text`, for the end of a value
+        self._key: str | None = None  # of the value that is being read
+        self._num_parameters = 0
+        self._arguments: list[str] = []
+
+    def take_arguments(self) -> str:
+        taken = "".join(self._arguments)
+        self._arguments.clear()
+        return taken
+
+    def feed(self, text: str) -> str:
+        self._text += text
+        if self.name is None and not self._begin():
+            return ""
+        while self._read_value() if self._key is not None else self._read_tag():
+            if self.is_done:
+                return self._text
+        return ""
+
+    def _begin(self) -> bool:
+        match = self._FUNCTION.match(self._text)
+        if match is None or not _NAME.match(match[1]):
+            self.raw, written = self._text, self._text.lstrip()
+            may_begin = "<function=".startswith(written[:10])
+            self.is_broken = match is not None or not may_begin or len(written) > _MAX_HEADER_CHARS
+            return False
+        self.name, self._text = match[1], self._text[match.end() :]
+        return True
+
+    def _read_tag(self) -> bool:
+        """Between values; False: more text is needed."""
+        if match := self._END.match(self._text):
+            self._arguments.append("}" if self._num_parameters else "{}")
+            self.is_done = True
+            self._text = self._text[match.end() :]
+        elif match := self._PARAMETER.match(self._text):
+            self._key = match[1]
+            self._text = self._text[match.end() :]
+        else:
+            tag = self._text.lstrip()
+            if any(one.startswith(tag[: len(one)]) for one in ("</function>", "<parameter=")):
+                return False
+            _, found, behind = tag[1:].partition("<")  # what belongs to no tag is dropped
+            self._text = found + behind
+        return True
+
+    def _read_value(self) -> bool:
+        """Up to the value's end; False: more text is needed."""
+        assert self._key is not None
+        end = self._text.find(self._VALUE_END, self._searched)
+        if end < 0:
+            self._searched = max(0, len(self._text) - len(self._VALUE_END))
+            return False
+        self._add(self._key, self._text[:end])
+        self._text, self._searched = self._text[end + len(self._VALUE_END) :], 0
+        self._key = None
+        return True
+
+    def _add(self, key: str, text: str) -> None:
+        properties = self._schemas.get(self.name or "", {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        value = json.dumps(_value_of(text, schema), ensure_ascii=False)
+        self._arguments.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key)}: {value}")
+        self._num_parameters += 1
+
+
+def _value_of(text: str, schema: Any) -> Any:
+    """A text is a string, unless its schema has another type and it is JSON of that."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+        return text
+    try:
+        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+        json.dumps(value, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+class PythonicScanner:
+    """A call in Python's syntax, whose arguments are literals by name. Parsed, never evaluated."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_done = self.is_broken = False
+        self._text: list[str] = []
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+        self._arguments = ""
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._text)
+
+    def take_arguments(self) -> str:
+        taken, self._arguments = self._arguments, ""
+        return taken
+
+    def feed(self, text: str) -> str:
+        for place, char in enumerate(text):
+            self._take(char)
+            if self._depth == 0 and char == ")" and not self._quote:
+                self._text.append(text[: place + 1])
+                self._parse()
+                return text[place + 1 :]
+            if self._depth < 0:
+                self.is_broken = True
+                self._text.append(text[: place + 1])
+                return text[place + 1 :]
+        self._text.append(text)
+        return ""
+
+    def _take(self, char: str) -> None:
+        if self._quote:
+            if not self._is_escaped and char == self._quote:
+                self._quote = ""
+            self._is_escaped = char == "\\" and not self._is_escaped
+        elif char in "'\"":
+            self._quote = char
+        else:
+            self._depth += (char in "([{") - (char in ")]}")
+
+    def _parse(self) -> None:
+        try:
+            call = ast.parse(self.raw.strip(), mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError
+            name = ast.unparse(call.func)
+            found = {one.arg: _literal(one.value) for one in call.keywords if one.arg}
+            arguments = json.dumps(found, ensure_ascii=False, allow_nan=False)
+            arguments.encode()
+            if not _NAME.match(name) or len(found) != len(call.keywords):
+                raise ValueError
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            self.is_broken = True
+            return
+        self.name, self._arguments, self.is_done = name, arguments, True
+
+
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    """Raises ValueError for what is no literal of JSON's kinds."""
+    match node:
+        case ast.Constant(value=value) if isinstance(value, str | int | float | None):
+            return value
+        case ast.Name(id=name) if name.lower() in _CONSTANTS:
+            return _CONSTANTS[name.lower()]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            named = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if len(named) != len(keys) or not all(isinstance(key, str) for key in named):
+                raise ValueError
+            return dict(zip(named, map(_literal, values), strict=True))
+    raise ValueError

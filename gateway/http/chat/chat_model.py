@@ -1,0 +1,169 @@
+"""What the served model knows of chats; a chat request as a prompt and a constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from ....core.errors import InvalidRequest
+from ....core.ports import Entropy, SystemEntropy
+from ...validation.validation import ModelLimits, ServedModel
+from ..generate.structured import SamplingFields, constraint_of, lark_of
+from ..protocol.app_state import APP_STATE
+from .chat_template import ChatPrompt, ChatTemplate
+from .reasoning import FORMATS as REASONING_FORMATS
+from .reasoning import ReasoningFormat, ReasoningGrammar, Start, template_variables
+from .reasoning import format_of_template as reasoning_of_template
+from .tool_formats import FORMATS, ToolFormat, format_of_template
+from .tools import Tool, ToolChoice, call_grammar, chosen, shown_tools, strict_grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """What the served model knows of chats. `tool_format`, `reasoning` None: it has none.
+
+    `reasoning_grammar` None: its tags take several tokens each.
+    """
+
+    template: ChatTemplate | None
+    tool_format: ToolFormat | None
+    entropy: Entropy
+    reasoning: ReasoningFormat | None = None
+    reasoning_grammar: ReasoningGrammar | None = None
+
+    @classmethod
+    def load(cls, model: ServedModel, tool_call_parser: str, reasoning_parser: str) -> ChatModel:
+        """The parsers: one of FORMATS, auto: by the template, or none."""
+        template = ChatTemplate.load(model.model_dir)
+        text = "" if template is None else template.text
+        tool_format = FORMATS.get(tool_call_parser) or format_of_template(text)
+        reasoning = REASONING_FORMATS.get(reasoning_parser)
+        if reasoning_parser == "auto":
+            reasoning = reasoning_of_template(text)
+        if reasoning is None:
+            return cls(template, tool_format, SystemEntropy())
+        begin_id = model.tokenizer.token_id(reasoning.begin)
+        end_id = model.tokenizer.token_id(reasoning.end)
+        grammar = None
+        if begin_id is not None and end_id is not None:
+            grammar = ReasoningGrammar(begin_id, end_id, model.eos_token_ids)
+        return cls(template, tool_format, SystemEntropy(), reasoning, grammar)
+
+
+CHAT_MODEL = web.AppKey("chat_model", ChatModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A chat as a prompt; `opening` is its end, whose text belongs to the answer.
+
+    `grammar` (Lark's) is of what follows them, behind the reasoning; None: it is free. `start`:
+    where in its reasoning the answer begins.
+    """
+
+    prompt: ChatPrompt
+    opening: str
+    tool_format: ToolFormat | None
+    grammar: str | None = None
+    start: Start = Start.CLOSED
+
+
+async def prepare(app: web.Application, found: Mapping[str, Any]) -> Prepared:
+    """Messages, tools and the choice among them as a prompt. Raises InvalidRequest.
+
+    Where no grammar can be followed, a forced call of a strict tool cannot be had, one of another
+    is only begun.
+    """
+    model, refusal = app[CHAT_MODEL], app[APP_STATE].door.constraint_refusal
+    messages, tools = found["messages"], found.get("tools", [])
+    choice = chosen(tools, found.get("tool_choice"))
+    if model.template is None:
+        raise InvalidRequest(
+            "this model has no chat template: use /v1/completions",
+            "messages",
+            "unsupported_parameter",
+        )
+    if choice.is_offered and model.tool_format is None:
+        raise InvalidRequest(
+            "this model's chat template knows no tools", "tools", "unsupported_parameter"
+        )
+    variables = template_variables(found, model.template, model.reasoning)
+    shown = shown_tools(tools) if choice.is_offered else ()
+    prompt = await model.template.render(messages, shown, variables)
+    start = Start.CLOSED if model.reasoning is None else model.reasoning.start(prompt.text)
+    if not choice.is_offered or model.tool_format is None:
+        return Prepared(prompt, "", None, start=start)
+    calls = _calls_grammar(app, model.tool_format, tools, choice)
+    if not choice.is_forced:
+        return Prepared(prompt, "", model.tool_format, calls, start)
+    is_constrained = calls is not None
+    if not is_constrained and any(tool.get("strict") for tool in choice.wanted(tools)):
+        reason = refusal or "calls of this model's format are no JSON"
+        raise InvalidRequest(
+            f"a strict tool cannot be forced: {reason}", "tools", "unsupported_parameter"
+        )
+    opening = model.tool_format.opening(choice.function, is_constrained=is_constrained)
+    ended = ""
+    if start is Start.OPEN and model.reasoning is not None:
+        if calls is not None and model.reasoning_grammar is not None:
+            begin = model.tool_format.literal(opening, _token_id(app))
+            whole = f"start: {begin} call\ncall: %lark {{\n{calls}\n}}"
+            return Prepared(prompt, "", model.tool_format, whole, start)
+        ended = f"\n{model.reasoning.end}\n\n"
+    prompt = model.template.opened(prompt, ended + opening)
+    return Prepared(prompt, opening, model.tool_format, calls)
+
+
+def _token_id(app: web.Application) -> Callable[[str], int | None]:
+    return app[APP_STATE].door.model.tokenizer.token_id
+
+
+def _calls_grammar(
+    app: web.Application, one: ToolFormat, tools: Sequence[Tool], choice: ToolChoice
+) -> str | None:
+    """Of the call that is forced, behind its opening; else, where tools are strict, of an answer
+    with any number of calls. None: the output is free."""
+    door, token_id = app[APP_STATE].door, _token_id(app)
+    if not one.is_json or door.constraint_refusal is not None:
+        return None
+    literal = partial(one.literal, token_id=token_id)
+    calls = call_grammar(tools, choice, one.middle, one.end, literal)
+    if choice.is_forced:
+        return calls
+    tag, rest = one.begin_tag()
+    tag_id = token_id(tag) if tag else None
+    if tag_id is None or not any(tool.get("strict") for tool in tools):
+        return None
+    no_tag = ",".join(map(str, sorted({tag_id, *door.model.eos_token_ids})))
+    return strict_grammar(f"<[{tag_id}]>", f"<[^{no_tag}]>", literal(rest), calls)
+
+
+def constraint_behind(
+    found: Mapping[str, Any], prepared: Prepared, model: ChatModel, limits: ModelLimits
+) -> tuple[SamplingFields, str]:
+    """What the whole output must look like, its reasoning included, and the client's field."""
+    constraint, constrained_by = constraint_of(found, prepared.grammar)
+    if constraint and prepared.tool_format and not prepared.grammar:
+        raise InvalidRequest(
+            "an output of this shape cannot call tools: set tool_choice to none",
+            constrained_by,
+            "unsupported_parameter",
+        )
+    budget = found.get("thinking_token_budget")
+    if prepared.start is Start.CLOSED or not (constraint or budget is not None):
+        return constraint, constrained_by
+    constrained_by = constrained_by if constraint else "thinking_token_budget"
+    if model.reasoning_grammar is None:
+        raise InvalidRequest(
+            f"{constrained_by} needs tags around the reasoning that are one token each, which this "
+            "model's are not",
+            constrained_by,
+            "unsupported_parameter",
+        )
+    body = lark_of(constraint, constrained_by) if constraint else None
+    most = None if budget is None else min(budget, limits.max_model_len)
+    return {"grammar": model.reasoning_grammar.of(prepared.start, body, most)}, constrained_by

@@ -1,0 +1,241 @@
+"""How families of models mark their reasoning, and how it is told from the answer.
+
+    prompt ...assistant\\n<think>\\n      text  Let me see.\\n</think>\\n\\nIt is 4.      OPEN
+    prompt ...assistant\\n                text  <think>\\nLet me see.\\n</think>\\n\\n4   UNDECIDED
+    prompt ...<think>\\n\\n</think>\\n\\n   text  It is 4.                             CLOSED
+Where a prompt ends inside reasoning is seen from its end, which the template alone writes. Line
+breaks beside the tags belong to neither part.
+
+A grammar that begins behind the reasoning, and a budget of it, are grammars over tokens: this needs
+tags that are one token each.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ....core.request.json_fields import BOOLEAN, FieldKind, integer, invalid
+from .chat_template import ChatTemplate
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_SWITCHES = ("enable_thinking", "thinking")  # the variables by which templates turn it on and off
+_EFFORT = "reasoning_effort"
+
+
+class Start(enum.Enum):
+    """Where an answer begins."""
+
+    OPEN = "inside its reasoning"
+    UNDECIDED = "in front of it, if the model reasons at all"
+    CLOSED = "behind it"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """One family's tags. `is_open`: it reasons even where neither prompt nor text begins to."""
+
+    begin: str
+    end: str
+    is_open: bool = False
+
+    def start(self, prompt: str) -> Start:
+        """Where the answer to this prompt begins."""
+        written = prompt.rstrip()
+        if written.endswith(self.begin):
+            return Start.OPEN
+        if written.endswith(self.end):
+            return Start.CLOSED
+        return Start.OPEN if self.is_open else Start.UNDECIDED
+
+
+THINK = ReasoningFormat("<think>", "</think>")
+_MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+_SEED = ReasoningFormat("<seed:think>", "</seed:think>")
+FORMATS: Mapping[str, ReasoningFormat] = {
+    **dict.fromkeys(("qwen3", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2"), THINK),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", is_open=True),
+    "mistral": _MISTRAL,
+    "seed_oss": _SEED,
+}
+
+
+def format_of_template(template: str) -> ReasoningFormat | None:
+    """The format whose tags a chat template has; None if it has none, or several families'."""
+    found = [one for one in (THINK, _MISTRAL, _SEED) if {one.begin, one.end} <= _tags(template)]
+    return found[0] if len(found) == 1 else None
+
+
+def _tags(template: str) -> set[str]:
+    return {t for one in (THINK, _MISTRAL, _SEED) for t in (one.begin, one.end) if t in template}
+
+
+class ReasoningParser:
+    """Of one sample: its text comes in pieces and goes out as reasoning and as all else."""
+
+    def __init__(self, tags: ReasoningFormat, start: Start) -> None:
+        self._tags = tags
+        self.end = tags.end
+        self._start = start
+        self._has_begun = start is Start.CLOSED  # what the beginning of the text is, is known
+        self._is_inside = start is Start.OPEN
+        self._is_plain = False  # it began with no tag, and needed one
+        self._is_blank = True  # nothing of the part that is being read was passed on
+        self._skips_breaks = False
+        self._text = ""  # not judged yet
+
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether there was any reasoning so far, if only its tag."""
+        return self._start is not Start.CLOSED and self._has_begun and not self._is_plain
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that follows is no reasoning, and goes out as it comes."""
+        return self._has_begun and not self._is_inside and not self._skips_breaks
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """More text; returns the reasoning and the other text that are certain by now."""
+        if self.is_over:
+            return "", text
+        self._text += text
+        if not self._has_begun and not self._begin():
+            return "", ""
+        reasoning = self._read_inside() if self._is_inside else ""
+        return reasoning, "" if self._is_inside else self._read_behind()
+
+    def finish(self) -> tuple[str, str]:
+        """No more text comes: what is held was no tag."""
+        text, self._text = self._text, ""
+        if self._is_inside:
+            return text.rstrip("\n"), ""
+        return "", "" if self._skips_breaks else text
+
+    def _begin(self) -> bool:
+        """Whether it is known by now if the text begins with a tag."""
+        text = self._text.lstrip()
+        if len(text) < len(self._tags.begin) and self._tags.begin.startswith(text):
+            return False
+        if text.startswith(self._tags.begin):
+            self._text = text.removeprefix(self._tags.begin)
+            self._is_inside = True
+        self._is_plain = not self._is_inside
+        self._has_begun = True
+        return True
+
+    def _read_inside(self) -> str:
+        if self._is_blank:
+            self._text = self._text.lstrip("\n")
+        reasoning, found, behind = self._text.partition(self._tags.end)
+        if found:
+            self._text, self._is_inside, self._skips_breaks = behind, False, True
+            return reasoning.rstrip("\n")
+        num_shown = len(reasoning) - beginning_of(self._tags.end, reasoning)
+        shown = reasoning[:num_shown].rstrip("\n")
+        self._text = reasoning[len(shown) :]
+        self._is_blank = self._is_blank and not shown
+        return shown
+
+    def _read_behind(self) -> str:
+        text, self._text = self._text, ""
+        if self._skips_breaks:
+            text = text.lstrip("\n")
+            self._skips_breaks = not text
+        return text
+
+
+def beginning_of(tag: str, text: str) -> int:
+    """How many characters at the text's end may begin the tag."""
+    most = min(len(tag) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+# --- what a request chooses -----------------------------------------------------------------------
+
+
+def _effort(value: Any, name: str) -> str:
+    if value not in _EFFORTS:
+        raise invalid(name, f"one of {', '.join(_EFFORTS)}")
+    return str(value)
+
+
+REASONING: Mapping[str, FieldKind] = {
+    "enable_thinking": BOOLEAN,
+    "reasoning_effort": FieldKind({"enum": list(_EFFORTS)}, _effort),
+    "thinking_token_budget": integer(0, 2**32 - 1),
+}
+
+
+def followed(template: ChatTemplate, grammar: ReasoningGrammar | None) -> frozenset[str]:
+    """Which fields of REASONING have an effect with this template; `grammar`: for a budget."""
+    found = {_EFFORT} & template.reads
+    if any(name in template.reads for name in _SWITCHES):
+        found |= {"enable_thinking"}
+    return frozenset(found | ({"thinking_token_budget"} if grammar else set()))
+
+
+def template_variables(
+    found: Mapping[str, Any], template: ChatTemplate, reasoning: ReasoningFormat | None
+) -> dict[str, Any]:
+    """What the template is given beside messages and tools.
+
+    Raises InvalidRequest for a choice that neither the template nor the model can follow.
+    """
+    variables: dict[str, Any] = dict(found.get("chat_template_kwargs", {}))
+    template.check_variables(variables, "chat_template_kwargs")
+    switch = next((name for name in _SWITCHES if name in template.reads), None)
+    effort, wanted = found.get(_EFFORT), found.get("enable_thinking")
+    if effort is not None:
+        if _EFFORT in template.reads:
+            variables.setdefault(_EFFORT, effort)
+        elif switch is None and (reasoning is None) != (effort == "none"):
+            raise _unsupported(_EFFORT, "the model's chat template has no levels of reasoning")
+        if switch is not None:
+            variables.setdefault(switch, effort != "none")
+    if wanted is not None:
+        if switch is not None:
+            variables[switch] = wanted
+        elif wanted != (reasoning is not None):
+            raise _unsupported("enable_thinking", "the model's chat template has no switch for it")
+    return variables
+
+
+def _unsupported(name: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not supported here: {why}", name, "unsupported_parameter")
+
+
+# --- grammars over it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGrammar:
+    """Makes grammars of whole outputs. The ids are those of the tags and of EOS."""
+
+    begin_id: int
+    end_id: int
+    eos_ids: Collection[int]
+
+    def of(self, start: Start, body: str | None, budget: int | None = None) -> str:
+        """Lark: reasoning of at most `budget` tokens, then `body`, Lark's too; None: any text.
+
+        `start` is not CLOSED: then there is nothing to add to the body.
+        """
+        inside = self._but(self.end_id) + ("*" if budget is None else f"{{0,{budget}}}")
+        if budget == 0:
+            inside = ""
+        any_text = f"{self._but()}*"
+        behind = any_text if body is None else r"/\n{0,2}/ body"
+        reasoned = f"{inside} <[{self.end_id}]> {behind}"
+        if start is Start.OPEN:
+            rules = [f"start: {reasoned}"]
+        else:
+            plain = f"({self._but(self.begin_id)} {any_text})?" if body is None else "body"
+            rules = [f"start: <[{self.begin_id}]> {reasoned} | {plain}"]
+        return "\n".join([*rules, *([] if body is None else [f"body: {body}"])])
+
+    def _but(self, *ids: int) -> str:
+        """Any token but these and EOS."""
+        return f"<[^{','.join(map(str, sorted({*ids, *self.eos_ids})))}]>"

@@ -1,0 +1,243 @@
+"""A sample's text as content and tool calls: where calls begin and end.
+
+A text becomes deltas as it comes:
+
+    text so far     Let me look. <tool_call>{"name": "now", "arguments": {"zone"
+    deltas          Content("Let me look. ")  ToolDelta(0, "now", '')  ToolDelta(0, None, '{"zone"')
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...text.special_tokens import any_of
+from .call_scanners import CallScanner, PythonicScanner, Scanner
+from .reasoning import beginning_of
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """More of the call number `index`; its first delta has the name."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Delta = Content | ToolDelta
+
+
+class ToolCallParser(ABC):
+    """Of one sample: content and calls in turns; a subclass knows where a call begins."""
+
+    def __init__(self, new_scanner: Callable[[], Scanner] = CallScanner) -> None:
+        self._new_scanner = new_scanner
+        self._text = ""  # not judged yet
+        self._scanner: Scanner | None = None
+        self._num_calls = 0
+        self._is_named = False
+        self._is_behind_call = False
+        self._has_content = False
+
+    def feed(self, text: str) -> list[Delta]:
+        self._text += text
+        deltas: list[Delta] = []
+        while self._text and (self._scan(deltas) if self._scanner else self._read(deltas)):
+            pass
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """No more text comes."""
+        deltas: list[Delta] = []
+        if self._scanner is not None and not self._is_named:
+            self._content(self._given_up(self._scanner), deltas)
+        elif self._scanner is None and not self._is_behind_call:  # there, at most a tag's beginning
+            self._content(self._text, deltas)
+        self._text = ""
+        return deltas
+
+    @abstractmethod
+    def _read(self, deltas: list[Delta]) -> bool:
+        """Pass content on, and begin a call where one begins; False: more text is needed."""
+
+    def _given_up(self, scanner: Scanner) -> str:
+        """The text of what was no call after all."""
+        return scanner.raw
+
+    def _content(self, text: str, deltas: list[Delta]) -> None:
+        if text:
+            self._has_content = True
+            self._is_behind_call = False
+            deltas.append(Content(text))
+
+    def _begin(self) -> None:
+        self._scanner, self._is_named = self._new_scanner(), False
+
+    def _scan(self, deltas: list[Delta]) -> bool:
+        """Go on with the call that has begun."""
+        assert self._scanner is not None
+        scanner = self._scanner
+        self._text = scanner.feed(self._text)
+        if scanner.name is not None and not self._is_named:
+            self._is_named = True
+            deltas.append(ToolDelta(self._num_calls, scanner.name, scanner.take_arguments()))
+        elif arguments := scanner.take_arguments():
+            deltas.append(ToolDelta(self._num_calls, None, arguments))
+        if scanner.is_done or scanner.is_broken:
+            self._num_calls += self._is_named
+            self._is_behind_call = self._is_named
+            self._scanner = None
+            if not self._is_named:
+                self._content(self._given_up(scanner), deltas)
+            return True
+        return False
+
+
+class TagParser(ToolCallParser):
+    """A call stands behind `begin`. Tags `around` calls are dropped wherever they stand, those
+    `behind` one only there."""
+
+    def __init__(
+        self,
+        new_scanner: Callable[[], Scanner],
+        begin: str,
+        behind: Sequence[str] = (),
+        around: Sequence[str] = (),
+    ) -> None:
+        super().__init__(new_scanner)
+        self._tag = begin
+        self._behind = (*behind, *around)
+        self._tags = (begin, *around)
+        self._search = any_of(self._tags)
+
+    def _read(self, deltas: list[Delta]) -> bool:
+        if self._is_behind_call and not self._drop_tags():
+            return False
+        match = self._search.search(self._text)
+        if match is not None:
+            before, self._text = self._text[: match.start()], self._text[match.end() :]
+            if self._has_content or before.strip():
+                self._content(before, deltas)
+            if match[0] == self._tag:
+                self._begin()
+            return True
+        num_held = max(beginning_of(tag, self._text) for tag in self._tags)
+        shown = self._text[: len(self._text) - num_held]
+        if shown.strip() or self._has_content:
+            self._content(shown, deltas)
+            self._text = self._text[len(shown) :]
+        return False
+
+    def _drop_tags(self) -> bool:
+        """Drop what stands behind a call; False: more text is needed."""
+        while True:
+            text = self._text.lstrip()
+            tag = next((tag for tag in self._behind if text.startswith(tag)), None)
+            self._text = text if tag is None else text.removeprefix(tag)
+            if tag is None:
+                return not any(one.startswith(text) for one in self._behind or ("",))
+
+    def _given_up(self, scanner: Scanner) -> str:
+        return self._tag + scanner.raw
+
+
+class MistralParser(TagParser):
+    """Older models write a list of objects behind the tag."""
+
+    def __init__(self, new_scanner: Callable[[], Scanner], begin: str) -> None:
+        super().__init__(new_scanner, begin)
+        self._is_at_tag = self._is_in_list = False
+
+    def _begin(self) -> None:
+        self._is_at_tag = True
+
+    def _read(self, deltas: list[Delta]) -> bool:
+        if not self._is_at_tag and not self._is_in_list:
+            return super()._read(deltas)
+        text = self._text.lstrip()
+        if not text:
+            return False
+        if self._is_at_tag:
+            self._is_in_list = text[0] == "["
+        self._is_at_tag = False
+        if not self._is_in_list:
+            super()._begin()
+            return True
+        if text[0] in "[,":
+            self._text = text[1:]
+            self._scanner, self._is_named = CallScanner(), False
+        else:  # its end
+            self._text, self._is_in_list = text.removeprefix("]"), False
+        return True
+
+
+class Llama3Parser(ToolCallParser):
+    """The first character decides: an answer that does not begin with a call is content."""
+
+    _is_over = False  # what follows the last call is not one
+
+    def _read(self, deltas: list[Delta]) -> bool:
+        if self._has_content:
+            self._content(self._text, deltas)
+            self._text = ""
+            return False
+        text = self._text.lstrip()
+        if self._num_calls:
+            text = text.removeprefix(";").lstrip()
+            if self._is_over or (text and text[0] != "{"):
+                self._is_over, self._text = True, ""  # nothing that anybody should see
+                return False
+        else:
+            text = text.removeprefix(PYTHON_TAG).lstrip()
+        if not text or PYTHON_TAG.startswith(text):
+            return False
+        if text[0] == "{":
+            self._text = text
+            self._begin()
+        else:
+            self._has_content = True
+        return True
+
+
+class PythonicParser(ToolCallParser):
+    """A list of calls is the whole answer, and its first character decides."""
+
+    def __init__(self) -> None:
+        super().__init__(PythonicScanner)
+
+    def _read(self, deltas: list[Delta]) -> bool:
+        if self._has_content:
+            self._content(self._text, deltas)
+            self._text = ""
+            return False
+        text = self._text.lstrip()
+        if self._num_calls:
+            text = text.removeprefix(",").lstrip()
+            if not text or text[0] == "]":
+                self._text = text
+                return False
+        else:
+            text = text.removeprefix(PYTHON_TAG).lstrip()
+            if not text or PYTHON_TAG.startswith(text) or text == "[":
+                return False
+            if text[0] != "[" or not (text[1:].lstrip()[:1].isidentifier()):
+                self._has_content = bool(text[1:].strip()) or text[0] != "["
+                return self._has_content
+            text = text[1:]
+        self._text = text
+        self._begin()
+        return True
+
+    def _given_up(self, scanner: Scanner) -> str:
+        return scanner.raw if self._num_calls else f"[{scanner.raw}"

@@ -1,0 +1,277 @@
+"""The fields of Anthropic's /v1/messages as those of a chat.
+
+system                                 the first message
+assistant   thinking, text, tool_use   one message, with reasoning and calls
+user        tool_result, text          tools' messages, then the user's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ....core.request.json_fields import (
+    BOOLEAN,
+    STRING,
+    FieldKind,
+    integer,
+    invalid,
+    options,
+    record,
+)
+from ....core.request.request import SAMPLING
+from ..chat.messages import MAX_MESSAGES, Message, read_message
+from ..chat.reasoning import REASONING
+from ..chat.tools import TOOLS, ToolChoice
+from ..generate.request_fields import FRONT, MAX_TOKENS
+from ..generate.structured import STRUCTURED
+
+_ROLES = ("user", "assistant", "system")
+_CHOICES = {"auto": (True, False), "any": (True, True), "none": (False, False)}
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise invalid(name, "a list of messages")
+    if not value:
+        raise InvalidRequest(f"{name} is empty", name, "empty_array")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
+        )
+    found = [one for i, item in enumerate(value) for one in _turn(item, f"{name}[{i}]")]
+    if found and found[-1]["role"] == "assistant":
+        raise InvalidRequest(
+            "the last message is the assistant's: an answer that has begun is not continued",
+            name,
+            "unsupported_parameter",
+        )
+    return found
+
+
+def _turn(value: Any, name: str) -> list[Message]:
+    role = value.get("role") if isinstance(value, dict) else None
+    if role not in _ROLES:
+        raise invalid(f"{name}.role", f"one of {', '.join(_ROLES)}")
+    content = value.get("content")
+    if isinstance(content, str):
+        return [read_message({"role": role, "content": content}, name)]
+    blocks = _blocks(content, f"{name}.content")
+    return _of_assistant(blocks, name) if role == "assistant" else _of_user(role, blocks, name)
+
+
+def _blocks(value: Any, name: str) -> list[tuple[str, Mapping[str, Any], str]]:
+    """Of each block its type, itself, and its name."""
+    if not isinstance(value, list) or not value:
+        raise invalid(name, "a text or a list of blocks")
+    found = []
+    for i, block in enumerate(value):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
+            raise invalid(f"{name}[{i}]", 'a block like {"type": "text", "text": "..."}')
+        found.append((kind, block, f"{name}[{i}]"))
+    return found
+
+
+def _unsupported(kind: str, name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name}: blocks of type {kind[:32]!r} are not supported here", name, "unsupported_content"
+    )
+
+
+def _of_assistant(blocks: Sequence[tuple[str, Mapping[str, Any], str]], name: str) -> list[Message]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls = []
+    for kind, block, where in blocks:
+        match kind:
+            case "text":
+                texts.append(STRING.read(block.get("text"), f"{where}.text"))
+            case "thinking":
+                reasoning.append(STRING.read(block.get("thinking"), f"{where}.thinking"))
+            case "redacted_thinking":  # another server's: nobody can read it
+                continue
+            case "tool_use":
+                if not isinstance(block.get("input"), dict):
+                    raise invalid(f"{where}.input", "an object")
+                function = {
+                    "name": STRING.read(block.get("name"), f"{where}.name"),
+                    "arguments": block["input"],
+                }
+                call_id = STRING.read(block.get("id"), f"{where}.id")
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case _:
+                raise _unsupported(kind, where)
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return [read_message(message, name)]
+
+
+def _of_user(
+    role: str, blocks: Sequence[tuple[str, Mapping[str, Any], str]], name: str
+) -> list[Message]:
+    results, texts = [], []
+    for kind, block, where in blocks:
+        if kind == "text":
+            texts.append(STRING.read(block.get("text"), f"{where}.text"))
+        elif kind == "tool_result" and role == "user":
+            call_id = STRING.read(block.get("tool_use_id"), f"{where}.tool_use_id")
+            text = _result(block, where)
+            results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            raise _unsupported(kind, where)
+    user = [{"role": role, "content": "\n".join(texts)}] if texts else []
+    return [read_message(message, name) for message in (*results, *user)]
+
+
+def _result(block: Mapping[str, Any], name: str) -> str:
+    content = block.get("content")
+    text = "" if content is None or content == [] else _texts(content, f"{name}.content")
+    return f"Error: {text}" if block.get("is_error") is True else text
+
+
+def _texts(value: Any, name: str) -> str:
+    """A text, or blocks of text."""
+    if isinstance(value, str):
+        return value
+    texts = []
+    for kind, block, where in _blocks(value, name):
+        if kind != "text":
+            raise _unsupported(kind, where)
+        texts.append(STRING.read(block.get("text"), f"{where}.text"))
+    return "\n".join(texts)
+
+
+def _tools(value: Any, name: str) -> Any:
+    if not isinstance(value, list):
+        raise invalid(name, "a list of tools")
+    nested = []
+    for i, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            raise invalid(f"{name}[{i}]", "an object")
+        if tool.get("type") not in (None, "custom"):
+            raise InvalidRequest(
+                f"{name}[{i}]: tools that a server runs are not here, clients' own alone",
+                f"{name}[{i}]",
+                "unsupported_parameter",
+            )
+        if not isinstance(tool.get("input_schema"), dict):
+            raise invalid(f"{name}[{i}].input_schema", "a JSON schema")
+        function = {key: tool.get(key) for key in ("name", "description", "strict")}
+        function["parameters"] = tool["input_schema"]
+        nested.append({"type": "function", "function": function})
+    try:
+        return TOOLS.read(nested, name)
+    except InvalidRequest as error:
+        for ours, theirs in (("].function.parameters", "].input_schema"), ("].function", "]")):
+            error.message = error.message.replace(ours, theirs)
+            error.param = (error.param or name).replace(ours, theirs)
+        raise
+
+
+def _tool_choice(value: Any, name: str) -> tuple[ToolChoice, bool]:
+    """The choice, and whether several calls are allowed."""
+    if not isinstance(value, dict):
+        raise invalid(name, "an object")
+    kind, is_single = value.get("type"), value.get("disable_parallel_tool_use") or False
+    is_parallel = not BOOLEAN.read(is_single, f"{name}.disable_parallel_tool_use")
+    if kind == "tool":
+        return ToolChoice(True, True, STRING.read(value.get("name"), f"{name}.name")), is_parallel
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise invalid(f"{name}.type", "auto, any, tool or none")
+    return ToolChoice(*_CHOICES[kind]), is_parallel
+
+
+def _thinking(value: Any, name: str) -> dict[str, Any]:
+    """As fields of a chat."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "disabled":
+            return {"enable_thinking": False}
+        case "enabled":
+            budget = integer(1, 2**32 - 1).read(value.get("budget_tokens"), f"{name}.budget_tokens")
+            return {"enable_thinking": True, "thinking_token_budget": budget}
+        case "adaptive":
+            return {"enable_thinking": True}
+    raise invalid(f"{name}.type", "enabled, disabled or adaptive")
+
+
+def _format(value: Any, name: str) -> Any:
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        value = {"type": "json_schema", "json_schema": value}
+    return STRUCTURED["response_format"].read(value, name)
+
+
+def _effort(value: Any, name: str) -> str:
+    effort = "xhigh" if value == "max" else value
+    return str(REASONING["reasoning_effort"].read(effort, name))
+
+
+_TYPED = record({"type": STRING.schema})
+_TEXT_OR_BLOCKS = {"anyOf": [STRING.schema, {"type": "array", "items": _TYPED, "minItems": 1}]}
+_MESSAGE = record({"role": {"enum": list(_ROLES)}, "content": _TEXT_OR_BLOCKS})
+_TOOL = record({"name": STRING.schema, "input_schema": {"type": "object"}})
+COUNTED: Mapping[str, FieldKind] = {  # what a prompt is made of
+    "model": STRING,
+    "messages": FieldKind(
+        {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _messages
+    ),
+    "system": FieldKind(_TEXT_OR_BLOCKS, _texts),
+    "tools": FieldKind({"type": "array", "items": _TOOL}, _tools),
+    "tool_choice": FieldKind(
+        record({"type": {"enum": ["auto", "any", "tool", "none"]}}, {"name": STRING.schema}),
+        _tool_choice,
+    ),
+    "thinking": FieldKind(
+        record({"type": {"enum": ["enabled", "disabled", "adaptive"]}}), _thinking
+    ),
+    "output_config": options(
+        format=FieldKind(record({"type": {"enum": ["json_schema"]}}), _format),
+        effort=FieldKind({"enum": ["low", "medium", "high", "xhigh", "max"]}, _effort),
+    ),
+}
+FIELDS: Mapping[str, FieldKind] = {
+    **COUNTED,
+    "max_tokens": MAX_TOKENS,
+    "stream": FRONT["stream"],
+    "stop_sequences": SAMPLING["stop"].field,
+    **{name: SAMPLING[name].field for name in ("temperature", "top_p", "top_k")},
+}
+COUNTED_REQUIRED = ("model", "messages")
+REQUIRED = (*COUNTED_REQUIRED, "max_tokens")
+NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "prefill": (),
+    "stop": (),
+    "n": (1,),
+}
+
+
+def chat_fields(found: Mapping[str, Any], follows: Collection[str]) -> dict[str, Any]:
+    """The same request as a chat's.
+
+    `follows`: which of the fields for reasoning this model can follow; clients send them to any
+    model, so others are dropped.
+    """
+    system = found.get("system")
+    fields = {"model": found["model"], "messages": list(found["messages"])}
+    if system:
+        fields["messages"].insert(0, {"role": "system", "content": system})
+    choice, is_parallel = found.get("tool_choice", (None, True))
+    output = found.get("output_config", {})
+    reasoning = {**found.get("thinking", {}), "reasoning_effort": output.get("effort")}
+    given = {
+        **{name: found.get(name) for name in ("stream", "tools", "temperature", "top_p", "top_k")},
+        "max_tokens": found.get("max_tokens"),
+        "stop": found.get("stop_sequences"),
+        "tool_choice": choice,
+        "parallel_tool_calls": is_parallel,
+        "response_format": output.get("format"),
+        **{name: value for name, value in reasoning.items() if name in follows},
+    }
+    return fields | {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,177 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+from msgspec import Raw, Struct
+
+from ....core.errors import BatonError
+from ....core.request.request import FinishReason
+from ...request.output_chunk import RequestResult
+from ..chat.chat_model import CHAT_MODEL, prepare
+from ..chat.reasoning import followed
+from ..generate.request_fields import read_body
+from ..generate.responses import rename
+from ..protocol.answers import answer
+from ..protocol.app_state import APP_STATE, caller_of
+from .message_blocks import (
+    BlockDelta,
+    BlockPiece,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    MessageBody,
+    MessageDelta,
+    MessageEvent,
+    MessageStart,
+    MessageTokens,
+    MessageUsage,
+    Stop,
+    ThinkingDetails,
+)
+from .message_input import (
+    COUNTED,
+    COUNTED_REQUIRED,
+    FIELDS,
+    NOT_SUPPORTED,
+    REQUIRED,
+    chat_fields,
+)
+from .turn import Block, BlockKind, Turn, call_arguments
+
+ROUTES = web.RouteTableDef()
+
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
+
+
+@ROUTES.post("/v1/messages")
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
+    fields = _chat_fields(request.app, found)
+    with _renaming():
+        return await _Message(request, fields, await prepare(request.app, fields)).run()
+
+
+@ROUTES.post("/v1/messages/count_tokens")
+async def count_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of this conversation has."""
+    found = await read_body(request, COUNTED, COUNTED_REQUIRED, {})
+    fields = _chat_fields(request.app, found)
+    with _renaming():
+        prompt = (await prepare(request.app, fields)).prompt
+        ids = await request.app[APP_STATE].door.tokenize(
+            fields["model"],
+            prompt.text,
+            caller_of(request),
+            adds_special_tokens=False,
+            special_at=prompt.special_at,
+            param="messages",
+        )
+    return answer(MessageTokens(len(ids)))
+
+
+def _chat_fields(app: web.Application, found: Mapping[str, Any]) -> dict[str, Any]:
+    model, door = app[CHAT_MODEL], app[APP_STATE].door
+    if model.template is None:
+        return chat_fields(found, ())
+    grammar = None if door.constraint_refusal else model.reasoning_grammar
+    return chat_fields(found, followed(model.template, grammar))
+
+
+@contextmanager
+def _renaming() -> Iterator[None]:
+    try:
+        yield
+    except BatonError as error:
+        rename(error, _NAMES)
+        raise
+
+
+class _Message(Turn):
+    id_prefix = "msg_"
+
+    def begun(self) -> Sequence[Struct]:
+        start = MessageStart(type="message_start", message=self._message())
+        return [start, MessageEvent(type="ping")]
+
+    def block_begun(self, block: Block) -> Sequence[Struct]:
+        start = _content(block)
+        return [BlockStart(type="content_block_start", index=block.index, content_block=start)]
+
+    def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
+        match block.kind:
+            case BlockKind.TEXT:
+                piece = BlockPiece(type="text_delta", text=text)
+            case BlockKind.REASONING:
+                piece = BlockPiece(type="thinking_delta", thinking=text)
+            case BlockKind.CALL:
+                piece = BlockPiece(type="input_json_delta", partial_json=text)
+        return [BlockDelta(type="content_block_delta", index=block.index, delta=piece)]
+
+    def block_ended(self, block: Block) -> Sequence[Struct]:
+        return [BlockStop(type="content_block_stop", index=block.index)]
+
+    def ended(self, result: RequestResult) -> Sequence[Struct]:
+        usage = self._message_usage()
+        delta = MessageDelta(type="message_delta", delta=self._stop(result), usage=usage)
+        return [delta, MessageEvent(type="message_stop")]
+
+    def body(self, result: RequestResult) -> MessageBody:
+        message, stop = self._message(), self._stop(result)
+        message.content = [_content(block) for block in self.blocks]
+        message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
+        return message
+
+    def _message(self) -> MessageBody:
+        return MessageBody(
+            id=self._envelope["id"],
+            model=self._envelope["model"],
+            content=[],
+            usage=self._message_usage(),
+        )
+
+    def _stop(self, result: RequestResult) -> Stop:
+        if result.matched_stop is not None:
+            return Stop("stop_sequence", result.matched_stop)
+        if result.finish_reason is FinishReason.LENGTH:
+            return Stop("max_tokens", None)
+        is_call = any(block.kind is BlockKind.CALL for block in self.blocks)
+        return Stop("tool_use" if is_call else "end_turn", None)
+
+    def _message_usage(self) -> MessageUsage:
+        """So far; what the prefix cache had is known at the end."""
+        usage = self._usage()
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        found = MessageUsage(
+            input_tokens=usage.prompt_tokens - num_cached,
+            cache_read_input_tokens=num_cached,
+            output_tokens=usage.completion_tokens,
+        )
+        if (num_reasoning := self.sample.num_reasoning_tokens) is not None:
+            found.output_tokens_details = ThinkingDetails(num_reasoning)
+        return found
+
+
+def _content(block: Block) -> ContentBlock:
+    """As much of it as there is."""
+    match block.kind:
+        case BlockKind.TEXT:
+            return ContentBlock(type="text", text=block.text)
+        case BlockKind.REASONING:
+            return ContentBlock(type="thinking", thinking=block.text, signature="")
+    return ContentBlock(
+        type="tool_use",
+        id=f"toolu_{block.id[:24]}",
+        name=block.name,
+        input=Raw(block.text.encode() if call_arguments(block.text) else b"{}"),
+    )

@@ -1,0 +1,231 @@
+"""The input of a /v1/responses request as messages of a chat, and its fields as a chat's.
+
+instructions, system and developer items in front    one system message
+reasoning, message, function_call items in a row     one assistant message
+function_call_output                                 a tool's message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ....core.request.json_fields import (
+    BOOLEAN,
+    STRING,
+    FieldKind,
+    invalid,
+    list_of,
+    options,
+    record,
+    string,
+)
+from ..chat.chat_template import VARIABLES
+from ..chat.messages import MAX_MESSAGES, Message, read_message
+from ..chat.reasoning import REASONING
+from ..chat.tools import TOOL_CHOICE, TOOLS, ToolChoice
+from ..generate.request_fields import FRONT, GENERATION, MAX_TOKENS, SAMPLING, UNSUPPORTED
+from ..generate.structured import STRUCTURED
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+
+
+def _input(value: Any, name: str) -> list[Message]:
+    if value == "":
+        raise InvalidRequest(f"{name} is required", name, "missing_required")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise invalid(name, "a text or a list of items")
+    if not value:
+        raise InvalidRequest(f"{name} is empty", name, "empty_array")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{name} has more than {MAX_MESSAGES} items", name, "array_too_long")
+    return joined([_item(item, f"{name}[{i}]") for i, item in enumerate(value)])
+
+
+def _item(value: Any, name: str) -> Message:
+    if not isinstance(value, dict):
+        raise invalid(name, "an item")
+    match value.get("type", "message"):
+        case "message":
+            message = {"role": value.get("role"), "content": _texts(value.get("content"), name)}
+            return read_message(message, name)
+        case "function_call":
+            function = {"name": value.get("name"), "arguments": value.get("arguments")}
+            call_id = STRING.read(value.get("call_id"), f"{name}.call_id")
+            call = {"id": call_id, "type": "function", "function": function}
+            return read_message({"role": "assistant", "tool_calls": [call]}, name)
+        case "function_call_output":
+            call_id = STRING.read(value.get("call_id"), f"{name}.call_id")
+            output = _texts(value.get("output"), name, "output")
+            return read_message({"role": "tool", "tool_call_id": call_id, "content": output}, name)
+        case "reasoning":
+            parts = value.get("content") or value.get("summary") or ""
+            return {"role": "assistant", "content": "", "reasoning_content": _texts(parts, name)}
+        case kind:
+            raise InvalidRequest(
+                f"{name}: items of type {str(kind)[:32]!r} are not supported; there are message, "
+                "function_call, function_call_output and reasoning",
+                name,
+                "unsupported_content",
+            )
+
+
+def _texts(value: Any, name: str, key: str = "content") -> str:
+    """A text, or the texts of its parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise invalid(f"{name}.{key}", "a text or a list of text parts")
+    return "\n".join(_part(part, f"{name}.{key}[{i}]") for i, part in enumerate(value))
+
+
+def _part(value: Any, name: str) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(name, 'a part like {"type": "input_text", "text": "..."}')
+    if kind not in _TEXT_PARTS:
+        raise InvalidRequest(
+            f"{name}: only text is supported, not {kind[:32]!r}", name, "unsupported_content"
+        )
+    return str(STRING.read(value.get(kind if kind == "refusal" else "text"), f"{name}.text"))
+
+
+def joined(messages: Sequence[Message]) -> list[Message]:
+    """Assistant's messages in a row as one, and system's in front."""
+    found: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        is_in_front = all(one["role"] == "system" for one in found)
+        if not found or found[-1]["role"] != role or role not in ("assistant", "system"):
+            found.append(dict(message))
+        elif role == "assistant" or is_in_front:
+            _join(found[-1], message)
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _join(into: Message, message: Message) -> None:
+    for key in ("content", "reasoning_content"):
+        texts = [text for one in (into, message) if (text := one.get(key))]
+        if texts:
+            into[key] = "\n\n".join(texts)
+    if "tool_calls" in message:
+        into["tool_calls"] = [*into.get("tool_calls", []), *message["tool_calls"]]
+
+
+def _tools(value: Any, name: str) -> Any:
+    """As a chat has them: what describes the function is one level deeper there."""
+    if not isinstance(value, list):
+        raise invalid(name, "a list of tools")
+    nested = []
+    for i, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise invalid(f"{name}[{i}]", 'like {"type": "function", "name": ...}')
+        if kind != "function":
+            raise InvalidRequest(
+                f"{name}[{i}]: only functions are called here, not {kind[:32]!r}",
+                f"{name}[{i}]",
+                "unsupported_parameter",
+            )
+        nested.append({"type": kind, "function": {k: v for k, v in tool.items() if k != "type"}})
+    try:
+        return TOOLS.read(nested, name)
+    except InvalidRequest as error:
+        error.message = error.message.replace("].function", "]")
+        error.param = (error.param or name).replace("].function", "]")
+        raise
+
+
+def _tool_choice(value: Any, name: str) -> ToolChoice:
+    if isinstance(value, dict) and value.get("type") == "function":
+        value = {"type": "function", "function": {"name": value.get("name")}}
+    found: ToolChoice = TOOL_CHOICE.read(value, name)
+    return found
+
+
+def _format(value: Any, name: str) -> Any:
+    """A schema is one level deeper in a chat."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        value = {"type": "json_schema", "json_schema": value}
+    return STRUCTURED["response_format"].read(value, name)
+
+
+def _only(*harmless: str) -> FieldKind:
+    """A string that changes nothing."""
+
+    def read(value: Any, name: str) -> Any:
+        if STRING.read(value, name) not in harmless:
+            raise InvalidRequest(
+                f"{name} {value[:64]!r} is not supported here", name, "unsupported_parameter"
+            )
+        return value
+
+    return FieldKind({"enum": list(harmless)}, read)
+
+
+_ITEM = {"type": "object"}
+_TOOL = record({"type": {"const": "function"}, "name": STRING.schema})
+FIELDS: Mapping[str, FieldKind] = {
+    **{name: FRONT[name] for name in ("model", "stream", "user", "metadata")},
+    **{name: kind for name, kind in SAMPLING.items() if name != "prompt_logprobs"},
+    **{name: kind for name, kind in GENERATION.items() if name != "n"},
+    "input": FieldKind(
+        {"anyOf": [STRING.schema, {"type": "array", "items": _ITEM, "minItems": 1}]}, _input
+    ),
+    "instructions": STRING,
+    "max_output_tokens": MAX_TOKENS,
+    "tools": FieldKind({"type": "array", "items": _TOOL}, _tools),
+    "tool_choice": FieldKind(
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, _TOOL]}, _tool_choice
+    ),
+    "parallel_tool_calls": BOOLEAN,
+    "text": options(
+        format=FieldKind(STRUCTURED["response_format"].schema, _format),
+        verbosity=_only("medium"),
+    ),
+    "reasoning": options(
+        effort=REASONING["reasoning_effort"], summary=STRING, generate_summary=STRING
+    ),
+    "previous_response_id": string(128),
+    "store": BOOLEAN,
+    "include": list_of(_only("reasoning.encrypted_content"), 16),  # none is encrypted
+    "stream_options": options(include_obfuscation=BOOLEAN),
+    "chat_template_kwargs": VARIABLES,
+    "enable_thinking": REASONING["enable_thinking"],
+    "thinking_token_budget": REASONING["thinking_token_budget"],
+}
+REQUIRED = ("model", "input")
+NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
+    **{name: harmless for name, harmless in UNSUPPORTED.items() if name not in FIELDS},
+    "background": (False,),
+    "conversation": (),
+    "max_tokens": (),
+    "max_tool_calls": (),
+    "logprobs": (False,),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "response_format": (),
+    "return_token_ids": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
+def chat_fields(found: Mapping[str, Any], conversation: Sequence[Message]) -> dict[str, Any]:
+    """The same request as a chat's; the instructions stand before the whole conversation."""
+    instructions = found.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    renamed = {
+        "messages": joined([*system, *conversation]),
+        "max_completion_tokens": found.get("max_output_tokens"),
+        "response_format": found.get("text", {}).get("format"),
+        "reasoning_effort": found.get("reasoning", {}).get("effort"),
+    }
+    own = ("input", "instructions", "text", "reasoning", "stream_options", "max_output_tokens")
+    kept = {name: value for name, value in found.items() if name not in own}
+    return kept | {name: value for name, value in renamed.items() if value}

@@ -1,0 +1,134 @@
+"""The Responses API's answers and events, as structs; names and orders are OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+Status = Annotated[
+    str, Meta(extra_json_schema={"enum": ["in_progress", "completed", "incomplete"]})
+]
+
+
+class Part(Struct, kw_only=True):
+    """`output_text`, which alone has annotations and log-probabilities; or `reasoning_text`."""
+
+    text: str
+    type: Literal["output_text", "reasoning_text"]
+    annotations: tuple[()] | UnsetType = UNSET
+    logprobs: tuple[()] | UnsetType = UNSET
+
+
+class Item(Struct, kw_only=True):
+    """One item of the output: a `message` and `reasoning` have `content`, a call the rest."""
+
+    id: str
+    type: str
+    status: Status
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: list[Part] | UnsetType = UNSET
+    summary: tuple[()] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CachedDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class ReasoningDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: CachedDetails
+    output_tokens: int
+    output_tokens_details: ReasoningDetails
+    total_tokens: int
+
+
+class Incomplete(Struct):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseBody(Struct, kw_only=True):
+    """What was asked for stands in it again; some as JSON, whose numbers may be of any size."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: Raw
+    tool_choice: Raw
+    tools: Raw
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+    background: bool = False
+
+
+class Event(Struct, kw_only=True):
+    """What all have. The rest depends on the type."""
+
+    type: str
+    sequence_number: int = 0
+
+
+class ResponseEvent(Event, kw_only=True):
+    """response.created, .in_progress, .completed, .incomplete."""
+
+    response: ResponseBody
+
+
+class ItemEvent(Event, kw_only=True):
+    """response.output_item.added, .done."""
+
+    output_index: int
+    item: Item
+
+
+class PartEvent(Event, kw_only=True):
+    """response.content_part.added, .done."""
+
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: Part
+
+
+class TextEvent(Event, kw_only=True):
+    """response.output_text and response.reasoning_text: .delta has `delta`, .done has `text`."""
+
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: tuple[()] | UnsetType = UNSET
+
+
+class ArgumentsEvent(Event, kw_only=True):
+    """response.function_call_arguments: .delta has `delta`, .done has `name` and `arguments`."""
+
+    item_id: str
+    output_index: int
+    delta: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET

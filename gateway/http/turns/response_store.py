@@ -1,0 +1,83 @@
+"""Conversations behind the ids of the Responses API, for `previous_response_id`.
+
+    tenant ── put(id, messages) ──► [oldest ... newest] ── get(id) ──► messages, of this tenant
+Bounded in bytes over all tenants: where it is full, the one with the most bytes loses its oldest.
+In this process's memory alone: no other gateway knows them, and a restart forgets them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....core.errors import ResponseNotFound
+from ....core.ports import Clock
+from ..chat.messages import Message
+
+_ENTRY_BYTES = 512  # of each entry, beside its messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    data: bytes  # JSON of the messages
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) + _ENTRY_BYTES
+
+
+class ResponseStore:
+    """`max_bytes`: of all together; `ttl_s`: how long each is kept at most."""
+
+    def __init__(self, clock: Clock, max_bytes: int, ttl_s: float) -> None:
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._of_tenant: dict[str, OrderedDict[str, _Entry]] = {}
+        self._bytes_of: dict[str, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """At most `max_bytes`."""
+        return sum(self._bytes_of.values())
+
+    def put(self, tenant: str, response_id: str, messages: Sequence[Message]) -> None:
+        """Keep a conversation; one that is larger than all of the store is not kept."""
+        now_s = self._clock.monotonic_s()
+        self._drop_expired(now_s)
+        entry = _Entry(json.dumps(messages).encode(), now_s + self._ttl_s)
+        if entry.num_bytes > self._max_bytes:
+            return
+        while self.num_bytes + entry.num_bytes > self._max_bytes:
+            self._drop_oldest(max(self._bytes_of, key=lambda name: self._bytes_of[name]))
+        self._of_tenant.setdefault(tenant, OrderedDict())[response_id] = entry
+        self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + entry.num_bytes
+
+    def get(self, tenant: str, response_id: str) -> list[Message]:
+        """Raises ResponseNotFound: foreign ids, expired ones and such as never were look alike."""
+        self._drop_expired(self._clock.monotonic_s())
+        entry = self._of_tenant.get(tenant, OrderedDict()).get(response_id)
+        if entry is None:
+            raise ResponseNotFound(
+                f"no response {response_id[:64]!r} is kept here: it expired, was not stored, or "
+                "another gateway has it; send the whole conversation as input",
+                param="previous_response_id",
+            )
+        found: list[Message] = json.loads(entry.data)
+        return found
+
+    def _drop_expired(self, now_s: float) -> None:
+        for tenant in list(self._of_tenant):
+            while (kept := self._of_tenant.get(tenant)) and (
+                next(iter(kept.values())).expires_s <= now_s
+            ):
+                self._drop_oldest(tenant)
+
+    def _drop_oldest(self, tenant: str) -> None:
+        _, entry = self._of_tenant[tenant].popitem(last=False)
+        self._bytes_of[tenant] -= entry.num_bytes
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant], self._bytes_of[tenant]

@@ -1,0 +1,247 @@
+"""POST /v1/responses: OpenAI's Responses API over a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+from msgspec import Raw, Struct
+
+from ....core.errors import BatonError
+from ....core.request.request import FinishReason, SamplingParams
+from ...request.output_chunk import RequestResult
+from ..chat.chat_model import Prepared, prepare
+from ..chat.messages import Message
+from ..generate.request_fields import read_fields, require
+from ..generate.responses import rename
+from ..protocol.app_state import caller_of
+from ..protocol.body import read_object
+from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields
+from .response_items import (
+    ArgumentsEvent,
+    CachedDetails,
+    Incomplete,
+    Item,
+    ItemEvent,
+    Part,
+    PartEvent,
+    ReasoningDetails,
+    ResponseBody,
+    ResponseEvent,
+    ResponseUsage,
+    TextEvent,
+)
+from .response_store import ResponseStore
+from .turn import Block, BlockKind, Turn, call_arguments
+
+ROUTES = web.RouteTableDef()
+RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
+
+_DEFAULTS = SamplingParams()
+_ID_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_TYPE = {
+    BlockKind.REASONING: "reasoning",
+    BlockKind.TEXT: "message",
+    BlockKind.CALL: "function_call",
+}
+_TEXT_NAME = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+@ROUTES.post("/v1/responses")
+async def responses(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation, and keep it for the next turn."""
+    body = await read_object(request)
+    found = read_fields(body, FIELDS, NOT_SUPPORTED)
+    for name in REQUIRED:
+        require({} if found.get(name) == "" else found, name)
+    earlier: Sequence[Message] = ()
+    if (previous := found.get("previous_response_id")) is not None:
+        earlier = request.app[RESPONSE_STORE].get(caller_of(request).tenant, previous)
+    conversation = [*earlier, *found["input"]]
+    fields = chat_fields(found, conversation)
+    try:
+        prepared = await prepare(request.app, fields)
+        return await _Response(request, fields, prepared, body, conversation).run()
+    except BatonError as error:
+        rename(error, _NAMES)
+        raise
+
+
+class _Response(Turn):
+    id_prefix = "resp_"
+
+    def __init__(
+        self,
+        request: web.Request,
+        found: Mapping[str, Any],
+        prepared: Prepared,
+        asked: Mapping[str, Any],
+        conversation: Sequence[Message],
+    ) -> None:
+        super().__init__(request, found, prepared)
+        self._asked = asked
+        self._conversation = conversation
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def begun(self) -> Sequence[Struct]:
+        body = self._body("in_progress")
+        names = ("response.created", "response.in_progress")
+        return [ResponseEvent(type=name, response=body) for name in names]
+
+    def block_begun(self, block: Block) -> Sequence[Struct]:
+        item = _item(block, "in_progress")
+        events: list[Struct] = [
+            ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
+        ]
+        if block.kind is not BlockKind.CALL:
+            item.content = []
+            events.append(self._part("added", block))
+        return events
+
+    def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
+        where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index, "delta": text}
+        if block.kind is BlockKind.CALL:
+            return [ArgumentsEvent(type="response.function_call_arguments.delta", **where)]
+        event = TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.delta", **where)
+        if block.kind is BlockKind.TEXT:
+            event.logprobs = ()
+        return [event]
+
+    def block_ended(self, block: Block) -> Sequence[Struct]:
+        done = ItemEvent(
+            type="response.output_item.done",
+            output_index=block.index,
+            item=_item(block, "completed"),
+        )
+        where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
+        if block.kind is BlockKind.CALL:
+            name = "response.function_call_arguments.done"
+            where |= {"name": block.name, "arguments": block.text}
+            return [ArgumentsEvent(type=name, **where), done]
+        event = TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.done", **where, text=block.text)
+        if block.kind is BlockKind.TEXT:
+            event.logprobs = ()
+        return [event, self._part("done", block), done]
+
+    def _part(self, what: str, block: Block) -> PartEvent:
+        return PartEvent(
+            type=f"response.content_part.{what}",
+            item_id=_id(block),
+            output_index=block.index,
+            part=_content(block),
+        )
+
+    def ended(self, result: RequestResult) -> Sequence[Struct]:
+        body = self.body(result)
+        return [ResponseEvent(type=f"response.{body.status}", response=body)]
+
+    # --- whole ------------------------------------------------------------------------------------
+
+    def body(self, result: RequestResult) -> ResponseBody:
+        """Keeps the conversation too, before the client can go on with it."""
+        self._keep()
+        is_cut = result.finish_reason is FinishReason.LENGTH
+        body = self._body("incomplete" if is_cut else "completed")
+        body.incomplete_details = Incomplete() if is_cut else None
+        body.output = [_item(block, "completed") for block in self.blocks]
+        if is_cut and body.output:
+            body.output[-1].status = "incomplete"
+        body.usage = self._response_usage()
+        return body
+
+    def _body(self, status: str) -> ResponseBody:
+        asked, found = self._asked, self._found
+        text = asked.get("text") or {}
+        return ResponseBody(
+            id=self._envelope["id"],
+            created_at=self._envelope["created"],
+            status=status,
+            instructions=asked.get("instructions"),
+            max_output_tokens=asked.get("max_output_tokens"),
+            metadata=asked.get("metadata") or {},
+            model=self._envelope["model"],
+            output=[],
+            parallel_tool_calls=found.get("parallel_tool_calls", True),
+            previous_response_id=asked.get("previous_response_id"),
+            reasoning={"effort": found.get("reasoning_effort"), "summary": None},
+            store=found.get("store", True),
+            temperature=found.get("temperature", _DEFAULTS.temperature),
+            text=_raw({"format": text.get("format") or {"type": "text"}}),
+            tool_choice=_raw(asked.get("tool_choice") or "auto"),
+            tools=_raw(asked.get("tools") or []),
+            top_p=found.get("top_p", _DEFAULTS.top_p),
+            user=asked.get("user"),
+        )
+
+    def _response_usage(self) -> ResponseUsage:
+        usage, num_reasoning = self._usage(), self.sample.num_reasoning_tokens or 0
+        return ResponseUsage(
+            usage.prompt_tokens,
+            CachedDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            ReasoningDetails(num_reasoning),
+            usage.total_tokens,
+        )
+
+    def _keep(self) -> None:
+        if not self._found.get("store", True):
+            return
+        store = self.app[RESPONSE_STORE]
+        messages = [*self._conversation, *map(_message, self.blocks)]
+        store.put(caller_of(self._request).tenant, self._envelope["id"], messages)
+
+
+def _raw(value: Any) -> Raw:
+    return Raw(json.dumps(value).encode())
+
+
+def _id(block: Block) -> str:
+    return _ID_PREFIX[block.kind] + block.id
+
+
+def _item(block: Block, status: str) -> Item:
+    """As much of it as there is."""
+    item = Item(id=_id(block), type=_TYPE[block.kind], status=status)
+    if block.kind is BlockKind.CALL:
+        item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
+        return item
+    item.content = [_content(block)]
+    if block.kind is BlockKind.TEXT:
+        item.role = "assistant"
+    else:
+        item.summary = ()
+    return item
+
+
+def _content(block: Block) -> Part:
+    if block.kind is BlockKind.TEXT:
+        return Part(text=block.text, type="output_text", annotations=(), logprobs=())
+    return Part(text=block.text, type="reasoning_text")
+
+
+def _call_id(block: Block) -> str:
+    return f"call_{block.id[:24]}"
+
+
+def _message(block: Block) -> Message:
+    """As the next turn's template takes it."""
+    message: Message = {"role": "assistant", "content": ""}
+    if block.kind is BlockKind.TEXT:
+        message["content"] = block.text
+    elif block.kind is BlockKind.REASONING:
+        message["reasoning_content"] = block.text
+    else:
+        function = {"name": block.name, "arguments": call_arguments(block.text)}
+        call = {"id": _call_id(block), "type": "function", "function": function}
+        message["tool_calls"] = [call]
+    return message

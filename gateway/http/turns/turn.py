@@ -1,0 +1,153 @@
+"""One answer of a chat as a row of blocks, which the Responses API and Anthropic's messages share.
+
+    deltas   Reasoning "why"  Content "so "  Content "it is"  ToolDelta now {"zone": "UTC"}
+    blocks   [ reasoning    ][ text                        ][ call                         ]
+A block begins with its first delta, and ends where one of another block comes or the answer ends.
+What is written of a block is the endpoint's.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from ...admission.front_door import RunningCall
+from ...request.output_chunk import OutputChunk, RequestResult, merged
+from ..chat.chat import Chat
+from ..chat.chat_sample import ChatSample, Reasoning
+from ..chat.tool_call_parsers import Content, Delta, ToolDelta
+from ..generate.responses import Sample
+from ..protocol.answers import answer, json_text
+from ..protocol.errors import NUM_EVENTS
+
+
+class BlockKind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Block:
+    """`id`: 32 hex digits; `name`: of the function that is called."""
+
+    kind: BlockKind
+    index: int
+    id: str
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it so far; of a call the arguments' JSON."""
+        return "".join(self.pieces)
+
+
+class Turn(Chat):
+    """One answer of one sample. A subclass gives the events of a stream, and the whole answer."""
+
+    @abstractmethod
+    def begun(self) -> Sequence[Struct]:
+        """Before any block. An event is a struct with a `type`."""
+
+    @abstractmethod
+    def block_begun(self, block: Block) -> Sequence[Struct]:
+        """Before its first text."""
+
+    @abstractmethod
+    def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
+        """More text of the block that began last."""
+
+    @abstractmethod
+    def block_ended(self, block: Block) -> Sequence[Struct]:
+        """No more of it comes."""
+
+    @abstractmethod
+    def ended(self, result: RequestResult) -> Sequence[Struct]:
+        """Behind all blocks."""
+
+    @abstractmethod
+    def body(self, result: RequestResult) -> Struct:
+        """The whole answer."""
+
+    async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
+        self.blocks: list[Block] = []
+        self._is_open = False
+        self.sample: ChatSample = self.new_sample(0)
+        self.sample.text_event = None
+        return [self.sample]
+
+    def _events(self, prompt_index: int, chunk: OutputChunk) -> str:
+        is_first = not self._request.get(NUM_EVENTS)
+        self._note(prompt_index, chunk)
+        events = list(self.begun()) if is_first else []
+        for delta in self.sample.deltas(chunk):
+            events += self._grow(delta)
+        if chunk.result is not None:
+            events += [*self._end_block(), *self.ended(chunk.result)]
+        return "".join(map(self._written, events))
+
+    def _written(self, event: Struct) -> str:
+        number = self._request.get(NUM_EVENTS, 0)
+        self._request[NUM_EVENTS] = number + 1
+        if hasattr(event, "sequence_number"):
+            event.sequence_number = number
+        text = json_text(event)
+        return f"event: {event.type}\ndata: {text}\n\n"  # type: ignore[attr-defined]
+
+    def _grow(self, delta: Delta | Reasoning) -> list[Struct]:
+        events: list[Struct] = []
+        kind, text = _kind_of(delta), _text_of(delta)
+        begins = isinstance(delta, ToolDelta) and delta.name is not None
+        if begins or not self._is_open or self.blocks[-1].kind is not kind:
+            events += self._end_block()
+            name = delta.name or "" if isinstance(delta, ToolDelta) else ""
+            self.blocks.append(Block(kind, len(self.blocks), self.sample.new_id(), name))
+            self._is_open = True
+            events += self.block_begun(self.blocks[-1])
+        if text:
+            self.blocks[-1].pieces.append(text)
+            events += self.block_grew(self.blocks[-1], text)
+        return events
+
+    def _end_block(self) -> Sequence[Struct]:
+        if not self._is_open:
+            return ()
+        self._is_open = False
+        return self.block_ended(self.blocks[-1])
+
+    async def _end_stream(self) -> web.StreamResponse:
+        return await self._stream.end()
+
+    def _whole(self) -> web.Response:
+        chunks = self._chunks[0]
+        for delta in self.sample.deltas(merged(chunks)):
+            self._grow(delta)
+        (result,) = (chunk.result for chunk in chunks if chunk.result is not None)
+        return answer(self.body(result), headers=self.node_headers())
+
+
+def _kind_of(delta: Delta | Reasoning) -> BlockKind:
+    if isinstance(delta, Reasoning):
+        return BlockKind.REASONING
+    return BlockKind.TEXT if isinstance(delta, Content) else BlockKind.CALL
+
+
+def _text_of(delta: Delta | Reasoning) -> str:
+    return delta.arguments if isinstance(delta, ToolDelta) else delta.text
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; empty for what a model wrote that is none."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,39 @@
+"""The whole deployment's load as three numbers, for routers and autoscalers in front of it.
+
+Engines report theirs each with its role and name; a router that has one value for a server would
+take that of any one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...engines.linked_engine import LinkedEngine
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentLoad:
+    """`num_running`: in engines' batches; `num_waiting`: at engines and at this gateway.
+
+    `kv_usage`: the share of KV blocks in use, 0 to 1, of the role that has less left.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> DeploymentLoad:
+    """As the engines' last heartbeats have it; `num_queued`: at this gateway."""
+    loads = [(engine, engine.load) for engine in engines if engine.load is not None]
+    used: dict[object, float] = {}
+    for role in {engine.member.role for engine, _ in loads}:
+        of_role = [(e.pool_blocks, load.free_blocks) for e, load in loads if e.member.role is role]
+        total, free = (sum(counts) for counts in zip(*of_role, strict=True))
+        used[role] = max(0.0, 1 - free / max(1, total))
+    return DeploymentLoad(
+        sum(load.num_running for _, load in loads),
+        sum(load.num_waiting for _, load in loads) + num_queued,
+        max(used.values(), default=0.0),
+    )

@@ -1,0 +1,426 @@
+"""Conversations with the official clients: reasoning, tools, Responses and Anthropic's messages.
+
+A real gateway and a private Redis; the nodes write what the test has them write.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from fakes.gateway.byte_model import write_byte_model
+from fakes.node.node import FakeNode
+
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
+from baton.core.config import ClusterConfig, GatewayConfig
+from baton.core.membership import Role
+from baton.gateway.process.server import serve
+from baton.gateway.request.session import SessionLimits
+from baton.proto import codec
+
+SECRET = "test secret"
+TEMPLATE = """
+{%- for tool in tools or [] %}tool {{ tool.function.name }} <tool_call>
+{% endfor %}
+{%- for m in messages %}
+{{- m.role }}: {% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %} {{ call.function.name }}{{ call.function.arguments | tojson }}
+{%- endfor %}{{ '\\n' }}
+{%- endfor %}assistant:
+{%- if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}"""
+TOOL = {"name": "now", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+USER = [{"role": "user", "content": "hi"}]
+PROMPT = "user: hi\nassistant:<think>\n"
+
+
+@dataclass
+class World:
+    """A gateway and its nodes, and the clients of both companies."""
+
+    url: str
+    http: aiohttp.ClientSession
+    openai: openai.AsyncOpenAI
+    nodes: tuple[FakeNode, FakeNode]
+
+    def writes(self, answer: str) -> None:
+        for node in self.nodes:
+            node.answer = answer
+
+    @property
+    def last_prompt(self) -> str:
+        """Of the last request, as text."""
+        request = codec.request_from_wire(self.nodes[0].dispatched[-1])
+        return bytes(request.prompt_token_ids.tolist()).decode()
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_byte_model(tmp_path_factory.mktemp("models") / "demo", max_model_len=2048)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
+    cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", SECRET)
+    config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
+    limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
+    gateway = await serve(config, cluster, session_limits=limits)
+    prefill = FakeNode(Role.PREFILL, "p1", "1" * 32, secret=SECRET, max_model_len=2048)
+    decode = FakeNode(
+        Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, max_model_len=2048
+    )
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    for node in (prefill, decode):
+        node.num_blocks = 200
+        await node.start()
+        await directory.announce(node.member, 5.0)
+    url = f"http://127.0.0.1:{gateway.http_port}"
+    async with (
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(10)) as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as of_openai,
+    ):
+        await gateway.wait_ready(5)
+        yield World(url, http, of_openai, (prefill, decode))
+    await gateway.stop(grace_s=0.0)
+    await directory.close()
+    for node in (prefill, decode):
+        await node.kill()
+
+
+# --- chats that reason ----------------------------------------------------------------------------
+
+
+async def chat(world: World, **more: Any) -> Any:
+    body: Any = {"model": "demo", "messages": USER} | more
+    return await world.openai.chat.completions.create(**body)
+
+
+async def test_reasoning_is_beside_the_answer(world: World) -> None:
+    world.writes("let me\nsee\n</think>\n\nhello")
+    answer = await chat(world)
+    assert world.last_prompt == PROMPT
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("hello", "stop")
+    assert choice.message.model_extra["reasoning_content"] == "let me\nsee"
+    details = answer.usage.completion_tokens_details
+    assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
+    found = {"reasoning_content": "", "content": ""}
+    async for event in await chat(world, stream=True):
+        for key, text in event.choices[0].delta.model_dump(exclude_unset=True).items():
+            if key in found:
+                found[key] += text
+    assert found == {"reasoning_content": "let me\nsee", "content": "hello"}
+
+
+async def test_reasoning_that_is_off_or_cut(world: World) -> None:
+    world.writes("hello")
+    for more in (
+        {"extra_body": {"enable_thinking": False}},
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"reasoning_effort": "none"},
+    ):
+        answer = await chat(world, **more)
+        assert world.last_prompt.endswith("</think>\n\n")
+        assert answer.choices[0].message.content == "hello"
+        assert "reasoning_content" not in answer.choices[0].message.model_extra
+    answer = await chat(world, max_tokens=4)
+    message = answer.choices[0].message
+    assert (message.content, message.model_extra["reasoning_content"]) == (None, "hell")
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_reasoning_is_given_back_to_the_template(world: World) -> None:
+    world.writes("x</think>y")
+    said = {"role": "assistant", "content": "yes", "reasoning_content": "why"}
+    await chat(world, messages=[*USER, said, *USER])
+    assert world.last_prompt == f"user: hi\nassistant: (why) yes\n{PROMPT}"
+
+
+async def test_calls_come_behind_reasoning(world: World) -> None:
+    tools = [{"type": "function", "function": TOOL}]
+    world.writes(f"<tool_call> or not?</think>\n\n{CALL}")
+    answer = await chat(world, tools=tools)
+    (choice,) = answer.choices
+    assert choice.message.model_extra["reasoning_content"] == "<tool_call> or not?"
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments == '{"zone": "UTC"}'
+
+
+async def test_a_forced_call_ends_the_reasoning_where_no_grammar_can_follow_it(
+    world: World,
+) -> None:
+    """The byte model's tags are several tokens."""
+    world.writes(' {"zone": "UTC"}}')
+    tools = [{"type": "function", "function": TOOL}]
+    answer = await chat(world, tools=tools, tool_choice="required")
+    assert world.last_prompt.endswith('<think>\n\n</think>\n\n<tool_call>\n{"name": "')
+    assert answer.choices[0].message.model_dump(exclude_unset=True).get("reasoning_content") is None
+    with pytest.raises(openai.BadRequestError) as error:
+        await chat(world, response_format={"type": "json_object"})
+    assert (error.value.code, error.value.param) == ("unsupported_parameter", "response_format")
+    with pytest.raises(openai.BadRequestError) as error:
+        await chat(world, extra_body={"thinking_token_budget": 5})
+    assert error.value.param == "thinking_token_budget"
+
+
+# --- OpenAI's Responses API -----------------------------------------------------------------------
+
+FLAT_TOOL: Any = {"type": "function", "strict": False, **TOOL}
+
+
+async def respond(world: World, **more: Any) -> Any:
+    return await world.openai.responses.create(**({"model": "demo", "input": "hi"} | more))
+
+
+async def test_a_response(world: World) -> None:
+    world.writes("why</think>hello")
+    answer = await respond(world, instructions="Be kind.", metadata={"a": "b"})
+    assert world.last_prompt == f"system: Be kind.\n{PROMPT}"
+    assert (answer.status, answer.output_text, answer.error) == ("completed", "hello", None)
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output[0].content[0].text == "why"
+    usage = answer.usage
+    assert (usage.output_tokens, usage.output_tokens_details.reasoning_tokens) == (16, 11)
+    assert usage.input_tokens == len(world.last_prompt)
+    assert (answer.instructions, answer.metadata, answer.store) == ("Be kind.", {"a": "b"}, True)
+    cut = await respond(world, max_output_tokens=13, store=False)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (cut.output_text, cut.output[-1].status) == ("he", "incomplete")
+
+
+async def test_the_events_of_a_response(world: World) -> None:
+    world.writes(f"why</think>{CALL}\nso")
+    stream = await respond(world, tools=[FLAT_TOOL], stream=True)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    once = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
+    assert once == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    whole = events[-1].response
+    reasoning, call, message = whole.output
+    assert (call.name, json.loads(call.arguments)) == ("now", {"zone": "UTC"})
+    arguments = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == call.arguments
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == [reasoning, call, message]
+    with_helper = ""
+    async with world.openai.responses.stream(model="demo", input="hi") as helped:
+        async for event in helped:
+            if event.type == "response.output_text.delta":
+                with_helper += event.delta
+        assert (await helped.get_final_response()).output_text == with_helper
+
+
+async def test_a_conversation_goes_on_by_its_id(world: World) -> None:
+    world.writes(f"why</think>{CALL}")
+    first = await respond(world, tools=[FLAT_TOOL], instructions="Be kind.")
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    world.writes("</think>It is noon.")
+    second = await respond(world, previous_response_id=first.id, input=[result])
+    assert world.last_prompt == (
+        'user: hi\nassistant: (why)  now{"zone": "UTC"}\ntool: noon\nassistant:<think>\n'
+    )
+    assert second.previous_response_id == first.id
+    for _ in range(2):  # from the same point as often as one likes
+        await respond(world, previous_response_id=second.id, input="Thanks")
+        assert world.last_prompt.endswith(
+            "tool: noon\nassistant: It is noon.\nuser: Thanks\nassistant:<think>\n"
+        )
+    by_hand = [
+        {"role": "user", "content": "hi"},
+        *(item.to_dict() for item in first.output),
+        result,
+    ]
+    await respond(world, input=by_hand)
+    assert world.last_prompt == (
+        'user: hi\nassistant: (why)  now{"zone": "UTC"}\ntool: noon\nassistant:<think>\n'
+    )
+    unkept = await respond(world, store=False)
+    for name in (unkept.id, "resp_" + "0" * 32, "wat"):
+        with pytest.raises(openai.NotFoundError) as error:
+            await respond(world, previous_response_id=name)
+        assert (error.value.code, error.value.param) == (
+            "previous_response_not_found", "previous_response_id",
+        )  # fmt: skip
+
+
+async def test_bad_responses_are_named_as_the_client_wrote_them(world: World) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"input": [{"role": "root", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]"),
+        ({"tools": [FLAT_TOOL | {"parameters": {"$ref": "#/a"}}]}, "tools[0].parameters"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x" * 3000}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"include": ["web_search_call.results"]}, "include[0]"),
+    ]
+    for change, param in bad:
+        with pytest.raises(openai.BadRequestError) as error:
+            await respond(world, **change)
+        assert error.value.param == param, error.value
+
+
+# --- Anthropic's messages -------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def claude(world: World) -> AsyncIterator[Any]:
+    anthropic = pytest.importorskip("anthropic")
+    async with anthropic.AsyncAnthropic(
+        base_url=world.url, api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 500, "messages": USER}
+ANTHROPIC_TOOL = {"name": "now", "input_schema": TOOL["parameters"]}
+
+
+async def test_a_message(world: World, claude: Any) -> None:
+    world.writes("why</think>hello")
+    answer = await claude.messages.create(**ASKED, system="Be kind.", extra_body={"top_k": 5})
+    assert world.last_prompt == f"system: Be kind.\n{PROMPT}"
+    thinking, text = answer.content
+    assert (thinking.thinking, text.text) == ("why", "hello")
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(world.last_prompt), 16)
+    answer = await claude.messages.create(**ASKED | {"max_tokens": 13})
+    assert (answer.content[-1].text, answer.stop_reason) == ("he", "max_tokens")
+    answer = await claude.messages.create(**ASKED, stop_sequences=["lo", "x"])
+    assert answer.content[-1].text == "hel"
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "lo")
+    world.writes("hello")
+    answer = await claude.messages.create(**ASKED, thinking={"type": "disabled"})
+    assert [block.type for block in answer.content] == ["text"]
+    budget = {"type": "enabled", "budget_tokens": 1024}
+    await claude.messages.create(**ASKED, thinking=budget)  # of many tokens' tags: not enforced
+
+
+async def test_the_events_of_a_message(world: World, claude: Any) -> None:
+    world.writes(f"why</think>so\n{CALL}")
+    stream = await claude.messages.create(**ASKED, tools=[ANTHROPIC_TOOL], stream=True)
+    events = [event async for event in stream]
+    names = [event.type for event in events]
+    once = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert once == ["message_start", *block * 3, "message_delta", "message_stop"]
+    assert events[-2].delta.stop_reason == "tool_use"
+    async with claude.messages.stream(**ASKED, tools=[ANTHROPIC_TOOL]) as helped:
+        message = await helped.get_final_message()
+    thinking, text, call = message.content
+    assert (thinking.thinking, text.text, call.input) == ("why", "so\n", {"zone": "UTC"})
+    whole = await claude.messages.create(**ASKED, tools=[ANTHROPIC_TOOL])
+    assert [b.type for b in whole.content] == ["thinking", "text", "tool_use"]
+    assert whole.content[2].input == call.input
+    assert (
+        whole.usage.output_tokens == message.usage.output_tokens == events[-2].usage.output_tokens
+    )
+
+
+async def test_a_conversation_with_tools(world: World, claude: Any) -> None:
+    world.writes(f"why</think>so\n{CALL}")
+    first = await claude.messages.create(**ASKED, tools=[ANTHROPIC_TOOL])
+    results = [
+        {"type": "tool_result", "tool_use_id": first.content[-1].id,
+         "content": [{"type": "text", "text": "noon"}]},
+        {"type": "tool_result", "tool_use_id": "x", "content": "no", "is_error": True},
+        {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}},
+    ]  # fmt: skip
+    turns = [*USER, {"role": "assistant", "content": first.content},
+             {"role": "user", "content": results}]  # fmt: skip
+    await claude.messages.create(**ASKED | {"messages": turns})
+    assert world.last_prompt == (
+        'user: hi\nassistant: (why) so\n now{"zone": "UTC"}\ntool: noon\ntool: Error: no\n'
+        "user: and?\nassistant:<think>\n"
+    )
+    count = await claude.messages.count_tokens(model="demo", messages=turns)
+    assert count.input_tokens == len(world.last_prompt)
+
+
+async def test_bad_messages_are_anthropics_errors(world: World, claude: Any) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*USER, {"role": "assistant", "content": "I"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+         "messages[0].content[0]"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ]  # fmt: skip
+    for change, param in bad:
+        with pytest.raises(anthropic.BadRequestError) as error:
+            await claude.messages.create(**ASKED | change)
+        body = error.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert body["error"]["param"] == param, body
+    with pytest.raises(anthropic.NotFoundError):
+        await claude.messages.create(**ASKED | {"model": "wat"})
+
+
+@pytest.mark.parametrize("is_anthropic", [False, True])
+async def test_a_stream_that_fails_ends_as_its_api_has_it(
+    world: World, claude: Any, is_anthropic: bool
+) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    world.writes("why</think>" + "hello" * 100)
+    world.nodes[1].token_s = 0.02
+    events = []
+    if not is_anthropic:
+        async for event in await respond(world, stream=True):
+            if not events:
+                await _kill(world)
+            events.append(event)
+        assert events[-1].type == "error" and events[-1].code in ("unavailable", "node_lost")
+        assert events[-1].sequence_number == len(events) - 1
+        return
+    with pytest.raises(anthropic.APIStatusError) as error:
+        async for event in await claude.messages.create(**ASKED, stream=True):
+            if not events:
+                await _kill(world)
+            events.append(event)
+    assert error.value.body["type"] == "error"
+    assert error.value.body["error"]["code"] in ("unavailable", "node_lost")
+
+
+async def _kill(world: World) -> None:
+    for node in world.nodes:
+        await node.kill()

@@ -1,0 +1,88 @@
+"""Conversations behind response ids: bounded in bytes, fair between tenants, gone after a while."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.clock import FakeClock
+
+from baton.core.errors import ResponseNotFound
+from baton.gateway.http.turns.response_input import joined
+from baton.gateway.http.turns.response_store import ResponseStore
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def is_kept(store: ResponseStore, tenant: str, name: str) -> bool:
+    try:
+        store.get(tenant, name)
+    except ResponseNotFound:
+        return False
+    return True
+
+
+def test_conversations_are_their_tenants_own() -> None:
+    store = ResponseStore(FakeClock(), 1 << 20, 60)
+    store.put("a", "r", said("é"))
+    assert store.get("a", "r") == said("é")
+    with pytest.raises(ResponseNotFound) as foreign:
+        store.get("b", "r")
+    with pytest.raises(ResponseNotFound) as unknown:
+        store.get("b", "s")
+    assert str(foreign.value).replace("'r'", "") == str(unknown.value).replace("'s'", "")
+    assert (foreign.value.http_status, foreign.value.param) == (404, "previous_response_id")
+
+
+def test_they_expire() -> None:
+    clock = FakeClock()
+    store = ResponseStore(clock, 1 << 20, 60)
+    store.put("a", "1", said("x"))
+    clock.advance(40)
+    store.put("a", "2", said("x"))
+    store.put("b", "3", said("x"))
+    clock.advance(20)
+    assert [is_kept(store, t, n) for t, n in (("a", "1"), ("a", "2"), ("b", "3"))] == [
+        False, True, True,
+    ]  # fmt: skip
+    clock.advance(40)
+    assert not is_kept(store, "a", "2")
+    assert store.num_bytes == 0
+
+
+def test_who_has_most_makes_room() -> None:
+    store = ResponseStore(FakeClock(), 10_000, 60)
+    store.put("small", "s", said("x"))
+    for i in range(100):
+        store.put("large", f"l{i}", said("x" * 1000))
+        assert store.num_bytes <= 10_000
+    assert is_kept(store, "small", "s")
+    assert is_kept(store, "large", "l99") and not is_kept(store, "large", "l0")
+    store.put("small", "huge", said("x" * 20_000))
+    assert not is_kept(store, "small", "huge")
+    assert is_kept(store, "small", "s") and is_kept(store, "large", "l99")
+
+
+def test_none_is_kept_where_there_is_no_room() -> None:
+    store = ResponseStore(FakeClock(), 0, 60)
+    store.put("a", "r", [])
+    assert not is_kept(store, "a", "r") and store.num_bytes == 0
+
+
+def test_messages_in_a_row_are_joined() -> None:
+    def of(role: str, content: str, **more: object) -> dict[str, object]:
+        return {"role": role, "content": content, **more}
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert joined(
+        [
+            of("system", "a"), of("system", "b"), of("user", "c"), of("user", "d"),
+            of("assistant", "", reasoning_content="e"), of("assistant", "f"),
+            of("assistant", "", tool_calls=[call]), of("assistant", "", tool_calls=[call]),
+            of("system", "g"), of("system", "h"),
+        ]
+    ) == [
+        of("system", "a\n\nb"), of("user", "c"), of("user", "d"),
+        of("assistant", "f", reasoning_content="e", tool_calls=[call, call]),
+        of("system", "g"), of("system", "h"),
+    ]  # fmt: skip
