@@ -30,6 +30,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpu summary": gpu.summary,
     "gpu steps": gpu.steps,
     "gpu shapes": gpu.shapes,
+    "gpu quantised": gpu.quantised,
     "copies": gpu.copies,
     "sums": gpu.sums,
     "sending products": gpu.sending_products,

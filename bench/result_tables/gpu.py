@@ -20,6 +20,15 @@ _SHAPES = {
     "Qwen3-8B": "gpu_qwen3-8b",
     "Llama-3.2-1B": "gpu_llama-3.2-1b",
 }
+_QUANTISED = {
+    "8B": "gpu",
+    "FP8": "gpu_fp8",
+    "FP8 in blocks": "gpu_fp8_block",
+    "FP8, KV too": "gpu_fp8_kv8",
+    "int4": "gpu_int4",
+    "30B-A3B": "gpu_30b-a3b",
+    "30B-A3B in FP8": "gpu_30b-a3b_fp8",
+}
 _PARALLEL = {
     "8B, `--tp 2`": "gpu_tp2",
     "8B, `--tp 4`": "gpu_tp4",
@@ -50,6 +59,7 @@ def summary() -> str:
                 number(vllm[name], found[name]["unit"]),
             )
             for row, name in _SUMMARY.items()
+            if name in found
         ],
     )
 
@@ -78,17 +88,27 @@ def steps() -> str:
 
 def shapes() -> str:
     """The steps that all shapes have, each with its floor."""
-    of_shape = {title: figures(name) for title, name in _SHAPES.items()}
+    return _beside(_SHAPES, "Qwen3-8B")
+
+
+def quantised() -> str:
+    """The same of weights and KV in 8 and 4 bits, and of a mixture of experts."""
+    return _beside(_QUANTISED, "30B-A3B")
+
+
+def _beside(files: dict[str, str], named_by: str) -> str:
+    """The steps of one of these files, in all of them; the first is that of another table."""
+    of_title = {title: figures(name) for title, name in files.items()}
     names = [
         name
-        for name in of_shape["Qwen3-8B"]
-        if ": off" not in name and not name.endswith("back to back")
+        for name in of_title[named_by]
+        if ": " not in name and not name.endswith("back to back")
     ]
     rows = [
-        (name, *(_with_floor(found.get(name)) for found in of_shape.values())) for name in names
+        (name, *(_with_floor(found.get(name)) for found in of_title.values())) for name in names
     ]
-    head = ("ms, floors in brackets", *of_shape)
-    lines = [source(name) for name in list(_SHAPES.values())[1:]]
+    head = ("ms, floors in brackets", *of_title)
+    lines = [source(name) for name in list(files.values())[1:]]
     return table(head, rows) + "\n" + "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ _TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
 _GROUP = gl.constexpr(BLOCK)
 _WARPS = 4
 _PRODUCER_REGISTERS = gl.constexpr(24)
-_BLOCKED_AT_ONCE = gl.constexpr(4)
+_STAGES_AHEAD = gl.constexpr(3)
 _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 
 
@@ -139,11 +139,12 @@ def _fill(
 
 
 @gluon.jit
-def _scales(x_scale, scale, group, num_groups, ROOM: gl.constexpr, rows):
-    """Of a chunk's products: of the rows [64], and of the block. Nothing is masked: a chunk that is
-    not there has products of zero."""
-    group = gl.minimum(group, num_groups - 1)
-    return gl.load(x_scale + group * ROOM + rows % ROOM), gl.load(scale + group)
+def _scales(x_scale, scale, group, num_groups, room: gl.constexpr, rows):
+    """Of a chunk's products: of the rows [64], and of the block."""
+    is_there = group < num_groups
+    at = x_scale + group * room + rows
+    of_rows = gl.load(at, mask=(rows < room) & is_there, other=0.0)
+    return of_rows, gl.load(scale + group, mask=is_there, other=0.0)
 
 
 @gluon.jit
@@ -160,11 +161,9 @@ def _multiply(
     IS_BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
-    AT_ONCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Four warps: add up stage after stage, as they become full. A multiple of AT_ONCE, which are
-    unrolled: what is loaded for a later one would have to be there where it is moved."""
+    """Four warps: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     layout: gl.constexpr = sums.type.layout
     rows = gl.arange(0, _TILE_ROWS, gl.SliceLayout(1, layout))
@@ -172,33 +171,34 @@ def _multiply(
     near = ()  # scales of the next stages: a load takes as long as some of them
     if IS_BLOCKED:
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
-        for chunk in gl.static_range(AT_ONCE * CHUNKS):
-            near += (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
-    for begin in range(0, num_steps, AT_ONCE):
-        for index in gl.static_range(AT_ONCE):
-            step = begin + index
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
-            first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
-            if CHUNKS == 2:
-                x, tile = xs.index(stage * 2 + 1), ws.index(stage * 2 + 1).permute((1, 0))
-                second = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
-                first, second = warpgroup_mma_wait(0, deps=(first, second))
-            else:
-                first = warpgroup_mma_wait(0, deps=(first,))
+        for chunk in gl.static_range(_STAGES_AHEAD * CHUNKS):
+            near = near + (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
+    for step in range(num_steps):
+        stage = step % STAGES
+        mine = near
+        if IS_BLOCKED:
+            near = near[CHUNKS:]  # type: ignore[assignment]
+            group = (step + _STAGES_AHEAD) * CHUNKS
+            for chunk in gl.static_range(CHUNKS):
+                near = near + (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
+        first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
+        if CHUNKS == 2:
+            x, tile = xs.index(stage * 2 + 1), ws.index(stage * 2 + 1).permute((1, 0))
+            second = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
+            first, second = warpgroup_mma_wait(0, deps=(first, second))
             mbarrier.arrive(empty.index(stage), count=1)
             if IS_BLOCKED:
-                first *= (near[0][0] * near[0][1])[:, None]  # type: ignore[misc]
-                if CHUNKS == 2:
-                    second *= (near[1][0] * near[1][1])[:, None]  # type: ignore[misc]
-                near = near[CHUNKS:]  # type: ignore[assignment]
-                group = (step + AT_ONCE) * CHUNKS
-                for chunk in gl.static_range(CHUNKS):
-                    near += (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
-            sums += first
-            if CHUNKS == 2:
-                sums += second
+                second *= (mine[1][0] * mine[1][1])[:, None]  # type: ignore[misc]
+        else:
+            first = warpgroup_mma_wait(0, deps=(first,))
+            mbarrier.arrive(empty.index(stage), count=1)
+        if IS_BLOCKED:
+            first *= (mine[0][0] * mine[0][1])[:, None]  # type: ignore[misc]
+        sums += first
+        if CHUNKS == 2:
+            sums += second
     return sums, rows  # older Triton takes apart whatever is returned
 
 
@@ -236,8 +236,7 @@ def _fp8_streamed(
     let_next_in(PDL)
     first_output = gl.program_id(0) * OUTPUTS
     num_groups = gl.cdiv(num_inputs, _GROUP)
-    AT_ONCE: gl.constexpr = _BLOCKED_AT_ONCE if IS_BLOCKED else 1
-    num_steps = gl.cdiv(num_groups, CHUNKS * AT_ONCE) * AT_ONCE  # behind the last are zeros
+    num_steps = gl.cdiv(num_groups, CHUNKS)
     # All outputs of a program are of one row of blocks.
     of_blocks = scale + first_output // _GROUP * num_groups
     sums = gl.zeros((_TILE_ROWS, OUTPUTS), gl.float32, layout)
@@ -258,7 +257,6 @@ def _fp8_streamed(
                     IS_BLOCKED,
                     ROWS,
                     CHUNKS,
-                    AT_ONCE,
                     PDL,
                 ),
             ),

@@ -160,7 +160,8 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("plan", [*FP8_PLANS[3:], choose_plan(Sizes(8, 2, 0, 0, "fp8"), 9999, 2)])
 def test_long_sums_in_fp8_keep_their_bits(by: str, plan: Tiles) -> None:
-    """Of 4096 numbers above 0. The matrix units' own sums would be too small by some 1e-3."""
+    """Of 4096 numbers above 0. The matrix units add in 14 bits and cut off the rest: by a model of
+    that their own sums are 7e-2 too small, and those of 128 inputs 6e-4."""
     inner = 4096
     mixture = make_mixture(8, 2, 256, inner)
     made = [BY[by](matrix.abs()) for matrix in mixture.down.values]
@@ -182,7 +183,7 @@ def test_long_sums_in_fp8_keep_their_bits(by: str, plan: Tiles) -> None:
             rows.dequantised(torch.float32)[is_its].double() @ as_floats(down, expert).double().t()
         )
         exact[pairs[is_its]] = (product * shares[is_its, None]).float()
-    assert abs((found / exact - 1).mean().item()) < 3e-4
+    assert abs((found / exact - 1).mean().item()) < 1.5e-3
 
 
 @pytest.mark.parametrize("by", BY)
