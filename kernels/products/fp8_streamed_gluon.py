@@ -172,7 +172,7 @@ def _multiply(
     if IS_BLOCKED:
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
         for chunk in gl.static_range(_STAGES_AHEAD * CHUNKS):
-            near = near + (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
+            near += (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
     for step in range(num_steps):
         stage = step % STAGES
         mine = near
@@ -180,7 +180,7 @@ def _multiply(
             near = near[CHUNKS:]  # type: ignore[assignment]
             group = (step + _STAGES_AHEAD) * CHUNKS
             for chunk in gl.static_range(CHUNKS):
-                near = near + (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
+                near += (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
         first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
