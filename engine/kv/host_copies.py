@@ -15,6 +15,7 @@ On a CPU a copy is over when it was started.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -160,33 +161,40 @@ class CudaCopy:
 
 class _Lane:
     """The copies of one direction, slice by slice: a step's own small copies go by the same copy
-    engines, behind whatever was submitted before them."""
+    engines, behind whatever was submitted before them. One thread may start copies while another
+    looks at them."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
+        self._lock = threading.Lock()
         self._waiting: deque[tuple[CudaCopy, Callable[[], None]]] = deque()
         self._submitted: deque[torch.cuda.Event] = deque()
 
     def add(self, slices: Sequence[Callable[[], None]]) -> CudaCopy:
         copy = CudaCopy(self)
         copy.num_waiting = len(slices)
-        self._waiting += [(copy, each) for each in slices]
+        with self._lock:
+            self._waiting += [(copy, each) for each in slices]
         self.advance()
         return copy
 
     def advance(self) -> None:
         """Submit the next slices, if some that were submitted have ended."""
-        while self._submitted and self._submitted[0].query():  # type: ignore[no-untyped-call]
-            self._submitted.popleft()
-        while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
-            copy, submit = self._waiting.popleft()
+        with self._lock:
+            while self._submitted and self._submitted[0].query():  # type: ignore[no-untyped-call]
+                self._submitted.popleft()
+            while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
+                self._submit(*self._waiting.popleft())
+
+    def _submit(self, copy: CudaCopy, submit: Callable[[], None]) -> None:
+        with torch.cuda.device(self.stream.device):  # a thread has a device of its own
             submit()
-            copy.num_waiting -= 1
             ended = copy.end
-            if copy.num_waiting:
+            if copy.num_waiting > 1:
                 ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record(self.stream)
-            self._submitted.append(ended)
+        self._submitted.append(ended)
+        copy.num_waiting -= 1
 
 
 class CudaCopier:
