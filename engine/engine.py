@@ -512,7 +512,7 @@ class Engine:
         waiting = scheduler.waiting_tokens()
         return Load(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.loading),
             waiting_tokens=waiting.total(),
             free_blocks=self.pool.num_available,
             credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),

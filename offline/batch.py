@@ -28,9 +28,11 @@ from .local_calls import LocalCalls
 log = logging.getLogger(__name__)
 
 SOME_FAILED = 3
-_BUSY = (429, 503)
+_BUSY = (429, 500, 502, 503, 504)  # what may be over when it is asked again
+_REFUSED = (401, 403)  # whatever is asked
 _MAX_TRIES = 30
 _MAX_RETRY_S = 30.0
+_SAID_CHARS = 300  # of an answer, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,14 @@ class _Run:
         for number in range(1, _MAX_TRIES + 1):
             try:
                 async with self._session.post(line.url, json=line.body) as response:
-                    is_busy = response.status in _BUSY and number < _MAX_TRIES
-                    wait_s = float(response.headers.get("Retry-After", 1))
-                    if not is_busy:
+                    status, wait = response.status, response.headers.get("Retry-After", "")
+                    if status not in (*_BUSY, *_REFUSED):
                         body = json.loads(await response.read())
-                        return line.result(response.status, body.get("id", ""), body)
+                        return line.result(status, body.get("id", ""), body)
+                    said = (await response.text())[:_SAID_CHARS]
             except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
                 raise Unavailable(f"no answer of {self._batch.url}: {error}") from error
-            await asyncio.sleep(min(wait_s, _MAX_RETRY_S))
-        raise AssertionError("the last try returns")
+            if status in _REFUSED or number == _MAX_TRIES:
+                break
+            await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, _MAX_RETRY_S))
+        raise Unavailable(f"{line.url} was answered with {status}: {said}")

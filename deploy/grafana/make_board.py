@@ -86,6 +86,11 @@ RETRIES = [
     (rate("request_retries_total"), "retries/s"),
     (rate("coalesced_tokens_total"), "coalesced tokens/s"),
 ]
+DEPLOYMENT = [
+    ("max (baton_deployment_requests_running)", "running"),
+    ("max (baton_deployment_requests_waiting)", "waiting"),
+]
+KV_OF_ALL = [("max (baton_deployment_kv_cache_usage_perc)", "")]
 INDEX_UP = [(f"min by (instance) (baton_index_up{CALLS})", "{{instance}}")]
 
 # By row: (title, unit, [(query, legend), ...], kind of panel)
@@ -98,6 +103,8 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Goodput", "reqps", [(rate("slo_good_requests_total"), "")], "stat"),
         ("Failed/s", "reqps", [(rate("request_failure_total", "", FAILED), "")], "stat"),
         ("In flight, and of them waiting at the gateway", "short", IN_FLIGHT, "stat"),
+        ("In all engines", "short", DEPLOYMENT, "stat"),
+        ("KV use of all engines", "percentunit", KV_OF_ALL, "stat"),
         ("Engines up", "short", [(UP, "{{role}}")], "stat"),
         ("Certificates end", "dateTimeAsIso", [(CERTIFICATES, "{{file}}")], "stat"),
     ],

@@ -139,15 +139,18 @@ class CpuCopier:
 class CudaCopy:
     """A copy by the copy engines."""
 
-    def __init__(self, lane: _Lane) -> None:
-        """Its begin."""
+    def __init__(self, lane: _Lane, num_slices: int) -> None:
         self._lane = lane
         self._begin, self.end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
-        self._begin.record(lane.stream)
-        self.num_waiting = 0  # of its slices
+        self.num_waiting = self._num_slices = num_slices
+
+    def begins(self) -> None:
+        """Its next slice is submitted now; it lasts from the first one on."""
+        if self.num_waiting == self._num_slices:
+            self._begin.record(self._lane.stream)
 
     def seconds(self) -> float | None:
         try:
@@ -171,8 +174,7 @@ class _Lane:
         self._submitted: deque[torch.cuda.Event] = deque()
 
     def add(self, slices: Sequence[Callable[[], None]]) -> CudaCopy:
-        copy = CudaCopy(self)
-        copy.num_waiting = len(slices)
+        copy = CudaCopy(self, len(slices))
         with self._lock:
             self._waiting += [(copy, each) for each in slices]
         self.advance()
@@ -186,8 +188,15 @@ class _Lane:
             while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
                 self._submit(*self._waiting.popleft())
 
+    def close(self) -> None:
+        """Nothing is submitted any more, and what was has ended."""
+        with self._lock:
+            self._waiting.clear()
+            self.stream.synchronize()
+
     def _submit(self, copy: CudaCopy, submit: Callable[[], None]) -> None:
         with torch.cuda.device(self.stream.device):  # a thread has a device of its own
+            copy.begins()
             submit()
             ended = copy.end
             if copy.num_waiting > 1:
@@ -259,7 +268,7 @@ class CudaCopier:
     def close(self) -> None:
         """No copy any more."""
         for lane in self._lanes.values():
-            lane.stream.synchronize()
+            lane.close()
         self._memory.close()
 
 

@@ -10,6 +10,7 @@ No rank has blocks before all have them. A copy lasts as long as the slowest ran
 
 from __future__ import annotations
 
+import logging
 import queue
 import struct
 import threading
@@ -18,11 +19,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.errors import BatonError
+from ...core.errors import BatonError, EngineFailed
 from ..execution.runner import ModelRunner
 from ..kv.host_copies import CpuCopier, CudaCopier, Direction, HostCopier, HostCopy
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankGroup, pack_failure
+
+log = logging.getLogger(__name__)
 
 _NUM_BLOCKS = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
@@ -116,8 +119,10 @@ class HostOrders:
             self._answer_ends()
         except OSError:
             return  # rank 0 is gone
-        except BatonError as error:
-            self._channel.send(MessageKind.FAILED, pack_failure(error))
+        except Exception as error:  # of this thread: nobody else would see it
+            log.exception("copies to host memory are not watched any more")
+            failure = error if isinstance(error, BatonError) else EngineFailed(str(error))
+            self._channel.send(MessageKind.FAILED, pack_failure(failure))
 
     def _answer_ends(self) -> None:
         started: list[tuple[int, HostCopy]] = []

@@ -308,7 +308,7 @@ BUGS = [
         "a wholly cached prompt has nothing to compute",
         "there are no logits to sample its first token from",
         Scheduler._admit_waiting,
-        [("sequence.num_tokens - 1", "sequence.num_tokens")],
+        [("match(sequence, sequence.num_tokens - 1)", "match(sequence, sequence.num_tokens)")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         shows="num_launched_tokens=8",
     ),

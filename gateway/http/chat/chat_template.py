@@ -125,7 +125,9 @@ class ChatTemplate:
         Raises InvalidRequest.
         """
         num_chars = sum(len(message["content"]) for message in messages)
-        if len(messages) <= _NUM_INLINE_MESSAGES and num_chars <= _NUM_INLINE_CHARS:
+        has_more = any(m.get("reasoning_content") or m.get("tool_calls") for m in messages)
+        is_short = len(messages) <= _NUM_INLINE_MESSAGES and num_chars <= _NUM_INLINE_CHARS
+        if is_short and not has_more:
             return self._render(messages, tools, variables)
         return await asyncio.to_thread(self._render, messages, tools, variables)
 

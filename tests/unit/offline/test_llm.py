@@ -168,7 +168,7 @@ def test_an_engine_that_fails_ends_the_call_and_all_later_ones(
 ) -> None:
     with LLM(cpu_kv_bytes=POOL) as llm:
 
-        def step() -> None:
+        def step(_: object) -> None:
             raise EngineFailed("the device is lost")
 
         monkeypatch.setattr(llm._calls._local.engine, "step", step)
