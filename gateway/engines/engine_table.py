@@ -21,7 +21,7 @@ from ...prefix_index.prefix_sources import Fetch, Holders
 from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
-from .linked_engine import MEASURED_ROWS, LinkedEngine
+from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .routing import choose_plan
 
@@ -127,7 +127,7 @@ class EngineTable:
                 engine.load,
                 demand,
                 caller_id,
-                cached_tokens.get(engine.incarnation, 0),
+                cached_tokens.get(engine.incarnation, 0) if cached_tokens else 0,
                 costs.get(engine.fingerprint) if costs else None,
                 self._fetch(engine, holders, cached_tokens) if holders else None,
             )
@@ -188,9 +188,8 @@ class EngineTable:
     def _costs(self) -> Mapping[str, StepCost]:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to
         borrow one."""
-        engines = self.engines.values()
-        loads = [engine.load for engine in engines if engine.load is not None]
-        if min((load.max_rows for load in loads), default=MEASURED_ROWS) >= MEASURED_ROWS:
+        engines = [engine for engine in self.engines.values() if engine.load is not None]
+        if all([engine.is_measured for engine in engines]):
             return {}
         found: dict[str, StepCost] = {}
         for engine in engines:
