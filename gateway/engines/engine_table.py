@@ -86,6 +86,7 @@ class EngineTable:
         self.mirror = mirror
         self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
+        self.moves: Counter[str] = Counter()  # of running requests, by how they ended
         self.released: set[int] = set()  # of all engines: LinkedEngine has what it means
 
     def add(self, engine: LinkedEngine) -> None:
@@ -189,7 +190,7 @@ class EngineTable:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to
         borrow one."""
         engines = [engine for engine in self.engines.values() if engine.load is not None]
-        if all([engine.is_measured for engine in engines]):
+        if all(engine.is_measured for engine in engines):
             return {}
         found: dict[str, StepCost] = {}
         for engine in engines:
@@ -198,6 +199,12 @@ class EngineTable:
             if cost is not None and (best is None or cost.max_rows > best.max_rows):
                 found[engine.fingerprint] = cost
         return found
+
+    def note_move(self, to: str, how: str) -> None:
+        """A running request's move to the engine of that name ended: see request/move.py."""
+        self.moves[how] += 1
+        if self.plans is not None:
+            self.plans.note_move(to, how)
 
     def why_not_ready(self) -> str:
         """What is missing before any request can be served; empty if nothing is."""

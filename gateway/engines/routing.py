@@ -182,7 +182,7 @@ def choose_plan(
     if not decode and not alone:
         raise Unavailable(_what_is_missing(usable))
     decode = [engine for engine in decode if engine.has_place]
-    if not decode and not any([engine.has_place for engine in alone]):
+    if not decode and not any(engine.has_place for engine in alone):
         raise MustWait(Blocked.PLACE)
     takers = [engine for engine in prefill if not engine.keeps_promise] + alone
     sources, ones = _prompt_parts(takers, num_tokens)
