@@ -230,20 +230,30 @@ class EngineTable:
         num_tokens: int,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         held: Mapping[int, int] = _NOTHING_HELD,
+        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
     ) -> float:
         """How long until a prompt's first token, at the engine that would have it soonest, if all
         queues are fair between callers. `held`: tokens that wait for a place, by caller.
+        `lendable_tokens`: as of `choose`.
 
         0 where nothing is ahead of it, or an engine's cost is not known.
         """
         prefill = [e for e in self.engines.values() if e.takes_prompts and e.is_ready]
         parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
-        waits_s = []
-        for engine in prefill:
-            own = num_tokens - cached_tokens.get(engine.incarnation, 0)
+        holders = self._holders(num_tokens, lendable_tokens, Avoid())
+
+        def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
             speed = engine.backlog.speed
-            waits_s.append(speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0)
+            return speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0
+
+        waits_s = []
+        for engine in prefill:
+            num_cached = cached_tokens.get(engine.incarnation, 0)
+            waits_s.append(seconds(engine, num_tokens - num_cached))
+            if fetch := self._fetch(engine, holders, cached_tokens):
+                fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
+                waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)
 
     @property
