@@ -5,7 +5,8 @@ steps that take as long as a `StepCost` says, in virtual time.
                         ▲ heartbeats                     one event a step, at its end
 
 Several gateways know of each other's requests what engines' heartbeats have, which come every
-quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take. The gateways' own time,
+quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of a
+running request that moves. The gateways' own time,
 the network's, a step's launch and cached prefixes are not played. Needs an event loop, whose timers
 do not matter.
 """
@@ -18,7 +19,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.core.errors import BatonError, Overloaded, PromiseRefused
 from baton.core.membership import Member, Role
@@ -36,6 +37,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
 from baton.gateway.engines.promise_decider import PromiseDecider
 from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.request_mover import RequestMover
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session, SessionLimits
@@ -46,7 +48,8 @@ from baton.prefix_index.mirror import PrefixMirror
 
 HEARTBEAT_S = 0.25
 HANDOFF_S = 0.003
-_KV_TOKEN_S = 131_072 / 300e9  # of an 8B model over NVLink
+_KV_TOKEN_BYTES, _GBYTES_PER_S = 131_072, 300.0  # of an 8B model over NVLink
+_KV_TOKEN_S = _KV_TOKEN_BYTES / (_GBYTES_PER_S * 1e9)
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
 _TOKEN_ID = 97
 _DEADLINE_S = 1e6
@@ -134,6 +137,7 @@ class PlayedGateway:
         self.queue = DispatchQueue(self.table.released)
         self.sessions = SessionTable(clock, 1 << 20, self.queue)
         self.limit = QueueLimit(self.table, self.queue, max_queue_s)
+        self.mover = RequestMover(self.table, self.sessions, clock, random.Random(seed))
 
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
         """What it does with a step's outputs."""
@@ -146,7 +150,10 @@ class Simulation:
     """`at` plays something later; `run` moves the clock until nothing is left, or for a while.
 
     `max_queue_s`: gateways refuse what would wait longer, and count it in `num_refused`.
+    `moves_requests`: whether running ones move away from engines whose promise is broken.
     """
+
+    moves_requests = True
 
     def __init__(
         self,
@@ -169,6 +176,7 @@ class Simulation:
         self._order = itertools.count()
         self._ids = _Ids()
         sources = frozenset(n for n, setup in setups.items() if setup.role is Role.PREFILL)
+        self.link_rates = dict.fromkeys(setups, _GBYTES_PER_S)  # from any to any
         self.engines = {n: PlayedEngine(self, n, cost, setups[n], sources) for n in setups}
         self.moves: list[tuple[float, str, bool]] = []  # when, which engine, whether it promises
         self._decider = None
@@ -220,6 +228,8 @@ class Simulation:
             for name, load in loads.items():
                 gateway.table.engines[name].receive_heartbeat(load)
             gateway.sessions.cluster_changed(is_load_only=self.clock.now_s > 0)
+            if self.moves_requests:
+                gateway.mover.look()
         if self._decider is not None:
             self._decider.look()
             for name, target_s in self._decider.orders().items():
@@ -272,6 +282,7 @@ class PlayedEngine:
         self._is_busy = False
         self._num_steps = 0
         self.num_refusals = 0
+        self.is_draining = False
         self.most_waiting = 0  # requests, at heartbeats
         member = Member(name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS)
         self._gateway_of: dict[str, PlayedGateway] = {}  # by key
@@ -283,6 +294,7 @@ class PlayedEngine:
                     link,
                     clock=simulation.clock,
                     max_num_seqs=limits.max_num_seqs,
+                    block_bytes=_BLOCK_SIZE * _KV_TOKEN_BYTES,
                     own_target_s=setup.tbt_target_s or 0.0,
                 )
             )
@@ -303,6 +315,9 @@ class PlayedEngine:
                 return
         if ticket is not None:
             self._tickets[request.key] = ticket
+        if request.prefix_source is not None:
+            self._move_in(request)
+            return
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
 
@@ -313,10 +328,19 @@ class PlayedEngine:
         now_s = self._simulation.clock.now_s
         self._simulation.at(now_s, lambda: gateway.received(self.name, [answer]))
 
+    def _move_in(self, request: Request) -> None:
+        """A running request moves here: its next token follows once its KV is copied."""
+        *before, last = request.output_token_ids
+        moved = replace(request, output_token_ids=before, prefix_source=None)
+        pull_s = HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
+        now_s = self._simulation.clock.now_s
+        self._simulation.at(now_s + pull_s, lambda: self._arrive(moved, last))
+
     def forget(self, key: str) -> None:
-        """A request was over with its first token: nothing is to be pulled."""
+        """A request was over with its first token, or has moved away."""
         self._intents.pop(key, None)
-        self._gateway_of.pop(key, None)
+        if self._gateway_of.pop(key, None) is not None:
+            self.engine.abort(key)
 
     def load(self) -> ReportedLoad:
         load, totals = self.engine.load(self._intents.values()), self.engine.totals()
@@ -327,8 +351,9 @@ class PlayedEngine:
             waiting_tokens=load.waiting_tokens,
             free_blocks=load.free_blocks,
             credit_blocks=load.credit_blocks,
-            is_draining=False,
+            is_draining=self.is_draining,
             links=self._links,
+            link_gbytes_per_s=self._simulation.link_rates,
             num_steps=self._num_steps,
             num_requests=load.num_running + load.num_waiting + len(self._intents),
             room_blocks=load.room_blocks,
@@ -368,6 +393,8 @@ class PlayedEngine:
         self._step()
         outputs: dict[PlayedGateway, list[EngineOutput]] = {}
         for token in output.tokens:
+            if token.key not in self._gateway_of:
+                continue  # it moved away during the step
             request_id, _, attempt = token.key.partition("/")
             ticket = self._tickets.pop(token.key, None)
             outputs.setdefault(self._gateway_of[token.key], []).append(
@@ -400,6 +427,8 @@ class PlayedEngine:
         self._step()
 
     def _start(self, request: Request, token_id: int) -> bool:
+        if request.key not in self._gateway_of:
+            return True  # called off
         reservation = self.engine.reserve(request)
         if reservation is None:
             return False

@@ -187,13 +187,14 @@ class EngineTable:
         return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
 
     def _costs(self) -> Mapping[str, StepCost]:
-        """By fingerprint, the cost that was measured on the largest steps, where some engine is to
-        borrow one."""
+        """`step_costs`, where some engine is to borrow one."""
         engines = [engine for engine in self.engines.values() if engine.load is not None]
-        if all(engine.is_measured for engine in engines):
-            return {}
+        return {} if all(engine.is_measured for engine in engines) else self.step_costs()
+
+    def step_costs(self) -> Mapping[str, StepCost]:
+        """By fingerprint, the cost that was measured on the largest steps."""
         found: dict[str, StepCost] = {}
-        for engine in engines:
+        for engine in self.engines.values():
             cost = None if engine.load is None else engine.load.step_cost
             best = found.get(engine.fingerprint)
             if cost is not None and (best is None or cost.max_rows > best.max_rows):

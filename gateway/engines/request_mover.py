@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from functools import partial
 
 from ...core.ports import Clock
+from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import Fetch, Holders
 from ..request.engine_link import Route
 from ..request.session import Session
@@ -58,13 +60,14 @@ class RequestMover:
         self._rests = {name: until_s for name, until_s in self._rests.items() if until_s > now_s}
         if not any(map(_is_broken, self._table.engines.values())):
             return
+        costs = self._table.step_costs()
         movable = self._sessions.movable()
         by_id = {one.request_id: one for ours in movable.values() for one in ours}
         engines = [
             steps
             for engine in self._table.engines.values()
             if engine.incarnation not in self._rests
-            and (steps := _steps_of(engine, movable.get(engine.incarnation, [])))
+            and (steps := _steps_of(engine, costs, movable.get(engine.incarnation, [])))
         ]
         for move in choose_moves(engines, self._chance):
             self._begin(move, by_id[move.request_id])
@@ -99,14 +102,17 @@ class RequestMover:
 
 
 def _is_broken(engine: LinkedEngine) -> bool:
-    steps = _steps_of(engine, [])
+    steps = _steps_of(engine, {}, [])
     return steps is not None and steps.load > 1
 
 
-def _steps_of(engine: LinkedEngine, ours: list[Session]) -> EngineSteps | None:
-    """None: it promises nothing, or has not measured its steps."""
+def _steps_of(
+    engine: LinkedEngine, costs: Mapping[str, StepCost], ours: list[Session]
+) -> EngineSteps | None:
+    """None: it promises nothing. One that has measured no step is taken for one of `costs`."""
     load = engine.load
-    if load is None or load.step_cost is None or not load.tbt_target_s:
+    cost = None if load is None else load.step_cost or costs.get(engine.fingerprint)
+    if load is None or cost is None or not load.tbt_target_s:
         return None
     speed = engine.backlog.speed
     ahead_s = engine.backlog.tokens_ahead * speed.token_s if speed is not None else 0.0
@@ -115,7 +121,7 @@ def _steps_of(engine: LinkedEngine, ours: list[Session]) -> EngineSteps | None:
     return EngineSteps(
         engine.incarnation,
         engine.fingerprint,
-        load.step_cost,
+        cost,
         load.tbt_target_s,
         load.decodes,
         takes_more=is_free,

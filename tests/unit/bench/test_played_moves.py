@@ -1,0 +1,67 @@
+"""Requests that outgrow their engine's promise, played: they move to another engine, once, and no
+client sees a longer gap for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from baton.bench.played.simulation import EngineSetup, Simulation
+from baton.core.membership import Role
+from baton.core.metrics import percentile
+from baton.core.step_cost import StepCost
+
+# 5 ms, and 1 ms for a thousand keys: what fits when it comes does not when it has grown.
+COST = StepCost(0.005, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 0.0, 1e-6)
+PROMISE_S = 0.015
+NUM_REQUESTS, LENGTHS = 8, (600, 1200)
+
+
+async def play(num_gateways: int, *, moves: bool) -> Simulation:
+    """All begin on the first engine; the others join before its promise breaks."""
+    setup = EngineSetup(Role.DECODE, PROMISE_S)
+    simulation = Simulation(COST, dict.fromkeys("abc", setup), num_gateways)
+    simulation.moves_requests = moves
+    for name in "bc":
+        simulation.engines[name].is_draining = True
+        for gateway in simulation.gateways:
+            engine = gateway.table.engines[name]
+            engine.receive_heartbeat(simulation.engines[name].load())
+
+    def join() -> None:
+        for name in "bc":
+            simulation.engines[name].is_draining = False
+
+    for index in range(NUM_REQUESTS):
+        simulation.at(0.05 * index, lambda: simulation.call(*LENGTHS))
+    simulation.at(3.0, join)
+    simulation.run()
+    assert all(call.is_served for call in simulation.calls)
+    for engine in simulation.engines.values():
+        assert not engine.engine.pool.counts.held
+    return simulation
+
+
+def late_p90_s(simulation: Simulation) -> float:
+    """Of gaps after the promise would have broken."""
+    gaps = [
+        after - before
+        for call in simulation.calls
+        for before, after in zip(call.token_s, call.token_s[1:], strict=False)
+        if before > 10.0
+    ]
+    return percentile(gaps, 90) or 0.0
+
+
+@pytest.mark.parametrize("num_gateways", [1, 2])
+def test_a_broken_promise_is_mended_by_a_few_moves(num_gateways: int) -> None:
+    still = asyncio.run(play(num_gateways, moves=False))
+    assert late_p90_s(still) > 1.1 * PROMISE_S
+    moved = asyncio.run(play(num_gateways, moves=True))
+    assert late_p90_s(moved) <= 1.05 * PROMISE_S
+    outcomes = sum((gateway.table.moves for gateway in moved.gateways), Counter())
+    assert 1 <= outcomes["moved"] <= NUM_REQUESTS // 2, "none goes to and fro"
+    longest_s = max(gap for call in moved.calls for gap in call.times.gaps_s)
+    assert longest_s <= 3 * PROMISE_S
