@@ -167,9 +167,12 @@ class Bench:
         engine.abort(request.key)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
+        """Sampled where there are experts: the likeliest tokens of random weights are few, and so
+        are the experts that they choose."""
         self._num_requests += 1
         prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        temperature = 0.0 if self._loads is None else 1.0
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
         return Request(f"{self._num_requests:032x}", 0, prompt, sampling)
 
     def prefill(self, num_prompts: int, num_tokens: int) -> tuple[Figure, Figure]:
