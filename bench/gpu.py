@@ -172,7 +172,9 @@ class Bench:
         self._num_requests += 1
         prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
         temperature = 0.0 if self._loads is None else 1.0
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=self._num_requests
+        )
         return Request(f"{self._num_requests:032x}", 0, prompt, sampling)
 
     def prefill(self, num_prompts: int, num_tokens: int) -> tuple[Figure, Figure]:
