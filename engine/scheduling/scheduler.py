@@ -14,9 +14,10 @@ Memory:
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
   if not, it stays the head of the queue, and nobody passes it;
 - an admission whose prompt goes on in host memory waits apart while that is copied;
-- a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
-  (tokens kept, KV swapped to host memory or recomputed later, whichever takes less), never the
-  oldest, so that something always gets on;
+- a decode takes a block when it crosses into one; if there is none, a prompt that is half computed
+  is preempted, which nobody's stream waits for, or else the latest arrival (tokens kept, KV swapped
+  to host memory or recomputed later, whichever takes less), never the oldest, so that something
+  always gets on;
 - a held sequence takes all it will ever need at admission, and is never preempted.
 
 With a promise to its decodes (`tbt_target_s`) a step has no more tokens of prompts than leave it as
@@ -303,7 +304,7 @@ class Scheduler:
         if self._has_outgrown_pool(sequence, schedule):
             return False
         while not self._tables.grow(sequence):
-            victim = self._latest_preemptible()
+            victim = self._next_victim()
             if victim is None:
                 return False  # the rest is held, reserved or fenced, and will be released
             self._preempt(victim)
@@ -405,17 +406,19 @@ class Scheduler:
             return True
         return False
 
-    def _latest_preemptible(self) -> Sequence | None:
-        """The latest arrival that is not held, unless it is also the oldest."""
-        preemptible = [s for s in self.running if not s.is_held]
-        return preemptible[-1] if len(preemptible) > 1 else None
+    def _next_victim(self) -> Sequence | None:
+        """Not the oldest, and nothing held: the latest prompt that is half computed, or the latest
+        arrival. A prompt that was preempted once has aged: it counts as what decodes does."""
+        preemptible = [one for one in self.running if not one.is_held][1:]
+        victims = [one for one in preemptible if one.is_young_prompt] or preemptible
+        return victims[-1] if victims else None
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._tables.store(sequence)  # what was pulled for it may not be there yet
         self.num_swaps += self._tables.swap_out(sequence)
         self._tables.give_back(sequence)
-        sequence.state = SequenceState.WAITING
+        sequence.state, sequence.was_preempted = SequenceState.WAITING, True
         self._come_back(sequence)
         self.num_preemptions += 1
 
