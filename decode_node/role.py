@@ -176,7 +176,7 @@ class DecodeRole(EngineRole):
         self._counts.completed(complete.transfer_id, summary.bytes)
         first, *forks = intent.samples
         if first.sampling.use_beam_search:
-            self._begin_search(intent, reservation, state.first, summary)
+            self._begin_beams(intent, reservation, state.first, summary)
             return
         if len(state.fork_token_ids) != len(forks):
             self._engine.drop(reservation)
@@ -187,7 +187,7 @@ class DecodeRole(EngineRole):
         self._begin(first, reservation, state.first_token_id, summary)
         self._engine.drop(reservation)  # if the first sample is over, unlike its forks
 
-    def _begin_search(
+    def _begin_beams(
         self,
         intent: _Intent,
         reservation: Reservation,

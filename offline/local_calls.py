@@ -24,8 +24,8 @@ from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
-from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from ..gateway.request.best_of import best_of
+from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import GATEWAY, Session, SessionLimits
 from ..gateway.text.special_tokens import Spans

@@ -1,9 +1,9 @@
 """The searches of an engine: sequences that compute beams, and what they become behind each step.
 
-    step n      beam 0  beam 1  beam 2          each has its candidates: all stand still
-                 │ │      │        x            beam_group.py decides
-    step n + 1   0 2      1                     the first child goes on in its parent's place, further
-                                                ones fork off, who has none gives its blocks back
+    step n      beam 0  beam 1  beam 2      each has its candidates: all stand still
+                 │ │      │        x        beam_group.py decides
+    step n + 1   0 2      1                 the first child goes on in its parent's place, further
+                                            ones fork off, who has none gives its blocks back
 
 A fork shares its parent's full blocks and copies the partial last one, so a step copies at most one
 block a beam. A search whose sequences are not all in one step waits for the last of them. Sequences
@@ -51,7 +51,7 @@ class BeamSearch(SequenceGroup):
 
 
 class BeamSearches:
-    """Of one engine, whose `sequences` it keeps. `on_end(num_outputs)`: a search ended by itself."""
+    """Of one engine, whose `sequences` it keeps. `on_end(num_outputs)`: one ended by itself."""
 
     def __init__(
         self,

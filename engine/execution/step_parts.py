@@ -1,7 +1,8 @@
 """What steps on either device share: the batch as arrays, and extras of few requests.
 
-Further samples, alternatives, beams' candidates and the prompt's scores are computed behind the ordinary sampling,
-from the same logits, for those rows alone; they come to the host with the step's own.
+Further samples, alternatives, beams' candidates and the prompt's scores are computed behind the
+ordinary sampling, from the same logits, for those rows alone; they come to the host with the step's
+own.
 """
 
 from __future__ import annotations

@@ -195,9 +195,8 @@ class Scheduler:
         sequence.state = SequenceState.ENDED
         self._tables.write(sequence)
         self._tables.give_back(sequence)
-        if (group := sequence.group) is not None and group in self.groups:
-            if all(member.state is SequenceState.ENDED for member in group.members):
-                self.groups.remove(group)
+        if (group := sequence.group) in self.groups and group is not None and group.has_ended:
+            self.groups.remove(group)
 
     def finish_loads(self) -> None:
         """Let those run whose blocks have come from host memory; what has not come is computed."""

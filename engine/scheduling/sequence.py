@@ -50,6 +50,10 @@ class SequenceGroup:
     is_forked: bool = False  # from its first member, which began alone
 
     @property
+    def has_ended(self) -> bool:
+        return all(one.state is SequenceState.ENDED for one in self.members)
+
+    @property
     def num_absent(self) -> int:
         """Sequences to come, or to come back, beside those that have blocks."""
         if not self.is_forked:

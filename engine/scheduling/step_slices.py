@@ -92,6 +92,4 @@ def _sample_spec(
         indices = [fork.sample_index for fork in sequence.forks]
         fork_keys = tuple(token_key(params.seed, index, position) for index in indices)
     counts = sequence.counts()
-    return SampleSpec(
-        params, key, forbidden, counts, fork_keys, allowed, sequence.num_candidates
-    )
+    return SampleSpec(params, key, forbidden, counts, fork_keys, allowed, sequence.num_candidates)

@@ -238,7 +238,9 @@ class LinkedEngine:
                 self._promised[keys[0]] = cached_tokens
         if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
-            num_blocks = self.blocks_for(num_tokens - cached_tokens, num_left, request.num_sequences)
+            num_blocks = self.blocks_for(
+                num_tokens - cached_tokens, num_left, request.num_sequences
+            )
             self.places.sent(keys, num_blocks, self.clock.monotonic_s())
         self._callers.update(dict.fromkeys(keys, caller_id))
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)

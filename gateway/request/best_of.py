@@ -1,5 +1,5 @@
-"""`best_of` without beams: more samples than the answer has. All are kept until they have ended; then
-the likeliest go on, in that order, each as one chunk.
+"""`best_of` without beams: more samples than the answer has. All are kept until they have ended;
+then the likeliest go on, in that order, each as one chunk.
 """
 
 from __future__ import annotations

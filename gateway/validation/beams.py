@@ -1,5 +1,5 @@
-"""What `use_beam_search` and `best_of` go with: the checks of several parameters at once. What cannot
-be combined is refused by name, as vLLM refused it.
+"""What `use_beam_search` and `best_of` go with: the checks of several parameters at once. What
+cannot be combined is refused by name.
 """
 
 from __future__ import annotations

@@ -181,12 +181,12 @@ def _manifest(wire: pb.Manifest) -> Manifest:
 def _candidates(wire: pb.Candidates) -> SampledToken:
     ids = _at_most(MAX_CANDIDATES, wire.token_ids)
     top_ids = _at_most(MAX_CANDIDATES, wire.top_ids)
-    columns = (ids, wire.scores, wire.logprobs)
-    if not ids or len({*map(len, columns)}) > 1 or len(top_ids) != len(wire.top_logprobs):
+    is_whole = len(ids) == len(wire.scores) == len(wire.logprobs)
+    if not ids or not is_whole or len(top_ids) != len(wire.top_logprobs):
         raise HandoffFailed("a peer sent candidates whose columns differ")
     if any(map(math.isnan, (*wire.scores, *wire.logprobs))):
         raise HandoffFailed("a peer sent candidates whose scores are not numbers")
-    candidates = tuple(map(Candidate, *columns))
+    candidates = tuple(map(Candidate, ids, wire.scores, wire.logprobs))
     top = tuple(zip(top_ids, wire.top_logprobs, strict=True))
     return SampledToken(candidates[0].token_id, candidates[0].logprob, top, candidates=candidates)
 

@@ -57,10 +57,7 @@ def beam_request(
     name: str, prompt: Sequence[int], *, n: int = 1, sample_index: int = 0, **sampling: object
 ) -> Request:
     params = SamplingParams(
-        **(
-            {"temperature": 0.0, "use_beam_search": True, "best_of": 3, "max_tokens": 8}
-            | sampling
-        )
+        **({"temperature": 0.0, "use_beam_search": True, "best_of": 3, "max_tokens": 8} | sampling)
     )
     forks = tuple(f"{name}-{index}" for index in range(1, n))
     return Request(name, 0, tuple(prompt), params, fork_ids=forks, sample_index=sample_index)
