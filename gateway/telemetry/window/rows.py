@@ -96,8 +96,3 @@ class Rows:
         self._oldest = oldest
         for number in [number for number in self.rows if number < oldest]:
             self.total.subtract(self.rows.pop(number).tally)
-
-    @property
-    def first_second(self) -> int | None:
-        """Where the first row begins; None: there is none."""
-        return min(self.rows) * self.row_s if self.rows else None

@@ -93,7 +93,7 @@ def _columns(
 ) -> dict[str, Any]:
     """Series and heat maps, of rows that are whole: all gateways' shares of them are here."""
     row_s, offset_s = span.row_s, window.to_unix_s(0)
-    first = max(now - span.span_s, math.floor(window.began_at_s(span)))
+    first = max(now - span.span_s, math.floor(window.began_s))
     numbers = range(first // row_s, (now - window.lag_s) // row_s)
     if since_us is not None:
         behind = (since_us // _US - window.lag_s) // row_s - num_again

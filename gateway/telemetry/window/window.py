@@ -55,7 +55,8 @@ class OwnSecond:
 class TelemetryWindow:
     """Reading and writing happen on the gateway's event loop.
 
-    `num_running`: calls at this gateway, now; `num_running_elsewhere`: at the others. `outbox`: own
+    `num_running`: calls at this gateway, now; `num_running_elsewhere`: at the others. `began_s`:
+    when the first of them began, as far as is known. `outbox`: own
     seconds by number, the oldest first, at most SPAN_S; whoever shares them sets and empties it.
     `lag_s`: how long it may take until a second has the other gateways' share.
     """
@@ -87,6 +88,7 @@ class TelemetryWindow:
 
     def merge(self, number: int, row_s: int, row: Row, recent: Iterable[RecentCall] = ()) -> None:
         """Another gateway's row, of a second or of HOUR_ROW_S, that begins at this second."""
+        self.began_s = min(self.began_s, number)
         spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
         self._add(spans, number, row.tally, row.judged)
         now_us = self.now_us()
@@ -132,15 +134,9 @@ class TelemetryWindow:
         rows.expire(int(self._clock.monotonic_s()))
         return rows
 
-    def began_at_s(self, rows: Rows) -> float:
-        """When the first of the gateways began, as far as these rows show it."""
-        first = rows.first_second
-        return self.began_s if first is None else min(self.began_s, first)
-
     def covered_s(self, rows: Rows) -> float:
         """How much of the span was lived through: what rates are divided by."""
-        lived_s = self._clock.monotonic_s() - self.began_at_s(rows)
-        return min(float(rows.span_s), max(1.0, lived_s))
+        return min(float(rows.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
 
     def now_us(self) -> int:
         """The monotonic clock in microseconds: whole, so that a reader can give it back exactly."""

@@ -94,7 +94,8 @@ class WindowShare:
         self._longer: dict[int, Row] = {}  # rows of HOUR_ROW_S, by their first second
         self._rates: deque[tuple[int, dict[str, int]]] = deque()  # of own seconds
         self._shift: int | None = None  # what the shared clock is ahead of ours, in seconds
-        self._away_since_s: float | None = clock.monotonic_s()
+        self._began_s = clock.monotonic_s()
+        self._away_since_s: float | None = self._began_s
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -183,7 +184,8 @@ class WindowShare:
             RowKey(self._gateway, 1, number + shift): self._packed(1, number, self._seconds[number])
             for number in written
         }
-        ended = [begin for begin in self._longer if begin + HOUR_ROW_S <= now + shift]
+        whole = (written[0] if written else now) + shift  # all before are in the longer rows
+        ended = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
         for begin in ended:
             own = OwnSecond(self._longer[begin])
             key = RowKey(self._gateway, HOUR_ROW_S, begin)
@@ -203,7 +205,7 @@ class WindowShare:
         return pack_row(self._gateway, row_s, number + self._shifted, unix_s, own)
 
     def _state(self, through: int) -> GatewayState:
-        over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._window.began_s))
+        over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))
 
         def per_s(name: str) -> float:
             return sum(counts[name] for _, counts in self._rates) / over_s
