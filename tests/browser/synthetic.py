@@ -177,7 +177,10 @@ class SyntheticGateway:
         num_tokens: int,
         cached: int,
     ) -> RequestResult:
-        events = list(Event)[:7]
+        events = (
+            *(Event.ARRIVED, Event.ROUTED, Event.PREFILL_STARTED, Event.FIRST_TOKEN),
+            *(Event.TRANSFER_STARTED, Event.TRANSFER_ENDED, Event.DECODE_STARTED),
+        )
         where = ["gateway", "gateway", *[nodes[0]] * 2, *[nodes[1]] * 3]
         timeline = [
             Stamp(event, record.arrived_unix_ns + round(at_s * 1e9), node)
