@@ -68,6 +68,10 @@ OPERATIONS: Mapping[str, Operation] = {
         event=response_items.Event,
         statuses=_CALL_ERRORS,
     ),
+    "/v1/responses/{response_id}": Operation(
+        response_items.ResponseBody, statuses=(400, *_READ_ERRORS)
+    ),
+    "DELETE /v1/responses/{response_id}": Operation(response_items.DeletedResponse),
     "/v1/messages": Operation(
         message_blocks.MessageBody,
         message_input.FIELDS,
@@ -128,7 +132,7 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
         body["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _STRING}]
-    known = OPERATIONS.get(path)
+    known = OPERATIONS.get(f"{route.method} {path}") or OPERATIONS.get(path)
     if known is None:
         body["responses"] = {"default": {"description": summary}}
         return body

@@ -84,6 +84,12 @@ class ResponseBody(Struct, kw_only=True):
     background: bool = False
 
 
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
 class Event(Struct, kw_only=True):
     """What all have. The rest depends on the type."""
 

@@ -276,6 +276,30 @@ async def test_a_conversation_goes_on_by_its_id(world: World) -> None:
         )  # fmt: skip
 
 
+async def test_a_kept_response_is_read_and_deleted(world: World) -> None:
+    world.writes(f"why</think>{CALL}\nso")
+    first = await respond(world, tools=[FLAT_TOOL], metadata={"a": "b"})
+    assert await world.openai.responses.retrieve(first.id) == first
+    events = [event async for event in await respond(world, stream=True)]
+    streamed = events[-1].response
+    assert await world.openai.responses.retrieve(streamed.id) == streamed
+    second = await respond(world, previous_response_id=first.id, input="and?")
+    await world.openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as error:
+        await world.openai.responses.retrieve(first.id)
+    assert (error.value.code, error.value.param) == ("previous_response_not_found", "response_id")
+    with pytest.raises(openai.NotFoundError):
+        await world.openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await respond(world, previous_response_id=first.id)
+    await respond(world, previous_response_id=second.id)  # it holds the whole conversation
+    with pytest.raises(openai.BadRequestError):
+        await world.openai.responses.retrieve(second.id, stream=True)
+    unkept = await respond(world, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await world.openai.responses.retrieve(unkept.id)
+
+
 async def test_bad_responses_are_named_as_the_client_wrote_them(world: World) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"input": [{"role": "root", "content": "x"}]}, "input[0].role"),
