@@ -138,7 +138,8 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
         return body
     content = _json_content(_ref(known.answer))
     if known.event is not None:
-        content["text/event-stream"] = {"schema": _ref(known.event)}
+        events = [_ref(known.event), _ref(answers.Error)]  # one that fails ends with the error
+        content["text/event-stream"] = {"schema": {"anyOf": events}}
     body["responses"]["200"] = {"description": "OK", "content": content}
     if path in _NOT_READY:
         body["responses"]["503"] = {"description": "Not ready", "content": content}
