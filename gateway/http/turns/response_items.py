@@ -30,6 +30,7 @@ class Item(Struct, kw_only=True):
     content: list[Part] | UnsetType = UNSET
     summary: tuple[()] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 

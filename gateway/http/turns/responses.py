@@ -20,7 +20,7 @@ from ..generate.responses import rename
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object
-from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields
+from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
 from .response_items import (
     ArgumentsEvent,
     CachedDetails,
@@ -130,6 +130,7 @@ class _Response(Turn):
         super().__init__(request, found, prepared)
         self._asked = asked
         self._conversation = conversation
+        self._namespaces = namespaces(asked.get("tools") or [])
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class _Response(Turn):
         return [ResponseEvent(type=name, response=body) for name in names]
 
     def block_begun(self, block: Block) -> Sequence[Struct]:
-        item = _item(block, "in_progress")
+        item = self._item(block, "in_progress")
         events: list[Struct] = [
             ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
         ]
@@ -161,12 +162,12 @@ class _Response(Turn):
         done = ItemEvent(
             type="response.output_item.done",
             output_index=block.index,
-            item=_item(block, "completed"),
+            item=self._item(block, "completed"),
         )
         where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
             name = "response.function_call_arguments.done"
-            where |= {"name": block.name, "arguments": block.text}
+            where |= {"name": done.item.name, "arguments": block.text}
             return [ArgumentsEvent(type=name, **where), done]
         event = TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.done", **where, text=block.text)
         if block.kind is BlockKind.TEXT:
@@ -192,7 +193,7 @@ class _Response(Turn):
         is_cut = result.finish_reason is FinishReason.LENGTH
         body = self._body("incomplete" if is_cut else "completed")
         body.incomplete_details = Incomplete() if is_cut else None
-        body.output = [_item(block, "completed") for block in self.blocks]
+        body.output = [self._item(block, "completed") for block in self.blocks]
         if is_cut and body.output:
             body.output[-1].status = "incomplete"
         body.usage = self._response_usage()
@@ -224,6 +225,21 @@ class _Response(Turn):
             user=asked.get("user"),
         )
 
+    def _item(self, block: Block, status: str) -> Item:
+        """As much of it as there is."""
+        item = Item(id=_id(block), type=_TYPE[block.kind], status=status)
+        if block.kind is BlockKind.CALL:
+            item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
+            if (found := self._namespaces.get(block.name)) is not None:
+                item.namespace, item.name = found
+            return item
+        item.content = [_content(block)]
+        if block.kind is BlockKind.TEXT:
+            item.role = "assistant"
+        else:
+            item.summary = ()
+        return item
+
     def _response_usage(self) -> ResponseUsage:
         usage, num_reasoning = self._usage(), self.sample.num_reasoning_tokens or 0
         return ResponseUsage(
@@ -246,20 +262,6 @@ def _raw(value: Any) -> Raw:
 
 def _id(block: Block) -> str:
     return _ID_PREFIX[block.kind] + block.id
-
-
-def _item(block: Block, status: str) -> Item:
-    """As much of it as there is."""
-    item = Item(id=_id(block), type=_TYPE[block.kind], status=status)
-    if block.kind is BlockKind.CALL:
-        item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
-        return item
-    item.content = [_content(block)]
-    if block.kind is BlockKind.TEXT:
-        item.role = "assistant"
-    else:
-        item.summary = ()
-    return item
 
 
 def _content(block: Block) -> Part:

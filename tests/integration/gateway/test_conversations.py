@@ -238,6 +238,26 @@ async def test_a_conversation_goes_on_by_its_id(world: World) -> None:
         )  # fmt: skip
 
 
+async def test_functions_of_a_namespace(world: World) -> None:
+    """The model knows one by both names; the client gets them apart, and sends them back so."""
+    space = {"type": "namespace", "name": "clock", "description": "x", "tools": [FLAT_TOOL]}
+    world.writes(f"</think>{CALL.replace('now', 'clock__now')}")
+    first = await respond(world, tools=[FLAT_TOOL, space])
+    assert "tool now <tool_call>\ntool clock__now <tool_call>" in world.last_prompt
+    (call,) = first.output
+    assert (call.name, call.to_dict()["namespace"]) == ("now", "clock")
+    stream = await respond(world, tools=[space], stream=True)
+    events = [event async for event in stream]
+    (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert done.name == "now" and events[-1].response.output[0].to_dict()["namespace"] == "clock"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    by_hand = [{"role": "user", "content": "hi"}, call.to_dict(), result]
+    await respond(world, input=by_hand, tools=[space])
+    by_hand_prompt = world.last_prompt
+    await respond(world, input=[result], tools=[space], previous_response_id=first.id)
+    assert 'clock__now{"zone": "UTC"}\ntool: noon' in by_hand_prompt == world.last_prompt
+
+
 async def test_a_kept_response_is_read_and_deleted(world: World) -> None:
     world.writes(f"why</think>{CALL}\nso")
     first = await respond(world, tools=[FLAT_TOOL], metadata={"a": "b"})
