@@ -240,7 +240,9 @@ class LinkedEngine:
                 self._promised[keys[0]] = cached_tokens
         if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
-            num_blocks = self.blocks_for(num_tokens - cached_tokens, num_left, len(keys))
+            num_blocks = self.blocks_for(
+                num_tokens - cached_tokens, num_left, request.num_sequences
+            )
             self.places.sent(keys, num_blocks, self.clock.monotonic_s())
         self._callers.update(dict.fromkeys(keys, caller_id))
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
@@ -259,7 +261,9 @@ class LinkedEngine:
             if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):
                 self.num_index_hits += 1
                 self.num_stale_hits += output.cached_tokens < promised
-            if output.token_ids:
+            # Beams' tokens come at their end, but that their prompt is computed is reported.
+            has_prompt = output.cached_tokens is not None and not output.prompt_logprobs
+            if output.token_ids or has_prompt:
                 self._answered(key)
             self._has_refused |= isinstance(output.error, PromiseRefused)
             if output.finish_reason is not None or output.error is not None:

@@ -27,10 +27,20 @@ _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
 
 
 class Attempt:
-    """Owned by its session. `base_index`: how many tokens were streamed before it."""
+    """Owned by its session. `base_index`: how many tokens were streamed before it. `is_search`: of
+    beams, whose tokens all come from the decode engine, at the end."""
 
-    def __init__(self, number: int, route: Route, base_index: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        route: Route,
+        base_index: int,
+        max_tokens: int,
+        *,
+        is_search: bool = False,
+    ) -> None:
         self.number = number
+        self._is_search = is_search
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_handed_over = route.is_local  # nothing is to be
@@ -62,6 +72,8 @@ class Attempt:
 
     @property
     def _has_first_token(self) -> bool:
+        if self._is_search:
+            return self.is_handed_over
         return self._splice.next_index > self._base_index
 
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:

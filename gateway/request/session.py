@@ -50,7 +50,7 @@ from .engine_link import (
     Work,
 )
 from .move import Move, MovePause, MoveStep
-from .output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
+from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult
 from .suspects import EngineDeaths, Suspects
 
 GATEWAY = "gateway"
@@ -81,7 +81,8 @@ class Session:
     """One request: one sample of a prompt. All methods are calls of the owner's single thread.
 
     `siblings` are the prompt's further samples, of the indices that follow: this session dispatches
-    for them the first time, and until then they wait for it (`is_led`).
+    for them the first time, and until then they wait for it (`is_led`). With beams the samples are
+    the best hypotheses of one search; a retry searches anew for its own.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Session:
         deadline_s: float,
         arrived: Stamp,
         text: TextStream,
-        sink: ChunkQueue,
+        sink: ChunkSink,
         router: Router,
         clock: Clock,
         entropy: Entropy,
@@ -221,11 +222,19 @@ class Session:
         """What the next dispatch needs."""
         return Demand(
             num_tokens=len(self.request.prompt_token_ids) + len(self._output_ids),
-            num_sequences=1 if self.is_retry else 1 + len(self._siblings),
+            num_sequences=self._num_sequences,
             max_output_tokens=self.request.sampling.max_tokens - len(self._output_ids),
             is_retry=self.is_retry,
             tbt_target_s=self.request.sampling.tbt_target_ms / 1000,
         )
+
+    @property
+    def _num_sequences(self) -> int:
+        """That decode for it, and for those it dispatches for."""
+        sampling = self.request.sampling
+        if sampling.use_beam_search:
+            return sampling.best_of
+        return 1 if self.is_retry else 1 + len(self._siblings)
 
     @property
     def was_dispatched(self) -> bool:
@@ -346,6 +355,7 @@ class Session:
             route=route,
             base_index=len(self._output_ids),
             max_tokens=self.request.sampling.max_tokens,
+            is_search=self.request.sampling.use_beam_search,
         )
 
     def _send(self, attempt: Attempt, now_s: float, fork_ids: tuple[str, ...]) -> None:

@@ -264,6 +264,12 @@ EXPERT_RANK_IMBALANCE = Metric(
     _NODE,
 )
 
+CACHE_CONFIG = Metric(
+    "cache_config_info",
+    "1: the tokens of a KV block, and how many the engines that compute prompts have.",
+    ("block_size", "num_gpu_blocks"),
+)
+
 GROUPS: Mapping[str, Sequence[Metric]] = {
     "Calls": (
         *(TTFT, INTER_TOKEN, HANDOFF_GAP, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, STAGE),
@@ -283,7 +289,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),
         *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
     ),
-    "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE),
+    "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE, CACHE_CONFIG),
     "Certificates": (CERTIFICATE_EXPIRES,),
 }
 ALL = tuple(chain.from_iterable(GROUPS.values()))
