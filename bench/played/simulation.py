@@ -37,7 +37,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
 from baton.gateway.engines.promise_decider import PromiseDecider
 from baton.gateway.engines.prompt_router import PromptRouter
-from baton.gateway.engines.request_mover import RequestMover
+from baton.gateway.moves.mover import RequestMover
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session, SessionLimits

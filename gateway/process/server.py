@@ -43,12 +43,12 @@ from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord
 from ..engines.promise_decider import PromiseDecider
 from ..engines.promise_leader import LEASE_S, PromiseLeader
-from ..engines.request_mover import RequestMover
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat_model import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
+from ..moves.mover import RequestMover
 from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
 from ..request.session_table import DispatchQueue, SessionTable

@@ -58,8 +58,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "node": ("engine_process", "requests", "peers", "supervisor", "channels", ""),
     "gateway": (
-        *("process", "grpc", "http", "admission", "telemetry", "security", "engines", "request"),
-        *("validation", "text", ""),
+        *("process", "grpc", "http", "admission", "telemetry", "security", "moves", "engines"),
+        *("request", "validation", "text", ""),
     ),
     "gateway/http": ("", "turns", "chat", "generate", "dashboard", "protocol"),
     "gateway/telemetry": ("", "window", "metrics", "calls"),

@@ -21,7 +21,7 @@ from baton.client import AsyncClient, Result
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
 from baton.engine.local import LocalEngine
-from baton.gateway.engines.moves import PlannedMove
+from baton.gateway.moves.choice import PlannedMove
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request import move
 

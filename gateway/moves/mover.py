@@ -1,6 +1,6 @@
 """Moves this gateway's running requests away from engines whose promise is broken.
 
-    every PERIOD_S   heartbeats ─► moves.py ─► a route whose prefix comes from the old engine ─►
+    every PERIOD_S   heartbeats ─► choice.py ─► a route whose prefix comes from the old engine ─►
                                                 session (request/move.py)
 An engine that a move left or went to rests until heartbeats show what came of it. Nothing is moved
 where no link is known to pull over: to compute the context anew would take longer than the gain.
@@ -17,12 +17,12 @@ from functools import partial
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import Fetch, Holders
+from ..engines.engine_table import ChosenEngine, EngineTable
+from ..engines.linked_engine import LinkedEngine
 from ..request.engine_link import Route
 from ..request.session import Session
 from ..request.session_table import SessionTable
-from .engine_table import ChosenEngine, EngineTable
-from .linked_engine import LinkedEngine
-from .moves import EngineSteps, PlannedMove, Running, choose_moves
+from .choice import EngineSteps, PlannedMove, Running, choose_moves
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...core.step_cost import StepCost, StepShape
-from .routing import ALIKE
+from ..engines.routing import ALIKE
 
 BROKEN = 1.05  # of the promise: what is measured is no more exact
 KEPT = 0.9  # of the new engine's, so that nothing moves to and fro

@@ -16,10 +16,10 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
-from baton.gateway.engines.moves import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.engines.plan_record import MOVE, PlanRecord
 from baton.gateway.engines.prompt_router import PromptRouter
-from baton.gateway.engines.request_mover import RequestMover
+from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
+from baton.gateway.moves.mover import RequestMover
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.request.session_table import SessionTable
