@@ -221,7 +221,7 @@ async def test_a_stream_and_its_limits(cluster: Cluster, monkeypatch: Any) -> No
     assert (await client.get("/api/stream?ttft_ms=no")).status == 400
     assert (await client.get("/api/snapshot?span_s=60")).status == 400
     hour = await (await client.get("/api/snapshot?span_s=3600")).json()
-    assert (hour["span_s"], hour["row_s"]) == (3600, 15)
+    assert (hour["span_s"], hour["row_s"]) == (3600, 30)
     whole = await client.get("/api/snapshot")
     assert (await whole.json())["gateway"] == {"model": "m"}
     assert cluster.feed.num_viewers == MAX_VIEWERS
