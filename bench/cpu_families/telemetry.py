@@ -117,21 +117,27 @@ def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
 def _hour_mb() -> float:
     """Each second has 20 calls of 100 tokens, with latencies over two decades."""
     rng, clock = random.Random(0), _Clock()
-    tally = Tally()
-    for metric in (*LATENCIES.values(), *([table.STAGE] * len(STAGES))):
-        labels = (rng.choice(STAGES),) if metric is table.STAGE else ()
-        for _ in range(2000 if metric is table.INTER_TOKEN else 20):
-            tally.observe(metric, rng.lognormvariate(-3, 0.8), *labels)
-    tally.count(table.OUTPUT_TOKENS, 2000)
-    tally.calls = [(True, 0.1, 0.01)] * 20
+    seconds = [_second(rng) for _ in range(20)]
     tracemalloc.start()
     window = TelemetryWindow(clock)
-    for _ in range(HOUR_S):
+    for number in range(HOUR_S):
         clock.now_s += 1.0
-        window.take(tally, int(clock.now_s))
+        window.take(seconds[number % len(seconds)], int(clock.now_s))
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return used / 1e6
+
+
+def _second(rng: random.Random) -> Tally:
+    tally = Tally()
+    for metric in LATENCIES.values():
+        for _ in range(2000 if metric is table.INTER_TOKEN else 20):
+            tally.observe(metric, rng.lognormvariate(-3, 0.8))
+    for stage in STAGES:
+        for _ in range(20):
+            tally.observe(table.STAGE, rng.lognormvariate(-4, 1), stage)
+    tally.calls = [(True, rng.random(), rng.random()) for _ in range(20)]
+    return tally
 
 
 def _begin(clock: _Clock, feeds: Sequence[CallFeed]) -> CallRecord:

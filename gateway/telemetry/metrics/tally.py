@@ -11,7 +11,15 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -72,6 +80,9 @@ class PackedCounts(Mapping[int, int]):
     def __len__(self) -> int:
         return len(self._buckets)
 
+    def items(self) -> ItemsView[int, int]:
+        return dict(zip(self._buckets, self._counts, strict=True)).items()
+
 
 @dataclass(slots=True)
 class Histogram:
@@ -119,8 +130,8 @@ class Histogram:
         ranks = [max(1, math.ceil(q / 100 * self.num_samples)) for q in qs]
         found: list[float | None] = []
         seen = 0
-        for bucket in sorted(self.counts):
-            seen += self.counts[bucket]
+        for bucket, count in sorted(self.counts.items()):
+            seen += count
             while len(found) < len(ranks) and ranks[len(found)] <= seen:
                 found.append(middle(bucket))
         return found
