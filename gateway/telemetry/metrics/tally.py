@@ -81,7 +81,11 @@ class PackedCounts(Mapping[int, int]):
         return len(self._buckets)
 
     def items(self) -> ItemsView[int, int]:
-        return dict(zip(self._buckets, self._counts, strict=True)).items()
+        return dict(self.in_order()).items()
+
+    def in_order(self) -> Iterable[tuple[int, int]]:
+        """Buckets and counts, ascending."""
+        return zip(self._buckets, self._counts, strict=True)
 
 
 @dataclass(slots=True)
@@ -102,6 +106,13 @@ class Histogram:
             own[bucket] = own.get(bucket, 0) + count
             self.num_samples += count
         self.total += total
+
+    def in_order(self) -> Iterable[tuple[int, int]]:
+        """Buckets and their counts, ascending."""
+        counts = self.counts
+        if isinstance(counts, PackedCounts):
+            return counts.in_order()
+        return sorted(counts.items())
 
     def pack(self) -> None:
         """Take little memory until more is added."""
@@ -130,7 +141,7 @@ class Histogram:
         ranks = [max(1, math.ceil(q / 100 * self.num_samples)) for q in qs]
         found: list[float | None] = []
         seen = 0
-        for bucket, count in sorted(self.counts.items()):
+        for bucket, count in self.in_order():
             seen += count
             while len(found) < len(ranks) and ranks[len(found)] <= seen:
                 found.append(middle(bucket))
