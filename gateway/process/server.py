@@ -43,6 +43,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord
 from ..engines.promise_decider import PromiseDecider
 from ..engines.promise_leader import LEASE_S, PromiseLeader
+from ..engines.request_mover import RequestMover
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat_model import CHAT_MODEL
@@ -128,6 +129,9 @@ class Gateway:
             lease = RedisLease(*redis[:2], "promises", name, LEASE_S, clock)
             decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
             self._leader = PromiseLeader(decider, lease, name)
+        self._mover = None
+        if config.move_requests:
+            self._mover = RequestMover(self._table, self._sessions, clock)
         self._telemetry = Telemetry.of(
             config,
             self._model.limits.model,
@@ -226,6 +230,8 @@ class Gateway:
         ]
         if self._leader is not None:
             self._tasks.append(asyncio.create_task(self._leader.run()))
+        if self._mover is not None:
+            self._tasks.append(asyncio.create_task(self._mover.run()))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until a linked pair of engines can serve; raises Unavailable after `timeout_s`."""

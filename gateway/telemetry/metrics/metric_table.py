@@ -158,6 +158,13 @@ DECISIONS = Metric(
     "least_loaded, retry (after a failed attempt); unavailable: none could be.",
     ("reason",),
 )
+MOVES = Metric(
+    "request_moves_total",
+    "Moves of running requests from an engine whose promise was broken: moved; or the request "
+    "stayed: refused (it would break the other engine's promise), failed, late, differs (another "
+    "token), lost (the other engine), ended (the request, meanwhile).",
+    ("outcome",),
+)
 LOOKUP = Metric(
     "index_lookup_seconds",
     "Hashing a prompt and asking the local mirror of the prefix index.",
@@ -271,7 +278,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(SUCCESSES, FAILURES, REJECTIONS, CONNECTIONS_REFUSED, RETRIES, IN_FLIGHT),
         *(SLO_JUDGED, SLO_GOOD, TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
     ),
-    "Routing": (QUEUED, DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
+    "Routing": (QUEUED, DECISIONS, MOVES, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
     "Engines": (
         *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
         *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),

@@ -157,6 +157,8 @@ class Exporter:
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
         for reason, count in self._engines.decisions.items():
             self._store.set(table.DECISIONS, reason, value=count)
+        for outcome, count in self._engines.moves.items():
+            self._store.set(table.MOVES, outcome, value=count)
         self._store.set(table.QUEUED, value=self._num_queued())
         load = self.load()
         self._store.set(table.DEPLOYMENT_RUNNING, value=load.num_running)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
-from baton.core.metrics import TokenTimes, percentile
+from baton.core.metrics import Slo, TokenTimes, percentile
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets
@@ -111,9 +111,7 @@ class Oracle:
     def slo(self, now_s: float, ttft_s: float, tbt_s: float) -> tuple[int, int]:
         judged = [call for call in self.calls if call[0] >= self.begins(now_s)]
         good = [
-            finished
-            and bool(streams)
-            and all(t.meets(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s) for t in streams)
+            finished and bool(streams) and all(Slo(ttft_s, tbt_s).is_met_by(t) for t in streams)
             for _, finished, streams in judged
         ]
         return len(judged), sum(good)
