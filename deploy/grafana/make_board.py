@@ -84,6 +84,7 @@ REFUSED = [
 ]
 RETRIES = [
     (rate("request_retries_total"), "retries/s"),
+    (rate("request_moves_total"), "moves/s"),
     (rate("coalesced_tokens_total"), "coalesced tokens/s"),
 ]
 DEPLOYMENT = [
