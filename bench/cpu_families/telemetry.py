@@ -1,4 +1,5 @@
-"""What counting calls costs the gateway's event loop: per delivered chunk, per call, per reading.
+"""What counting calls costs the gateway's event loop: per delivered chunk, per call, per reading,
+and per second that gateways share.
 
 Calls are reported as the front door reports them: one chunk a step for each of many streams. CPU
 time, since that is what the event loop loses, whoever else uses the machine.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 from collections.abc import Sequence
 
 from baton.core.ports import SystemClock
@@ -17,11 +19,13 @@ from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
+from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord, SloTargets
+from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_table import ALL
-from baton.gateway.telemetry.metrics.tally import MetricStore
+from baton.gateway.telemetry.metrics.tally import MetricStore, Tally
+from baton.gateway.telemetry.window.row_message import pack_row, unpack_row
 from baton.gateway.telemetry.window.snapshot import window_snapshot
-from baton.gateway.telemetry.window.window import TelemetryWindow
+from baton.gateway.telemetry.window.window import HOUR_S, LATENCIES, TelemetryWindow
 
 from ..floors.figures import Figure, repeat_s
 
@@ -29,6 +33,7 @@ NUM_STREAMS = 64
 NUM_STEPS = 400
 _REPEATS = 5
 _GAP_S = 0.14
+_GATEWAY = "0" * 32
 
 
 class _Clock(SystemClock):
@@ -47,6 +52,7 @@ def measure() -> list[Figure]:
     """Microseconds of the event loop for a chunk and a call's end, milliseconds for a page."""
     clock = _Clock()
     window, targets = TelemetryWindow(clock), SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
+    window.outbox = {}
     feed = CallFeed(clock, targets, window, MetricStore(ALL, "baton_", "demo"))
     bare = [_play(clock, []) for _ in range(_REPEATS)]
     rounds = [_play(clock, [feed]) for _ in range(_REPEATS)]
@@ -62,7 +68,21 @@ def measure() -> list[Figure]:
     now_unix_s = window.to_unix_s(window.now_us())
     first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
     next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
+    own = max(window.outbox.values(), key=lambda each: len(each.row.tally.histograms))
+    packed = pack_row(_GATEWAY, 1, 1, 0.0, own)
+    elsewhere = TelemetryWindow(clock)
+
+    def merge() -> None:
+        message, row = unpack_row(packed, _GATEWAY, 1, 1)
+        elsewhere.merge(int(clock.now_s), 1, row, message.recent)
+
+    out_ms = tuple(s * 1e3 for s in repeat_s(lambda: pack_row(_GATEWAY, 1, 1, 0.0, own), _REPEATS))
+    in_ms = tuple(s * 1e3 for s in repeat_s(merge, _REPEATS))
     return [
+        Figure(f"a second in which {NUM_STREAMS} calls end, packed for others", "ms", out_ms),
+        Figure("the same from another gateway, unpacked and added", "ms", in_ms),
+        Figure("its size", "kB", (len(packed) / 1000,)),
+        Figure("memory of the window after an hour of 20 calls/s", "MB", (_hour_mb(),)),
         Figure(f"a delivered chunk, {shape}", "us", chunk_us, floor_us, floor_is, target=5.0),
         Figure(f"the end of a call, {shape}", "us", call_us),
         Figure("a page's first snapshot, all of the window", "ms", first_ms),
@@ -92,6 +112,32 @@ def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
             feed.call_ended(record)
     ended_s = time.thread_time() - began_s
     return spent_s / NUM_STEPS / NUM_STREAMS, ended_s / NUM_STREAMS
+
+
+def _hour_mb() -> float:
+    """Each second has 20 calls of 100 tokens, with latencies over two decades."""
+    rng, clock = random.Random(0), _Clock()
+    seconds = [_second(rng) for _ in range(20)]
+    tracemalloc.start()
+    window = TelemetryWindow(clock)
+    for number in range(HOUR_S):
+        clock.now_s += 1.0
+        window.take(seconds[number % len(seconds)], int(clock.now_s))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return used / 1e6
+
+
+def _second(rng: random.Random) -> Tally:
+    tally = Tally()
+    for metric in LATENCIES.values():
+        for _ in range(2000 if metric is table.INTER_TOKEN else 20):
+            tally.observe(metric, rng.lognormvariate(-3, 0.8))
+    for stage in STAGES:
+        for _ in range(20):
+            tally.observe(table.STAGE, rng.lognormvariate(-4, 1), stage)
+    tally.calls = [(True, rng.random(), rng.random()) for _ in range(20)]
+    return tally
 
 
 def _begin(clock: _Clock, feeds: Sequence[CallFeed]) -> CallRecord:

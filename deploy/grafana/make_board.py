@@ -48,6 +48,7 @@ def heat(metric: str) -> list[tuple[str, str]]:
 
 SLO = f"{rate('slo_good_requests_total')} / {rate('slo_judged_requests_total')}"
 FAILED = '{model_name=~"$model",reason!="cancelled"}'
+MOVED = '{model_name=~"$model",outcome="moved"}'
 BY_EDGE = " by (src, dst, transport)"
 EDGE = "{{src}} > {{dst}} ({{transport}})"
 HIT_RATE = " / ".join(node_rate(f"prefix_cache_{what}_total")[0][0] for what in ("hits", "queries"))
@@ -84,6 +85,7 @@ REFUSED = [
 ]
 RETRIES = [
     (rate("request_retries_total"), "retries/s"),
+    (rate("request_moves_total", "", MOVED), "moves/s"),
     (rate("coalesced_tokens_total"), "coalesced tokens/s"),
 ]
 DEPLOYMENT = [

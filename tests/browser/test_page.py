@@ -126,7 +126,7 @@ def test_the_hour_is_kept_when_the_page_is_loaded_again(
     times = page.locator("#ttft-lines tbody td:first-child").all_inner_texts()
     seconds = [int(time[-2:]) for time in times if time]
     assert len(seconds) > 3
-    assert len({second % 15 for second in seconds}) == 1  # a row every quarter of a minute
+    assert len({second % 30 for second in seconds}) == 1  # a row every half minute
 
 
 def test_several_gateways_and_one_alone(

@@ -8,9 +8,18 @@ right within 1 %, and Prometheus' buckets are sums of these. Knows no time.
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -50,11 +59,40 @@ def middle(bucket: int) -> float:
     return math.sqrt(BOUNDS[bucket - 1] * BOUNDS[bucket])
 
 
+class PackedCounts(Mapping[int, int]):
+    """A histogram's counts in an eighth of a dict's memory: for what is kept and seldom read."""
+
+    __slots__ = ("_buckets", "_counts")
+
+    def __init__(self, counts: Mapping[int, int]) -> None:
+        self._buckets = array("H", sorted(counts))
+        self._counts = array("Q", map(counts.__getitem__, self._buckets))
+
+    def __getitem__(self, bucket: int) -> int:
+        index = bisect_left(self._buckets, bucket)
+        if self._buckets[index : index + 1] != array("H", (bucket,)):
+            raise KeyError(bucket)
+        return self._counts[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def items(self) -> ItemsView[int, int]:
+        return dict(self.in_order()).items()
+
+    def in_order(self) -> Iterable[tuple[int, int]]:
+        """Buckets and counts, ascending."""
+        return zip(self._buckets, self._counts, strict=True)
+
+
 @dataclass(slots=True)
 class Histogram:
     """`counts` by bucket, without empty ones; `total` is of the samples as they were."""
 
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: MutableMapping[int, int] | PackedCounts = field(default_factory=dict)
     num_samples: int = 0
     total: float = 0.0
 
@@ -63,17 +101,36 @@ class Histogram:
 
     def add(self, counts: Mapping[int, int], total: float) -> None:
         """Many samples: how many in which bucket, and their sum."""
+        own = self._unpacked()
         for bucket, count in counts.items():
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
+            own[bucket] = own.get(bucket, 0) + count
             self.num_samples += count
         self.total += total
 
+    def in_order(self) -> Iterable[tuple[int, int]]:
+        """Buckets and their counts, ascending."""
+        counts = self.counts
+        if isinstance(counts, PackedCounts):
+            return counts.in_order()
+        return sorted(counts.items())
+
+    def pack(self) -> None:
+        """Take little memory until more is added."""
+        if not isinstance(self.counts, PackedCounts):
+            self.counts = PackedCounts(self.counts)
+
+    def _unpacked(self) -> MutableMapping[int, int]:
+        if isinstance(self.counts, PackedCounts):
+            self.counts = dict(self.counts)
+        return self.counts
+
     def subtract(self, other: Histogram) -> None:
         """Take back samples that were added to both."""
+        own = self._unpacked()
         for bucket, count in other.counts.items():
-            self.counts[bucket] -= count
-            if not self.counts[bucket]:
-                del self.counts[bucket]
+            own[bucket] -= count
+            if not own[bucket]:
+                del own[bucket]
         self.num_samples -= other.num_samples
         self.total = self.total - other.total if self.num_samples else 0.0  # rounding ends here
 
@@ -84,8 +141,8 @@ class Histogram:
         ranks = [max(1, math.ceil(q / 100 * self.num_samples)) for q in qs]
         found: list[float | None] = []
         seen = 0
-        for bucket in sorted(self.counts):
-            seen += self.counts[bucket]
+        for bucket, count in self.in_order():
+            seen += count
             while len(found) < len(ranks) and ranks[len(found)] <= seen:
                 found.append(middle(bucket))
         return found

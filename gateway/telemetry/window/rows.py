@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from ..calls.call_record import JudgedCall, SloTargets
 from ..metrics.tally import Tally
 
-MAX_JUDGED = 500  # that a row keeps for SLOs
+_STILL_GROWING = 5  # rows: by then other gateways' shares have come
+MAX_JUDGED = 200  # that a row keeps for SLOs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class Row:
         if judged.number:
             self.judged = self.judged.joined(judged, MAX_JUDGED)
 
+    def pack(self) -> None:
+        """Take little memory: nothing more is expected."""
+        for histogram in self.tally.histograms.values():
+            histogram.pack()
+
     def num_good(self, targets: SloTargets) -> int:
         """Remembered, since a page reads it every second."""
         good = self._good
@@ -79,6 +85,7 @@ class Rows:
         self.total = Tally()  # to be read only
         self._metrics = metrics
         self._oldest: int | None = None  # which the span still has
+        self._growing: set[int] = set()  # rows that are not packed
 
     def add(self, second: int, tally: Tally, judged: Judged) -> None:
         """What was counted within a row that begins at this second, or has it in it."""
@@ -87,6 +94,7 @@ class Rows:
             return
         self.rows.setdefault(number, Row()).add(tally, judged, self._metrics)
         self.total.add(tally, self._metrics)
+        self._growing.add(number)
 
     def expire(self, second: int) -> None:
         """Drop what is older than the span, as of this second."""
@@ -96,3 +104,8 @@ class Rows:
         self._oldest = oldest
         for number in [number for number in self.rows if number < oldest]:
             self.total.subtract(self.rows.pop(number).tally)
+        whole = second // self.row_s - _STILL_GROWING
+        for number in [number for number in self._growing if number <= whole]:
+            self._growing.discard(number)
+            if number in self.rows:
+                self.rows[number].pack()

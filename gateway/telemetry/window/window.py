@@ -1,7 +1,7 @@
 """The last minutes and the last hour, for the live page and for percentiles.
 
     CallFeed ── a second's Tally ─────────┬─► last_minutes   a row a second
-    another gateway's second (merge) ─────┼─► last_hour      a row every quarter of a minute
+    another gateway's second (merge) ─────┼─► last_hour      a row every half minute
                                           └─► outbox         own seconds, for other gateways
 Memory is bounded by the spans, not by the load or the number of gateways. Knows nothing of nodes
 but their names in results; snapshot.py makes it JSON, window_share.py exchanges it.
@@ -22,7 +22,7 @@ from .recent_call import RecentCall, recent_call
 from .rows import Judged, Row, Rows
 
 SPAN_S = 300
-HOUR_S, HOUR_ROW_S = 3600, 15
+HOUR_S, HOUR_ROW_S = 3600, 30
 MAX_RECENT = 100
 MAX_SHARED_CALLS = 8  # of a second, that other gateways list too
 LATENCIES = {

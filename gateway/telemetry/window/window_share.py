@@ -1,8 +1,8 @@
 """Every gateway's window in every gateway: own seconds go out, the others' come in, once a second.
 
-    window.outbox ──► rows of 1 s, of 15 s ──► Redis ──► other gateways' rows ──► window.merge
+    window.outbox ──► rows of 1 s, of 30 s ──► Redis ──► other gateways' rows ──► window.merge
 A gateway that starts, or that was without Redis, reads the others' last five minutes by the second,
-and what is older by the quarter of a minute. Rows of gateways that are gone stay for an hour. All
+and what is older by the half minute. Rows of gateways that are gone stay for an hour. All
 of it happens beside requests: a Redis that is slow or away delays this loop alone, and the window
 then has this gateway's calls only. Seconds have the numbers of Redis' clock, so that no two hosts'
 clocks are compared.

@@ -14,7 +14,7 @@ const seconds = (value) => joined(duration(value));
 export function makeCharts() {
   return [
     new PercentileChart(byId("ttft-lines"), {
-      title: "Time to first token", note: "TTFT of each second's requests; in the hour, of each 15 seconds'",
+      title: "Time to first token", note: "TTFT of each second's requests; in the hour, of each 30 seconds'",
       columns: percentiles("ttft"), tokens: ["prefill", "prefill-mid", "prefill-soft"], slo: "ttft",
     }),
     new PercentileChart(byId("tbt-lines"), {
