@@ -38,6 +38,12 @@ ABSENT = [
     "/dashboard/index.html%00.js", "/dashboard//etc/passwd", "/live/", "/live/x", "/live;x",
 ]  # fmt: skip
 
+POOLING = [
+    f"{prefix}/{name}"
+    for prefix in ("", "/v1")
+    for name in ("embeddings", "embed", "score", "rerank", "pooling", "classify")
+] + ["/v2/rerank", "/api/embed"]
+
 
 def test_these_routes_and_no_others(target: Target) -> None:
     """HEAD is as good as the GET that it stands for."""
@@ -68,9 +74,7 @@ def test_absent_paths(target: Target, path: str) -> None:
         ("/v1/messages/batches", "no files"),
         ("/messages", "the path is /v1/messages"),
         ("/api/chat", "POST /v1/chat/completions"),
-        ("/v1/embeddings", "no embeddings"),
-        ("/v1/score", "no scores"),
-        ("/rerank", "no scores"),
+        *((path, "no embeddings and no scores") for path in POOLING),
         ("/v1/audio/speech", "generates text"),
         ("/v1/threads/x/runs", "nothing is kept"),
         ("/v1/batches", "no files"),

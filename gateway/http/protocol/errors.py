@@ -61,7 +61,7 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("complete", "generate", "generate_stream", "invocations", "infer"), _TEXT),
     **dict.fromkeys(("api/generate", "engines", "inference"), _TEXT),
     **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _NO_VECTORS),
-    **dict.fromkeys(("pooling", "score", "rerank", "classify"), _NO_VECTORS),
+    **dict.fromkeys(("pooling", "score", "rerank", "v2/rerank", "classify"), _NO_VECTORS),
     "moderations": _TEXT_ALONE,
     **dict.fromkeys(("audio", "images", "videos", "realtime"), _TEXT_ALONE),
     **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),
