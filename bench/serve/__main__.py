@@ -19,12 +19,13 @@ from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
 from baton.core.metrics import Slo
 from baton.core.model_dir import read_json, resolve_model_dir
-from baton.loadgen import plots, records
+from baton.loadgen import plots
 from baton.loadgen.figures import ReportWindow
 
 from ..floors.figures import ROOT, command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
 from . import idle, load, report, systems
+from .clients import record_files
 from .clients.workloads import DEFAULT_SHAPE, MIXES, LoadShape, Workload, make_workload
 
 
@@ -120,7 +121,7 @@ def _run_load(target: str, arguments: argparse.Namespace, workload: Workload, vo
     summary = report.summarise(found, window, slo, {name: float(ms) / 1e3 for name, ms in pairs})
     text = report.table(summary)
     print(text)
-    records.save(arguments.out.with_suffix(".npz"), found)
+    record_files.save(arguments.out.with_suffix(".npz"), found)
     page = arguments.out.with_suffix(".html")
     plots.write(page, f"{workload.name} on {target}", {workload.name: (found, window)}, text)
     return summary

@@ -15,8 +15,9 @@ from typing import Any
 
 from baton.core.process.children import bound_to_us
 from baton.loadgen.arrivals import deal
-from baton.loadgen.records import Record, load, merge
+from baton.loadgen.records import Record
 
+from .clients.record_files import load, merge
 from .clients.worker import WorkerPlan
 from .clients.workloads import Workload
 

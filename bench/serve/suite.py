@@ -31,7 +31,7 @@ from baton.client import Result
 from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
 from baton.core.metrics import Slo
-from baton.loadgen import plots, records
+from baton.loadgen import plots
 from baton.loadgen.arrivals import BACKGROUND
 from baton.loadgen.figures import ReportWindow
 from baton.prefill_node import engine_main
@@ -39,7 +39,7 @@ from baton.prefill_node import engine_main
 from ..floors.figures import command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
 from . import idle, load, report, systems
-from .clients import clocks
+from .clients import clocks, record_files
 from .clients.workloads import DEFAULT_SHAPE, PROBE, LoadShape, make_workload
 
 _SLO = Slo(ttft_s=0.5, tbt_s=0.05)
@@ -191,7 +191,7 @@ class Suite:
             name = f"{prefix}{mix}"
             tables.append(f"{arguments.label}{name}\n{report.table(summary)}")
             print(tables[-1], flush=True)
-            records.save(self._folder / f"{_file_name(arguments.label + name)}.npz", found)
+            record_files.save(self._folder / f"{_file_name(arguments.label + name)}.npz", found)
             self._save(name, summary)
             runs[name] = (found, window)
         if runs:

@@ -158,6 +158,18 @@ def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, path: str) -> 
     assert found["median_itl_ms"] > 0
 
 
+@needs("curl")
+def test_curl(url: str) -> None:
+    """The lines of docs/http.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
+    block = page.split("```")[1]
+    lines = block.replace("\\\n", "").strip().replace("localhost:8000", url)
+    assert lines.count("curl ") == 2
+    output = run("sh", "-ec", lines)
+    assert '"object": "text_completion"' in output or '"object":"text_completion"' in output
+    assert "data: [DONE]" in output
+
+
 @needs("schemathesis")
 def test_schemathesis(url: str, tmp_path: Path) -> None:
     """No 5xx, no undocumented status, no answer that breaks its schema, nothing bad let pass.

@@ -207,3 +207,21 @@ def test_a_client_that_leaves_frees_its_blocks(world: World) -> None:
             return
         assert time.monotonic() < deadline_s, ledgers
         time.sleep(0.1)
+
+
+def test_over_http(world: World) -> None:
+    """smg in front of the deployment's HTTP, as of any server of OpenAI's API."""
+    assert SMG is not None
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    ports = [str(free_port()) for _ in range(2)]
+    argv = (SMG, "launch", "--worker-urls", f"http://{world.own}", "--host", "127.0.0.1")
+    argv += ("--port", ports[0], "--prometheus-port", ports[1], "--log-level", "warn")
+    with process(*argv, environment=plain):
+        address = f"127.0.0.1:{ports[0]}"
+        wait_for_model(address)
+        body = CHAT | {"max_tokens": 16}
+        status, answer = world.post("/v1/chat/completions", body, at=address)
+        _, own = world.post("/v1/chat/completions", body, at=world.own)
+        assert status == 200 and answer["choices"] == own["choices"]
+        status, text = ask(address, "POST", "/v1/chat/completions", body | {"stream": True})
+        assert status == 200 and text.rstrip().endswith("data: [DONE]")

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.loadgen import generator, records
+from baton.loadgen import generator
 from baton.loadgen.arrivals import Arrival, Background, Prompt
+from baton.loadgen.records import Record
 
+from . import record_files
 from .driver_choice import connect
 
 
@@ -63,7 +65,7 @@ def _arrival(fields: dict[str, Any]) -> Arrival:
     return Arrival(prompt=Prompt(**prompt), **fields)
 
 
-async def _run(plan: WorkerPlan) -> list[records.Record]:
+async def _run(plan: WorkerPlan) -> list[Record]:
     async with connect(plan.target, plan.model, plan.index, plan.fields) as driver:
         print("connected", flush=True)
         start_s = float(await asyncio.to_thread(sys.stdin.readline))
@@ -82,7 +84,7 @@ async def _run(plan: WorkerPlan) -> list[records.Record]:
 def main() -> None:
     """Read the plan, work, write the records."""
     plan = WorkerPlan.from_json(sys.stdin.readline())
-    records.save(Path(plan.out), asyncio.run(_run(plan)))
+    record_files.save(Path(plan.out), asyncio.run(_run(plan)))
     print("done", flush=True)
 
 

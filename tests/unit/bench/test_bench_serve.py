@@ -15,12 +15,12 @@ import pytest
 from aiohttp import web
 
 from baton.bench.serve import fifo, report
-from baton.bench.serve.clients import clocks
+from baton.bench.serve.clients import clocks, record_files
 from baton.bench.serve.clients.driver_choice import connect
 from baton.bench.serve.clients.worker import WorkerPlan
 from baton.bench.serve.clients.workloads import MIXES, TRACE, LoadShape, make_workload
 from baton.core.metrics import Slo
-from baton.loadgen import arrivals, generator, plots, records
+from baton.loadgen import arrivals, generator, plots
 from baton.loadgen.arrivals import Arrival, Background, Prompt
 from baton.loadgen.driver import DriverError
 from baton.loadgen.figures import ReportWindow
@@ -107,11 +107,11 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
         Record("a", 0.5, 10, 2, 0.51, [0.6, 0.7]),
         Record("b", 1.5, 20, 3, 1.5, [], "the engine is gone"),
     ]
-    records.save(tmp_path / "r.npz", kept)
-    assert records.load(tmp_path / "r.npz") == kept
-    records.save(tmp_path / "none.npz", [])
-    assert records.load(tmp_path / "none.npz") == []
-    assert records.merge([kept[1:], kept[:1]]) == kept
+    record_files.save(tmp_path / "r.npz", kept)
+    assert record_files.load(tmp_path / "r.npz") == kept
+    record_files.save(tmp_path / "none.npz", [])
+    assert record_files.load(tmp_path / "none.npz") == []
+    assert record_files.merge([kept[1:], kept[:1]]) == kept
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:

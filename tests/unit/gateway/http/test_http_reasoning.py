@@ -244,3 +244,21 @@ def test_strict_tools_bound_each_call_and_no_text(vocabulary: Tokenizer) -> None
     whole = f"<tool_call>? yes</think>\n\nso {call}"
     assert follow(vocabulary, behind, whole) == (whole, True)
     assert not follow(vocabulary, behind, whole.replace("UTC", "CET"))[1]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_each_familys_reasoning_however_it_is_cut(family: str, data: Any) -> None:
+    tags = FORMATS[family]
+    words = st.lists(st.sampled_from(["why", " ", "\n", "<", "[", "</", tags.begin[:-1], "é"]))
+    inside = data.draw(words.map("".join)).strip("\n")
+    behind = data.draw(words.map("".join)).lstrip("\n")
+    for start, text in (
+        (OPEN, f"{inside}\n{tags.end}\n\n{behind}"),
+        (UNDECIDED, f"{tags.begin}\n{inside}{tags.end}{behind}"),
+        (OPEN if tags.is_open else UNDECIDED, f"{tags.begin}{inside}\n{tags.end}{behind}"),
+    ):
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert told_apart(start, pieces, tags) == (inside, behind)
