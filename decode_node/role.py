@@ -121,6 +121,8 @@ class DecodeRole(EngineRole):
             return
         if entry.ticket is None and token.index == len(entry.request.output_token_ids):
             self._request_io.stamp(entry, Event.FIRST_TOKEN)
+        elif entry.stamps and entry.stamps[-1].event is Event.DECODE_STARTED:
+            self._request_io.stamp(entry, Event.FIRST_DECODE_ENDED)
         self._request_io.emit(entry, token)
         if token.finish_reason is not None:
             self._request_io.end(token.key, None)
@@ -153,15 +155,13 @@ class DecodeRole(EngineRole):
             return
         self._reservations[transfer_id] = reservation
         self._counts.began(transfer_id)
-        self._stamp(intent, Event.TRANSFER_STARTED)
+        for sample in intent.samples:
+            if entry := self._request_io.book.get(sample.key):
+                self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
+                self._request_io.stamp(entry, Event.TRANSFER_STARTED)
         self._puller.feed(
             Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids)
         )
-
-    def _stamp(self, intent: _Intent, event: Event) -> None:
-        for sample in intent.samples:
-            if entry := self._request_io.book.get(sample.key):
-                self._request_io.stamp(entry, event)
 
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""

@@ -14,9 +14,10 @@ Memory:
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
   if not, it stays the head of the queue, and nobody passes it;
 - an admission whose prompt goes on in host memory waits apart while that is copied;
-- a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
-  (tokens kept, KV swapped to host memory or recomputed later, whichever takes less), never the
-  oldest, so that something always gets on;
+- a decode takes a block when it crosses into one; if there is none, a prompt that is half computed
+  is preempted, which nobody's stream waits for, or else the latest arrival (tokens kept, KV swapped
+  to host memory or recomputed later, whichever takes less), never the oldest, so that something
+  always gets on;
 - a held sequence takes all it will ever need at admission, and is never preempted;
 - the beams of a search are admitted by what all of them need, and preempted as one: the first comes
   back through the queue, the others behind it share what they have in common with it.
@@ -345,7 +346,7 @@ class Scheduler:
         if self._has_outgrown_pool(sequence, schedule):
             return False
         while not self._tables.grow(sequence):
-            victim = self._latest_preemptible()
+            victim = self._next_victim()
             if victim is None:
                 return False  # the rest is held, reserved or fenced, and will be released
             self._preempt(victim)
@@ -469,6 +470,18 @@ class Scheduler:
             return True
         return False
 
+    def _next_victim(self) -> Sequence | None:
+        """Not the oldest nor its beams, and nothing held: the latest prompt that is half computed,
+        or the latest arrival. A prompt that was preempted once has aged: it counts as what decodes
+        does."""
+        preemptible = [one for one in self.running if not one.is_held]
+        if not preemptible:
+            return None
+        group = preemptible[0].group
+        others = [one for one in preemptible[1:] if one.group is None or one.group is not group]
+        victims = [one for one in others if one.is_young_prompt] or others
+        return victims[-1] if victims else None
+
     def _check_fits_group(self, group: SequenceGroup) -> None:
         """Raise PromptTooLarge if the whole pool could not hold all its sequences' slots."""
         fresh = [self._limits.blocks_for(s.num_slots) - len(s.block_ids) for s in group.members]
@@ -479,13 +492,6 @@ class Scheduler:
                 f"{self._limits.capacity}"
             )
 
-    def _latest_preemptible(self) -> Sequence | None:
-        """The latest arrival that is not held, unless it is also the oldest."""
-        preemptible = [s for s in self.running if not s.is_held]
-        if len(preemptible) < 2:
-            return None
-        oldest, latest = preemptible[0], preemptible[-1]
-        return None if latest.group is not None and latest.group is oldest.group else latest
 
     def _preempt(self, sequence: Sequence) -> None:
         if sequence.group is not None:
@@ -501,6 +507,7 @@ class Scheduler:
         self._tables.store(sequence)  # what was pulled for it may not be there yet
         self.num_swaps += self._tables.swap_out(sequence)
         self._tables.give_back(sequence)
+        sequence.was_preempted = True
 
     def _come_back(self, sequence: Sequence) -> None:
         """Queue it up before all others: it has been served, and its caller charged."""

@@ -95,6 +95,7 @@ class Sequence:
     num_prefill_tokens: int = 0
     num_stored_blocks: int = 0
     has_started: bool = False
+    was_preempted: bool = False
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None
@@ -159,6 +160,11 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether tokens that were known at its admission are still to launch."""
         return self.num_launched_tokens < self.num_prefill_tokens
+
+    @property
+    def is_young_prompt(self) -> bool:
+        """Whether it is still computed for the first time, and nobody has a token of it."""
+        return self.is_prefilling and not self.num_outputs and not self.was_preempted
 
     @property
     def has_prefill_in_flight(self) -> bool:

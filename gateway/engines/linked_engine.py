@@ -179,7 +179,8 @@ class LinkedEngine:
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
     _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
     _num_promised: int = _MANY  # decodes of a step that keeps its promise
-    _has_refused: bool = False  # since its last heartbeat
+    is_measured: bool = False  # its steps of prompts, by its last heartbeat
+    _has_refused: bool = False  # since then
     _known: tuple[ReportedLoad | None, tuple[object, ...]] = (None, ())  # by heartbeat, for `state`
 
     def __post_init__(self) -> None:
@@ -211,6 +212,7 @@ class LinkedEngine:
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
         self.load, self._has_refused = load, False
+        self.is_measured = load.max_rows >= MEASURED_ROWS
         self.backlog.heartbeat(
             Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
         )
@@ -288,9 +290,9 @@ class LinkedEngine:
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
         """Of the KV of samples of one prompt, with what each is expected to grow by."""
-        expected = self.load.output_tokens if self.load is not None else 0
-        num_growth = min(max_output_tokens, expected or max_output_tokens)
-        size = self.member.block_size
+        size, num_growth = self.member.block_size, max_output_tokens
+        if self.load is not None and 0 < self.load.output_tokens < num_growth:
+            num_growth = self.load.output_tokens
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
     def state(
@@ -317,18 +319,14 @@ class LinkedEngine:
         if is_prefill or load.takes_whole:
             backlog = self.backlog
             waiting_tokens, speed = backlog.tokens_ahead, backlog.speed
-            if others_cost is not None and load.max_rows < MEASURED_ROWS:
+            if others_cost is not None and not self.is_measured:
                 speed = load.prompt_speed_by(others_cost)
             takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
             has_place = self._has_place(load, demand, cached_tokens)
-        return EngineState._make(
-            (
-                *known,
-                *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place, fetch),
-            )
-        )
+        num_requests, num_dispatched = self.places.num_requests, self.num_dispatched
+        of_now = (num_requests, num_dispatched, waiting_tokens, cached_tokens)
+        return EngineState._make(known + of_now + (speed, takes_prompt, has_place, fetch))
 
     def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
         """The first fields of an EngineState: those that its heartbeat decides."""

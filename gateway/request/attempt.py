@@ -61,6 +61,11 @@ class Attempt:
         return prefill.name if incarnation == prefill.incarnation else decode.name
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether the second engine, or the one, goes on by itself; nothing is in doubt."""
+        return self.is_handed_over and self._total is None and self.doubt is None
+
+    @property
     def is_complete(self) -> bool:
         """The last position is known and all tokens up to it are in order."""
         return self._total is not None and self._splice.next_index >= self._total

@@ -69,6 +69,10 @@ class RequestIO:
         """Note that `event` happens now; the request's next output carries it."""
         entry.stamps.append(NodeStamp(event, self._now_ns()))
 
+    def stamp_accepted(self, entry: Entry, event: Event) -> None:
+        """Note that `event` happened when the request came."""
+        entry.stamps.append(NodeStamp(event, entry.accepted_ns))
+
     def begin_step(self) -> None:
         """A step is about to run: what starts in it starts now, though it is reported later."""
         self._step_began_ns = self._now_ns()

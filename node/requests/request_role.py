@@ -157,9 +157,10 @@ class EngineRole(ABC):
         for key, cached_tokens in output.started.items():
             if entry := self._request_io.book.get(key):
                 event = self._start_of(entry)
-                self._request_io.stamp_started(entry, event)
                 if event is Event.PREFILL_STARTED:
+                    self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
                     entry.cached_tokens = cached_tokens
+                self._request_io.stamp_started(entry, event)
         for prompt in output.prompt_logprobs:
             self._request_io.emit_prompt(prompt)
         for token in output.tokens:

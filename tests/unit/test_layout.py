@@ -40,9 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {"core", "proto", "constraints", "cluster", "prefix_index"},
     "client": {"core", "proto"},
     "offline": {"core", "proto", "engine", "gateway", "client"},
+    "loadgen": {"core"},
     "cli": {
         *("core", "proto", "cluster", "prefix_index", "node", "gateway", "client", "engine"),
-        "offline",
+        *("offline", "loadgen"),
     },
 }
 
