@@ -492,7 +492,6 @@ class Scheduler:
                 f"{self._limits.capacity}"
             )
 
-
     def _preempt(self, sequence: Sequence) -> None:
         if sequence.group is not None:
             self.preempt_group(sequence.group)
