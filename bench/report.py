@@ -51,6 +51,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "texts": host.texts,
     "callers": host.callers,
     "simulated goodput": host.simulated_goodput,
+    "beam blocks": host.beam_blocks,
     "quality": host.quality,
     "soak": host.soak,
     "strangers": host.strangers,

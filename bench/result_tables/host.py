@@ -57,6 +57,25 @@ def simulated_goodput() -> str:
     return table(head, rows) + "\n" + source("simulated_goodput")
 
 
+def beam_blocks() -> str:
+    """What beams share, and what a step of a search copies."""
+    rows = [
+        (
+            f"{row['prompt_tokens']} + {row['output_tokens']}",
+            str(row["width"]),
+            f"{row['saved']:.1%}",
+            number(row["copied_per_step"]),
+            number(row["copied_without_sharing_per_step"]),
+        )
+        for row in load("beam_blocks")["rows"]
+    ]
+    head = (
+        *("prompt + output tokens", "beams", "blocks saved", "blocks copied a step"),
+        "without sharing",
+    )
+    return table(head, rows) + "\n" + source("beam_blocks")
+
+
 def quality() -> str:
     """Perplexity of the bundled model with its weights quantised."""
     found = figures("quality", "perplexity")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -24,7 +25,13 @@ from transformers import (
 from baton.core.request.request import SamplingParams, token_key
 from baton.engine.execution.constraints import TokenCounts
 from baton.kernels.sampling.sample_spec import SampleSpec
-from baton.kernels.sampling.sampling import adjust_logits, sample, token_logprobs, top_logprobs
+from baton.kernels.sampling.sampling import (
+    adjust_logits,
+    candidates,
+    sample,
+    token_logprobs,
+    top_logprobs,
+)
 
 VOCAB_SIZE = 60
 allowed_ids = st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1)
@@ -267,3 +274,20 @@ def test_a_mask_comes_behind_everything_else() -> None:
         ids, logprobs = sample(logits, [row])
         assert ids.tolist() == [2]
         assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 2]), abs=1e-6)
+
+
+def test_candidates_are_the_likeliest_behind_all_changes() -> None:
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(logit_bias=((7, 9.0),))
+    specs = [
+        SampleSpec(params, 0, forbidden_ids=(3,), num_candidates=6),
+        SampleSpec(SamplingParams(), 0, num_candidates=6),
+    ]
+    ids, scores, logprobs = candidates(logits.clone(), specs, 6)
+    changed = logits.clone()
+    changed[0, 7] += 9.0
+    changed[0, 3] = -math.inf
+    wanted = changed.log_softmax(-1).topk(6)
+    assert ids.tolist() == wanted.indices.tolist()
+    torch.testing.assert_close(scores, wanted.values)
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, ids))

@@ -31,6 +31,9 @@ _GENERATION = {"model": "demo", "max_tokens": 1, "n": 1, "cache_salt": "s", "use
 GOOD_BODIES: Sequence[tuple[str, dict[str, Any]]] = (
     ("/v1/completions", {"model": "demo", "prompt": "hello", "max_tokens": 1}),
     ("/v1/completions", {**_GENERATION, **_SAMPLING, "prompt": [1, 2, 3], "logprobs": 2}),
+    ("/v1/completions", {"model": "demo", "prompt": "hi", "max_tokens": 2, "n": 2, "best_of": 4,
+                         "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never",
+                         "num_beam_groups": 2, "diversity_penalty": 0.5}),
     ("/v1/completions", {**_GENERATION, "prompt": ["a", "b"], "echo": True, "prompt_logprobs": 1}),
     ("/v1/completions", {**_GENERATION, "prompt": [[1], [2]], "stream": True,
                          "stream_options": {"include_usage": True}}),

@@ -319,6 +319,29 @@ FIELDS: list[Row] = [
     *field_rows("B37-ids", "stop_token_ids", [[VOCAB_SIZE]], "invalid_token_id",
                 param="stop_token_ids[0]"),
     *field_rows("B37-ids-many", "stop_token_ids", [[1] * 257], "array_too_long"),
+    *field_rows("B38-width", "best_of", [0, 17, 10**9]),
+    *field_rows("B38-width-type", "best_of", [-1, "4", 2**32, 1.5], over_grpc=TYPED),
+    Row(id="B38-width-n", change={"n": 3, "best_of": 2}, code="invalid_value", param="best_of"),
+    *field_rows("B38-search-type", "use_beam_search", ["yes", [], {}], over_grpc=TYPED),
+    *field_rows("B38-early", "early_stopping", ["always", "", "x" * 10_000]),
+    *field_rows("B38-early-type", "early_stopping", [1, [], {}], over_grpc=TYPED),
+    *field_rows("B38-length", "length_penalty", [10.1, -10.1, 1e308]),
+    *field_rows("B38-groups", "num_beam_groups", [0, 17, 10**9]),
+    *field_rows("B38-diversity", "diversity_penalty", [-0.1, 100.1, 1e308]),
+    *[row for name in ("length_penalty", "num_beam_groups", "diversity_penalty")
+      for row in field_rows(f"B38-type-{name}", name, ["x", [], {}], over_grpc=TYPED)],
+    *[row for name in ("length_penalty", "num_beam_groups", "diversity_penalty")
+      for row in field_rows(f"B38-alone-{name}", name, [2])],
+    Row(id="B38-alone-early", change={"early_stopping": "never"}, code="invalid_value",
+        param="early_stopping"),
+    Row(id="B38-narrow", change={"use_beam_search": True}, code="invalid_value", param="best_of"),
+    *[Row(id=f"B38-with-{name}", change={"use_beam_search": True, "n": 2, name: value}, code=code,
+          param=name)
+      for code, name, value in (
+          *(("unsupported_parameter", name, value) for name, value in (
+              ("seed", 1), ("temperature", 0.5), ("top_p", 0.5), ("top_k", 3), ("min_p", 0.1),
+              ("stop", ["x"]))),
+          ("invalid_value", "num_beam_groups", 3), ("invalid_value", "diversity_penalty", 0.5))],
     *field_rows("B39", "stream", ["true", 1, []], over_grpc=TYPED),
     *field_rows("B39-options", "stream_options", [{}, {"include_usage": True}], over_grpc=TYPED),
     Row(id="B39-option", change={"stream": True, "stream_options": {"x": 1}},
