@@ -51,7 +51,8 @@ class Sequence:
     are sampled by steps that have been launched, but not collected; a held sequence awaits none.
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
-    for; the first token has none. `constrained` is its place in its grammar, if it has one.
+    for; the first token has none. `constrained` is its place in its grammar, if it has one;
+    `adapter_slot` where the runner has its LoRA adapter.
     """
 
     request: Request
@@ -71,6 +72,7 @@ class Sequence:
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None
+    adapter_slot: int | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
     _counts: TokenCounts | None = None
 
