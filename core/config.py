@@ -264,6 +264,9 @@ class GatewayConfig:
     )
     model: str = flag("demo", "model directory: the gateway reads its tokenizer only")
     served_model_name: str | None = flag(None, "name clients use; default: the directory's name")
+    lora_modules: tuple[str, ...] = flag(
+        (), "LoRA adapters to serve, name=path each; engines need --enable-lora"
+    )
     skip_tokenizer_init: bool = flag(
         False, "serve token ids alone: no text, for models without a tokenizer"
     )

@@ -96,7 +96,7 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Clock | None = None,
         host_copier: HostCopier | None = None,
-        adapters: AdapterRoom | None = None,
+        adapters: AdapterRoom[Sequence] | None = None,
     ) -> None:
         """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
         adapter; `host_copier`: to host memory, where the prefix cache goes on."""

@@ -15,10 +15,10 @@ from .execution.runner import ModelRunner
 from .kv.generations import LocalGenerations
 from .kv.limits import EngineLimits
 from .lora.adapter_room import refuse_adapter, room_for
-from .lora.ranked_adapters import adapters_of
 from .model import fingerprint
 from .parallel.parallel_runner import ParallelRunner
 from .parallel.rank_processes import Ranks, start_ranks
+from .parallel.ranked_adapters import adapters_of
 from .parallel.ranked_copies import host_copier_of
 
 _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"

@@ -30,7 +30,7 @@ def write_adapter(
     change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
     **fields: Any,
 ) -> Path:
-    """A random adapter of the checkpoint `base`; `change` and `fields` are what is wrong with it."""
+    """A random adapter of the checkpoint `base`; `change` and `fields`: what is wrong with it."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, weight in load_file(base / "model.safetensors").items():

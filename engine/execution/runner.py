@@ -39,6 +39,7 @@ from ..kv.kv_memory import (
     choose_num_gpu_blocks,
 )
 from ..kv.limits import MAX_NUM_SEQS, seqs_for_pool, spare_tokens
+from ..lora.rank_adapters import RankAdapters
 from ..model.checkpoint import (
     OnProgress,
     check_weights,
@@ -47,7 +48,6 @@ from ..model.checkpoint import (
     tensor_names,
     weights_identity,
 )
-from ..lora.rank_adapters import RankAdapters
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.experts import is_merged_name

@@ -60,7 +60,7 @@ def read_lora_config(folder: Path, max_rank: int) -> LoraConfig:
         raise refuse("r", f"is {_shown(rank)}, and must be an integer above 0")
     if rank > max_rank:
         raise refuse("r", f"is {rank}, more than --max-lora-rank {max_rank}")
-    if type(alpha) not in (int, float) or not 0 < float(alpha) < math.inf:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise refuse("lora_alpha", f"is {_shown(alpha)}, and must be a number above 0")
     if type(is_rs := fields.get("use_rslora") or False) is not bool:
         raise refuse("use_rslora", f"is {_shown(is_rs)}, and must be true or false")

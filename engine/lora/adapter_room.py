@@ -1,4 +1,4 @@
-"""Which adapters an engine has in host memory and in the slots of its device, and who waits for one.
+"""Which adapters an engine has in host memory and in slots of its device, and who waits for one.
 
     request ─► slot with its adapter, or one that nobody uses ─► scheduler
           └──► parked, first come, first served ─── a slot's last user ends ─┘
@@ -16,12 +16,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...core.errors import InvalidRequest, Overloaded, Unavailable
-from ...core.request.request import Adapter
-from ..scheduling.sequence import Sequence
+from ...core.request.request import Adapter, Request
 from .adapter_files import HostAdapter
+
+
+class User(Protocol):
+    """What needs an adapter while it lives: a Sequence."""
+
+    adapter_slot: int | None
+
+    @property
+    def request(self) -> Request: ...
 
 
 class Adapters(Protocol):
@@ -34,6 +42,9 @@ class Adapters(Protocol):
     def load(self, slot: int, digest: str) -> None: ...
 
 
+U = TypeVar("U", bound=User)
+
+
 @dataclass(slots=True)
 class _Slot:
     """`used_at`: when it was taken last, by the room's count."""
@@ -43,7 +54,7 @@ class _Slot:
     used_at: int = 0
 
 
-class AdapterRoom:
+class AdapterRoom(Generic[U]):
     """`is_wanted`: whether the request of a key, for which an adapter is held, is still open."""
 
     def __init__(self, adapters: Adapters, max_loras: int, max_host_adapters: int) -> None:
@@ -52,8 +63,8 @@ class AdapterRoom:
         self._max_host_adapters = max_host_adapters
         self._host: dict[str, int] = {}  # by digest, when it was used last
         self._holds: dict[str, str] = {}  # by request key: its digest
-        self._users: dict[Sequence, int] = {}  # their slots
-        self._parked: deque[Sequence] = deque()
+        self._users: dict[U, int] = {}  # their slots
+        self._parked: deque[U] = deque()
         self._count = 0
         self.is_wanted: Callable[[str], bool] = lambda key: False
 
@@ -98,14 +109,14 @@ class AdapterRoom:
         if adapter.digest not in self._host:
             raise Unavailable(f"the LoRA adapter {adapter.name} is not in this engine's memory")
 
-    def enter(self, sequence: Sequence) -> bool:
+    def enter(self, sequence: U) -> bool:
         """Give a new sequence its slot. False: it is parked, until `unpark` returns it."""
         if not self._parked and self.take(sequence):
             return True
         self._parked.append(sequence)
         return False
 
-    def take(self, sequence: Sequence) -> bool:
+    def take(self, sequence: U) -> bool:
         """Give a sequence a slot with its adapter, if it has one; False: all are in use."""
         digest = sequence.request.adapter_digest
         index = self._find(digest)
@@ -120,7 +131,7 @@ class AdapterRoom:
         self._users[sequence] = sequence.adapter_slot = index
         return True
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: U) -> bool:
         """The sequence ends; whether it was parked."""
         index = self._users.pop(sequence, None)
         if index is not None:
@@ -131,9 +142,9 @@ class AdapterRoom:
         self._parked.remove(sequence)
         return True
 
-    def unpark(self) -> list[Sequence]:
+    def unpark(self) -> list[U]:
         """Those that have a slot now, in the order of their arrival."""
-        found: list[Sequence] = []
+        found: list[U] = []
         while self._parked and self.take(self._parked[0]):
             found.append(self._parked.popleft())
         return found
@@ -149,7 +160,7 @@ class AdapterRoom:
     # -- looking in -------------------------------------------------------------------------------
 
     @property
-    def parked(self) -> list[Sequence]:
+    def parked(self) -> list[U]:
         return [*self._parked]
 
     @property
@@ -168,7 +179,7 @@ class AdapterRoom:
 
 def room_for(
     adapters: Adapters | None, max_loras: int, max_host_adapters: int
-) -> AdapterRoom | None:
+) -> AdapterRoom[Any] | None:
     """None where no adapters are served."""
     return None if adapters is None else AdapterRoom(adapters, max_loras, max_host_adapters)
 
@@ -179,6 +190,6 @@ def refuse_adapter() -> InvalidRequest:
     return InvalidRequest(text, "model", "unsupported_parameter")
 
 
-def _names(sequences: Iterable[Sequence]) -> list[str]:
+def _names(sequences: Iterable[U]) -> list[str]:
     adapters = (one.request.adapter for one in sequences)
     return sorted({adapter.name for adapter in adapters if adapter is not None})

@@ -1,4 +1,4 @@
-"""Where an adapter's matrices lie in a row of the bank (kernels/lora/lora.py), by the model's names.
+"""Where an adapter's matrices lie in a row of the bank (kernels/lora/lora.py), by their names.
 
 Built from the model's projections: of several ranks each has the part of A or B that fits its part
 of the weight. Knows no file.

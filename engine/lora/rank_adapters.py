@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from ...kernels.products.weights import Activations
 from ..model.decoder import Decoder
 from .adapter_files import HostAdapter, read_adapter
 from .layout import Layout
+
+if TYPE_CHECKING:
+    from ...kernels.lora.lora_triton import TritonAdapters
 
 
 class RankAdapters:
@@ -36,7 +40,7 @@ class RankAdapters:
         shape = (max_loras, max_rank, self._layout.row_size)
         self._bank = torch.zeros(shape, dtype=dtype, device=device)
         if device.type == "cpu":
-            self._adds: TorchAdapters = TorchAdapters(self._bank)
+            self._adds: TorchAdapters | TritonAdapters = TorchAdapters(self._bank)
         else:
             from ...kernels.lora.lora_triton import TritonAdapters
 

@@ -26,11 +26,11 @@ from ...core.config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
-from ..lora.ranked_adapters import AdapterOrders
 from ..model.checkpoint import OnProgress
 from .parallel_runner import decode
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankProgress, pack_failure
+from .ranked_adapters import AdapterOrders
 from .ranked_copies import HostOrders
 from .torch_communicator import connect_store, make_communicator
 

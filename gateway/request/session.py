@@ -342,6 +342,7 @@ class Session:
             fork_ids=fork_ids,
             caller_id=self.request.caller_id,
             may_refuse=self._may_refuse,
+            adapter=self.request.adapter,
         )
         remaining_s = self._deadline_s - now_s
         if attempt.route.is_local:

@@ -1,5 +1,5 @@
-"""What low-rank adapters (LoRA, Hu et al. 2021) add to a product: y += (x A^T) B^T, each row its own
-adapter or none. Here in plain torch: it serves CPUs and is the reference of lora_triton.py.
+"""What low-rank adapters (LoRA, Hu et al. 2021) add to a product: y += (x A^T) B^T, by row, each of
+which has its own or none. Here in plain torch: it serves CPUs and is the reference of lora_triton.py.
 
     bank   [slots, max rank, row size]: all of an adapter is one piece, of rank r its first r rows
 
@@ -63,7 +63,9 @@ class RowGroups:
         blocks = np.zeros((3, num_blocks(len(slots), num_slots)), np.int32)
         blocks[0] = NO_SLOT
         first, index = int(np.count_nonzero(slots == NO_SLOT)), 0
-        for slot, count in zip(*np.unique(slots[slots != NO_SLOT], return_counts=True), strict=True):
+        for slot, count in zip(
+            *np.unique(slots[slots != NO_SLOT], return_counts=True), strict=True
+        ):
             end = first + int(count)
             for start in range(first, end, BLOCK_ROWS):
                 blocks[:, index] = slot, start, min(start + BLOCK_ROWS, end)

@@ -1,4 +1,5 @@
-"""Triton kernels of `lora.AddsAdapters`: shrink, x A^T in parts of the inputs, and expand, y += (.) B^T.
+"""Triton kernels of `lora.AddsAdapters`: shrink, x A^T in parts of the inputs, and expand, which
+multiplies that by B^T and adds it to y.
 
     shrink   (block of rows, part of the inputs, projection)   ─► [parts, rows, projections, rank]
     expand   (block of rows, tile of outputs, projection)      sums the parts, adds to y in place
@@ -139,10 +140,10 @@ class TritonAdapters:
             BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_INPUTS, PROJECTIONS=projections,
             num_warps=4,
         )  # fmt: skip
-        outputs = (*place.parts, 0, 0)[:3]
+        outputs0, outputs1, outputs2 = (*place.parts, 0, 0)[:3]
         _expand[(count, triton.cdiv(max(place.parts), _TILE_OUTPUTS), projections)](
             y, self._bank, self._ranks, rows, blocks, shrunk,
-            num_rows, count, place.outputs_at, *outputs,
+            num_rows, count, place.outputs_at, outputs0, outputs1, outputs2,
             slot_stride, row_stride, y.stride(0),
             BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_OUTPUTS, PROJECTIONS=projections,
             PARTS=_INPUT_PARTS, num_warps=4,

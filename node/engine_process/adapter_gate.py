@@ -19,6 +19,7 @@ from typing import Protocol
 from ...core.errors import BatonError
 from ...engine.lora.adapter_files import HostAdapter
 from ...engine.lora.adapter_room import AdapterRoom, refuse_adapter
+from ...engine.scheduling.sequence import Sequence
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..requests.request_io import RequestTable
@@ -47,7 +48,7 @@ class AdapterGate:
 
     def __init__(
         self,
-        room: AdapterRoom | None,
+        room: AdapterRoom[Sequence] | None,
         reader: Reader | None,
         book: RequestTable,
         put: Callable[[AdapterRead], None],

@@ -64,12 +64,7 @@ class InputEnded:
 
 
 Item: TypeAlias = (
-    engine_pb2.EngineInput
-    | Callback
-    | CompiledDispatch
-    | AdapterRead
-    | ChannelItem
-    | InputEnded
+    engine_pb2.EngineInput | Callback | CompiledDispatch | AdapterRead | ChannelItem | InputEnded
 )
 
 

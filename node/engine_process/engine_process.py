@@ -40,10 +40,10 @@ from ...engine.first_steps import BUDGET_S
 from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
 from ...engine.lora.adapter_room import room_for
-from ...engine.lora.ranked_adapters import adapters_of
 from ...engine.model import fingerprint
 from ...engine.parallel.parallel_runner import ParallelRunner
 from ...engine.parallel.rank_processes import Ranks, start_ranks
+from ...engine.parallel.ranked_adapters import adapters_of
 from ...engine.parallel.ranked_copies import host_copier_of
 from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.events import Hello

@@ -49,15 +49,25 @@ MAY_IMPORT: dict[str, set[str]] = {
 # folder -> its rooms from the top, "" for its own files: a file may import from below
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
-    "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", ""),
-    "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
+    "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", "lora", ""),
+    "engine": ("", "parallel", "scheduling", "execution", "lora", "model", "kv"),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),
     ),
     "node": ("engine_process", "requests", "peers", "supervisor", "channels", ""),
     "gateway": (
-        *("process", "grpc", "http", "admission", "telemetry", "security", "engines", "request"),
+        *(
+            "process",
+            "grpc",
+            "http",
+            "admission",
+            "adapters",
+            "telemetry",
+            "security",
+            "engines",
+            "request",
+        ),
         *("validation", "text", ""),
     ),
     "gateway/http": ("", "turns", "chat", "generate", "dashboard", "protocol"),

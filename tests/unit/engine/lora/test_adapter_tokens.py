@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from adapters import ATTENTION, merge, write_adapter
+from checkpoints import VARIANTS, write_checkpoint
 
 from baton.core.config import EngineConfig
 from baton.core.errors import InvalidRequest
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.local import LocalEngine
-from baton.tests.adapters import ATTENTION, merge, write_adapter
-from baton.tests.checkpoints import VARIANTS, write_checkpoint
 
 NUM_TOKENS = 12
 PROMPTS = [[5 + 7 * i % 300 for i in range(n)] for n in (37, 20, 3)]
@@ -138,7 +138,9 @@ def test_one_slot_serves_all_adapters_in_turn_and_evicted_ones_come_back(world: 
 
 def test_preempted_requests_keep_their_adapter(world: World) -> None:
     engine = lora(world.base, num_kv_blocks=24, max_model_len=80, enable_prefix_caching=False)
-    engine.generate([request(PROMPTS[2], n, num_tokens=1) for n in range(64)])  # "outputs are short"
+    engine.generate(
+        [request(PROMPTS[2], n, num_tokens=1) for n in range(64)]
+    )  # "outputs are short"
     assert mixed(world, engine) == world.expected
     assert engine.engine.totals().num_preemptions > 0
     engine.close()
@@ -147,9 +149,7 @@ def test_preempted_requests_keep_their_adapter(world: World) -> None:
 def test_further_samples_have_the_adapter_too(world: World, engine: LocalEngine) -> None:
     one = engine.load_adapter("one", str(world.paths["one"]))
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    asked = Request(
-        "a" * 32, 0, PROMPTS[1], sampling, adapter=one, fork_ids=("b" * 32, "c" * 32)
-    )
+    asked = Request("a" * 32, 0, PROMPTS[1], sampling, adapter=one, fork_ids=("b" * 32, "c" * 32))
     outputs = engine.generate([asked])
     assert [*outputs.values()] == [world.expected["one"][1]] * 3
 

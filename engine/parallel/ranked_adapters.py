@@ -13,10 +13,10 @@ import json
 import threading
 
 from ...core.errors import AdapterRefused, BatonError
-from ..parallel.rank_channel import MessageKind, RankChannel, RankMessage
-from ..parallel.rank_group import RankGroup
-from .adapter_files import HostAdapter
-from .rank_adapters import RankAdapters
+from ..lora.adapter_files import HostAdapter
+from ..lora.rank_adapters import RankAdapters
+from .rank_channel import MessageKind, RankChannel, RankMessage
+from .rank_group import RankGroup
 
 
 class RankedAdapters:
