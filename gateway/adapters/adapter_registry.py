@@ -61,7 +61,8 @@ class AdapterRegistry:
         """Serve the adapter at `path`, a folder of every engine's host.
 
         A relative path is one from where this gateway was started. Raises InvalidRequest for a
-        name that is taken or none, AdapterRefused, which names the engine, Unavailable without engines.
+        name that is taken or none, AdapterRefused, which names the engine, Unavailable where there
+        is no engine.
         """
         if not is_label(name):
             raise InvalidRequest("no name of a model", "lora_name", "invalid_value")
@@ -101,18 +102,18 @@ class AdapterRegistry:
         self.is_settled = True
 
     async def _load(self, name: str, path: str) -> Adapter:
-        answers = {one: self._order(one, name, path) for one in self._table.engines.values()}
-        names = [engine.name for engine in answers]
+        engines = [*self._table.engines.values()]
+        answers = [self._order(engine, name, path) for engine in engines]
         try:
             async with asyncio.timeout(_LOAD_S):
-                found = await asyncio.gather(*answers.values())
+                found = await asyncio.gather(*answers)
         except TimeoutError:
             raise Unavailable(f"not all engines loaded {name} within {_LOAD_S:g} s") from None
         digests = {one for one in found if isinstance(one, str)}
-        for engine, one in zip(names, found, strict=True):
+        for engine, one in zip(engines, found, strict=True):
             if isinstance(one, BatonError) and not isinstance(one, NodeLost):
                 kind = type(one) if one.is_retryable else AdapterRefused
-                raise kind(f"{engine} refuses {name}: {one.message}", param="lora_path")
+                raise kind(f"{engine.name} refuses {name}: {one.message}", param="lora_path")
         if not digests:
             raise Unavailable("there is no engine to load a LoRA adapter on")
         if len(digests) > 1:

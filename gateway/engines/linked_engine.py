@@ -329,7 +329,7 @@ class LinkedEngine:
             (
                 *known,
                 *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place, fetch),
+                *(speed, takes_prompt, has_place, fetch, 0.0),
             )
         )
 

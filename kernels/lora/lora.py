@@ -1,5 +1,5 @@
 """What low-rank adapters (LoRA, Hu et al. 2021) add to a product: y += (x A^T) B^T, by row, each of
-which has its own or none. Here in plain torch: it serves CPUs and is the reference of lora_triton.py.
+which has its own or none. In plain torch: it serves CPUs and is the reference of lora_triton.py.
 
     bank   [slots, max rank, row size]: all of an adapter is one piece, of rank r its first r rows
 

@@ -22,7 +22,6 @@ from ...engine.lora.adapter_room import AdapterRoom, refuse_adapter
 from ...engine.scheduling.sequence import Sequence
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from ..requests.request_io import RequestTable
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +49,17 @@ class AdapterGate:
         self,
         room: AdapterRoom[Sequence] | None,
         reader: Reader | None,
-        book: RequestTable,
+        is_wanted: Callable[[str], bool],
         put: Callable[[AdapterRead], None],
         send: Callable[[str, node_pb2.NodeMessage], None],
     ) -> None:
-        """`room` and `reader`: None where no adapters are served; `send`: to a gateway."""
+        """`room` and `reader`: None where no adapters are served; `is_wanted`: whether a request,
+        by its key, is open; `send`: to a gateway."""
         self._room, self._reader, self._put, self._send = room, reader, put, send
         self._dispatches: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
         if room is not None:
-            room.is_wanted = lambda key: book.get(key) is not None
+            room.is_wanted = is_wanted
 
     @property
     def is_empty(self) -> bool:

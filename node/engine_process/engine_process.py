@@ -260,7 +260,11 @@ def _serve(
     pulse.start()
     gate = GrammarGate(grammars, inbox.put)
     adapter_gate = AdapterGate(
-        engine.adapters, adapters, requests.book, inbox.put, links.channels.to_gateway
+        engine.adapters,
+        adapters,
+        lambda key: requests.book.get(key) is not None,
+        inbox.put,
+        links.channels.to_gateway,
     )
     gc.enable()  # it was off for the start
     gc.collect()

@@ -163,7 +163,7 @@ class Node:
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
             self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine),
-            AdapterGate(None, None, self.desk.book, self.inbox.put, lambda gateway, message: None),
+            AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

@@ -91,7 +91,7 @@ class World:
         self.loop = EngineLoop(
             engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
-            AdapterGate(None, None, self.desk.book, self.inbox.put, lambda gateway, message: None),
+            AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
 
