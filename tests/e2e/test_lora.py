@@ -1,4 +1,4 @@
-"""LoRA adapters through a deployment: tokens of merged weights behind a hand-off, by every front."""
+"""LoRA adapters through a deployment: the tokens of merged weights behind a hand-off, over HTTP."""
 
 from __future__ import annotations
 
