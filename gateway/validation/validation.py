@@ -52,6 +52,7 @@ from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
 from ..text.special_tokens import Spans
 from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
+from .beams import complete_search
 
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
@@ -97,6 +98,16 @@ class ValidatedRequest:
         """Empty without one."""
         return "" if self.adapter is None else self.adapter.digest
 
+    @property
+    def num_samples(self) -> int:
+        """Sessions of the call: its answers, or those that the best of are the answers."""
+        n, sampling = self.options.n, self.sampling
+        return n if sampling.use_beam_search else max(n, sampling.best_of)
+
+    @property
+    def has_spare_samples(self) -> bool:
+        return self.num_samples > self.options.n
+
 
 def check_request(
     wire: inference_pb2.GenerateRequest, limits: ModelLimits, adapters: Adapters = _NO_ADAPTERS
@@ -104,13 +115,18 @@ def check_request(
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
     check_model(wire.model, limits, adapters)
     check_label(wire.request_id, "request_id")
-    return ValidatedRequest(
-        prompt_token_ids=_prompt(wire, limits.vocab_size),
-        sampling=check_sampling(wire.sampling, limits.vocab_size),
-        options=RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size)),
-        label=wire.request_id,
-        adapter=adapters.get(wire.model),
-    )
+    prompt = _prompt(wire, limits.vocab_size)
+    options = RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size))
+    sampling = check_sampling(wire.sampling, limits.vocab_size)
+    sampling = complete_search(sampling, wire.sampling, options.n)
+    adapter = adapters.get(wire.model)
+    if adapter is not None and sampling.use_beam_search:
+        raise InvalidRequest(
+            "beam search with a LoRA adapter is not served",
+            "use_beam_search",
+            "unsupported_parameter",
+        )
+    return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
 
 
 def complete_request(

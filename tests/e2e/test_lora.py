@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import merge, write_adapter
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import Running, running
 from e2e.handing_over import hand_over
+from fakes.adapters import merge, write_adapter
 
 from baton.cli.deployment.deployment import UpConfig
 from baton.client import Client

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import merge, write_adapter
 from checkpoints import write_checkpoint
+from fakes.adapters import merge, write_adapter
 from int4_checkpoints import write_int4_checkpoint
 
 from baton.core.config import EngineConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from adapters import ATTENTION, merge, write_adapter
 from checkpoints import VARIANTS, write_checkpoint
+from fakes.adapters import ATTENTION, merge, write_adapter
 
 from baton.core.config import EngineConfig
 from baton.core.errors import InvalidRequest

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import PREFIX, write_adapter
 from checkpoints import VARIANTS, write_checkpoint
+from fakes.adapters import PREFIX, write_adapter
 from torch import Tensor
 
 from baton.core.errors import AdapterRefused
