@@ -114,6 +114,12 @@ class EngineConfig:
         "else a part of every one",
     )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
+    enable_lora: bool = flag(False, "serve LoRA adapters beside the model")
+    max_loras: int = flag(1, "LoRA adapters that requests are computed with at once")
+    max_lora_rank: int = flag(16, "largest rank of a LoRA adapter, 1 to 512")
+    max_cpu_loras: int | None = flag(
+        None, "LoRA adapters kept in host memory; default: 2 x --max-loras"
+    )
     attention_backend: str = flag(
         "auto", "prefill attention kernels", choices=("auto", "torch", "triton", "flashinfer")
     )
@@ -135,10 +141,19 @@ class EngineConfig:
             raise StartupFailed("--mixed-graph-tokens must be 0 or lie in [64, 1024]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
+        if self.max_loras < 1 or not 1 <= self.max_lora_rank <= 512:
+            raise StartupFailed("--max-loras must be at least 1, --max-lora-rank 1 to 512")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise StartupFailed("--max-cpu-loras must be at least --max-loras")
         if self.swap_space is not None and not 0 <= self.swap_space < math.inf:
             raise StartupFailed("--swap-space must be 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
+
+    @property
+    def num_host_adapters(self) -> int:
+        """LoRA adapters that host memory may hold."""
+        return self.max_cpu_loras or 2 * self.max_loras
 
     @property
     def tbt_target_s(self) -> float | None:
@@ -249,6 +264,9 @@ class GatewayConfig:
     )
     model: str = flag("demo", "model directory: the gateway reads its tokenizer only")
     served_model_name: str | None = flag(None, "name clients use; default: the directory's name")
+    lora_modules: tuple[str, ...] = flag(
+        (), "LoRA adapters to serve, name=path each; engines need --enable-lora"
+    )
     skip_tokenizer_init: bool = flag(
         False, "serve token ids alone: no text, for models without a tokenizer"
     )

@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidRequest                 the caller's fault; never retry
+    │   ├── AdapterRefused             a LoRA adapter that cannot be served; names file and tensor
     │   ├── ContextLengthExceeded
     │   └── PromptTooLarge             fits the context, but no pool of this deployment
     ├── ModelNotFound
@@ -90,6 +91,10 @@ class InvalidRequest(BatonError, code="invalid_request", grpc="INVALID_ARGUMENT"
         if code is not None:
             assert code in INVALID_REQUEST_CODES, code
             self.code = code
+
+
+class AdapterRefused(InvalidRequest, code="adapter_refused"):
+    """A LoRA adapter is not one of this model, or of a kind that is not served."""
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):

@@ -28,7 +28,9 @@ SECRET_FIELDS = frozenset({"cluster_secret", "cluster_secret_also", "redis_url"}
 
 
 def _base_type(annotation: Any) -> type:
-    """The type to parse a value with: `int | None` parses as int."""
+    """The type to parse a value with: `int | None` parses as int, a tuple's values as text."""
+    if typing.get_origin(annotation) is tuple:
+        return tuple
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     assert isinstance(annotation, type)
@@ -64,6 +66,9 @@ def _add_flag(
         options["action"] = argparse.BooleanOptionalAction
         if env is not None:
             options["default"] = env.lower() in ("1", "true", "yes")
+    elif base_type is tuple:
+        options |= {"nargs": "+", "metavar": "VALUE"}
+        options["default"] = field.default if env is None else tuple(env.split())
     else:
         reader = _reader(field.name, base_type)
         options |= {"type": reader, "choices": field.metadata.get("choices")}
@@ -121,7 +126,8 @@ def _reader(name: str, base_type: type) -> Callable[[str], Any]:
 def parse(config: type[T], arguments: argparse.Namespace) -> T:
     """Build `config` from parsed arguments; raises StartupFailed where a value is out of range."""
     fields = dataclasses.fields(config)  # type: ignore[arg-type]
-    return config(**{field.name: getattr(arguments, field.name) for field in fields})
+    values = {field.name: getattr(arguments, field.name) for field in fields}
+    return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def parse_all(arguments: argparse.Namespace, *configs: type) -> list[Any]:
@@ -145,6 +151,8 @@ def to_argv(
         name = field.name.replace("_", "-")
         if isinstance(value, bool):
             argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            argv += [f"--{name}", *value]
         else:
             argv += [f"--{name}", str(value)]
     return argv

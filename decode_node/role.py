@@ -78,7 +78,7 @@ class DecodeRole(EngineRole):
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
         request, limits = entry.request, self._engine.limits
-        root = root_hash(self._fingerprint, request.cache_salt)
+        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
         hashes = block_hashes(root, request.known_token_ids, limits.block_size)
         intent = _Intent(ticket, tuple(samples), hashes)
         self._intents.update((sample.key, intent) for sample in samples)

@@ -46,6 +46,7 @@ from .kv.host_tier import HostCounts, HostTier
 from .kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver, PrefixCache
+from .lora.adapter_room import AdapterRoom, refuse_adapter
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables, StepFence
 from .scheduling.outputs import (
@@ -102,9 +103,11 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Clock | None = None,
         host_copier: HostCopier | None = None,
+        adapters: AdapterRoom[Sequence] | None = None,
     ) -> None:
-        """Without `grammars` no request may have a constraint; `host_copier`: to host memory, where
-        the prefix cache goes on."""
+        """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
+        adapter; `host_copier`: to host memory, where the prefix cache goes on."""
+        self.adapters = adapters
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, generations)
         self._runner = runner
@@ -166,7 +169,8 @@ class Engine:
         sequence = self._new_sequence(request, SequenceState.WAITING, is_held=hold)
         self._sequences[request.key] = sequence
         self._beams.file(sequence)
-        self._scheduler.add(sequence)
+        if request.adapter is None or self.adapters is None or self.adapters.enter(sequence):
+            self._scheduler.add(sequence)
         self._num_prompts += 1
         self._stalled_at = None
 
@@ -200,7 +204,10 @@ class Engine:
             return None
         sequence = self._new_sequence(request, SequenceState.RESERVED)
         sequence.know_hashes(block_hashes)
+        if request.adapter is not None and self.adapters and not self.adapters.take(sequence):
+            return None
         if not self._scheduler.reserve(sequence):
+            self._leave_adapter(sequence)
             self._refused = (request.key, self._scheduler.opportunities)
             return None
         self._sequences[request.key] = sequence
@@ -524,6 +531,9 @@ class Engine:
         child.next_prompt_logprob = len(request.prompt_token_ids)
         if parent.constrained is not None:
             child.constrained = parent.constrained.another()
+        if request.adapter is not None and self.adapters is not None:
+            has_slot = self.adapters.take(child)
+            assert has_slot, "its parent's"
         assert child.key not in self._sequences and child.num_tokens == parent.num_tokens + 1
         self._sequences[child.key] = child
         copies = self._scheduler.fork(parent, child)
@@ -538,9 +548,12 @@ class Engine:
         scheduler = self._scheduler
         held_blocks = scheduler.num_held_blocks
         waiting = scheduler.waiting_tokens()
+        parked = [] if self.adapters is None else self.adapters.parked
+        for sequence in parked:
+            waiting[sequence.request.caller_id] += sequence.num_tokens
         return Load(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.loading),
+            num_waiting=len(scheduler.waiting) + len(scheduler.loading) + len(parked),
             waiting_tokens=waiting.total(),
             free_blocks=self.pool.num_available,
             credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),
@@ -635,8 +648,14 @@ class Engine:
         if request.key in self._sequences:
             raise InvalidRequest(f"{request.key} is here already")
         self.limits.check(request)
+        if request.adapter is not None:
+            if self.adapters is None:
+                raise refuse_adapter()
+            self.adapters.check(request.adapter)
+            if request.sampling.use_beam_search:
+                raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
         self._num_arrivals += 1
-        root = root_hash(self._fingerprint, request.cache_salt)
+        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
         if request.sampling.use_beam_search:
             if not is_held:
@@ -667,7 +686,18 @@ class Engine:
             self._beams.end(search)
             return
         del self._sequences[sequence.key]
-        self._scheduler.remove(sequence)
+        if not self._leave_adapter(sequence):
+            self._scheduler.remove(sequence)
+
+    def _leave_adapter(self, sequence: Sequence) -> bool:
+        """It needs its adapter no more, which may let others begin. Whether it waited for it."""
+        if self.adapters is None or sequence.request.adapter is None:
+            return False
+        was_parked = self.adapters.leave(sequence)
+        for other in self.adapters.unpark():
+            self._scheduler.add(other)
+            self._stalled_at = None
+        return was_parked
 
     def _fail(self, sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
         """End it with an error, if the scheduler has not ended it yet."""
@@ -676,5 +706,6 @@ class Engine:
             return
         output.fail(sequence, error)
         del self._sequences[sequence.key]
-        if sequence.state is not SequenceState.ENDED:
+        was_parked = self._leave_adapter(sequence)
+        if sequence.state is not SequenceState.ENDED and not was_parked:
             self._scheduler.remove(sequence)

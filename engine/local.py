@@ -8,15 +8,17 @@ from pathlib import Path
 from ..constraints.grammars import Grammars
 from ..core.config import EngineConfig
 from ..core.errors import BatonError
-from ..core.request.request import Request
+from ..core.request.request import Adapter, Request
 from .engine import Engine
 from .execution.batch import Runner
 from .execution.runner import ModelRunner
 from .kv.generations import LocalGenerations
 from .kv.limits import EngineLimits
+from .lora.adapter_room import refuse_adapter, room_for
 from .model import fingerprint
 from .parallel.parallel_runner import ParallelRunner
 from .parallel.rank_processes import Ranks, start_ranks
+from .parallel.ranked_adapters import adapters_of
 from .parallel.ranked_copies import host_copier_of
 
 _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
@@ -35,6 +37,7 @@ class LocalEngine:
         followers = None if ranks is None else ranks.followers
         self.steps: Runner = runner if followers is None else ParallelRunner(runner, followers)
         host_copier = host_copier_of(runner, followers)
+        self._adapters = adapters_of(runner.adapters, followers)
         self.engine = Engine(
             self.steps,
             EngineLimits(
@@ -51,6 +54,7 @@ class LocalEngine:
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             host_copier=host_copier,
+            adapters=room_for(self._adapters, config.max_loras, config.num_host_adapters),
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),
@@ -77,6 +81,15 @@ class LocalEngine:
         tokens = runner.kv.num_blocks * config.block_size
         report(f"{runner.model_dir.name}: {runner.kv.num_blocks} KV blocks = {tokens} tokens")
         return cls(config, runner, ranks)
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        """Read a LoRA adapter for requests to name. Raises AdapterRefused, or InvalidRequest where
+        none are served."""
+        if self._adapters is None or self.engine.adapters is None:
+            raise refuse_adapter()
+        found = self._adapters.read(path)
+        self.engine.adapters.keep(found)
+        return Adapter(name, found.digest, path)
 
     def close(self) -> None:
         """End the other ranks and give all memory back; no step may be in flight."""

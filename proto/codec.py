@@ -17,6 +17,7 @@ from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.request import (
     SAMPLING,
+    Adapter,
     Constraint,
     ConstraintKind,
     FinishReason,
@@ -157,6 +158,9 @@ def dispatch_to_wire(
         caller_id=request.caller_id,
         may_refuse=request.may_refuse,
         prefix_source=_prefix_source_to_wire(request.prefix_source),
+        adapter=None
+        if request.adapter is None
+        else node_pb2.Adapter(**dataclasses.asdict(request.adapter)),
     )
 
 
@@ -192,7 +196,12 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         )
         if wire.HasField("prefix_source")
         else None,
+        adapter=adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
     )
+
+
+def adapter_from_wire(wire: node_pb2.Adapter) -> Adapter:
+    return Adapter(wire.name, wire.digest, wire.path)
 
 
 def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:

@@ -232,6 +232,16 @@ class PrefixSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a request is computed with. `digest` (32 hex digits) is of its content:
+    what engines know it by. `path` is where an engine that does not have it reads it."""
+
+    name: str
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request as a node receives it.
 
@@ -244,7 +254,7 @@ class Request:
     samples, of the indices that follow: they share this one's prompt and its blocks until their
     first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
     queues are fair between callers. `may_refuse`: an engine whose promise it would break sends it
-    back. `prefix_source`: for whoever computes the prompt.
+    back. `prefix_source`: for whoever computes the prompt. `adapter`: None for the model itself.
     """
 
     request_id: str
@@ -258,6 +268,12 @@ class Request:
     caller_id: int = 0
     may_refuse: bool = False
     prefix_source: PrefixSource | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_digest(self) -> str:
+        """That of its adapter; empty without one. Part of what its KV depends on."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def forks(self) -> tuple[Request, ...]:

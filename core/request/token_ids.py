@@ -5,7 +5,7 @@ to read. A column of them is copied in 10 us, and numpy reads it where it lies.
 
 The chained hash of full KV blocks is what makes two blocks on two machines the same block:
 
-    root    = blake2b(model fingerprint, cache salt)          the salt carries tenant and adapter
+    root    = blake2b(model fingerprint, cache salt, adapter)     the salt carries the tenant
     hash[i] = blake2b(hash[i-1] or root, token ids of block i as little-endian uint32)
 
 A hash covers everything its block's KV depends on. 128 bits, stable across processes and hosts.
@@ -63,9 +63,10 @@ def _little_endian(token_ids: array[int]) -> array[int]:
     return token_ids
 
 
-def root_hash(fingerprint: str, cache_salt: str = "") -> BlockHash:
-    """The hash before the first block."""
-    salted = f"{len(fingerprint)}:{fingerprint}{cache_salt}".encode()
+def root_hash(fingerprint: str, cache_salt: str = "", adapter: str = "") -> BlockHash:
+    """The hash before the first block; `adapter`: the digest of the request's, if it has one."""
+    behind = f"\0{adapter}" if adapter else ""  # no salt has such a character
+    salted = f"{len(fingerprint)}:{fingerprint}{cache_salt}{behind}".encode()
     return BlockHash(hashlib.blake2b(salted, digest_size=_HASH_BYTES).digest())
 
 

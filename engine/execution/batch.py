@@ -33,6 +33,7 @@ class SequenceSlice(NamedTuple):
     prompt_targets: Sequence[int] = ()
     first_prompt_target: int = 0
     num_prompt_top: int = 0
+    adapter_slot: int | None = None  # where its LoRA adapter is
 
     @property
     def num_scheduled_tokens(self) -> int:

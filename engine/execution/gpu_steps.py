@@ -10,7 +10,9 @@ short prefill, and of any decodes with some tokens of prompts behind them:
 
     tokens of such a graph:  | decodes | tokens of prompts | a prompt of padding |
 
-Anything else is launched kernel by kernel, which its length hides.
+Anything else is launched kernel by kernel, which its length hides. With LoRA adapters there is
+another kind of graphs, for steps of decodes of which some have one; their steps with prompts are
+launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltere
 from ...kernels.upload import upload, upload_into
 from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
+from ..lora.rank_adapters import RankAdapters
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
 from .cuda_graphs import (
@@ -41,7 +44,7 @@ from .cuda_graphs import (
     measure_products,
     prefill_sizes,
 )
-from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
+from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of, plan_adapters
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
@@ -113,8 +116,10 @@ class GpuSteps:
         block_size: int,
         max_num_seqs: int,
         mixed_tokens: int = 0,
+        adapters: RankAdapters | None = None,
     ) -> None:
         self.model = model
+        self._adapters = adapters
         self._attention = attention
         self._block_size = block_size
         self._device = model.device
@@ -143,12 +148,11 @@ class GpuSteps:
             self.model.communicator.broadcast,
         )
         self.make_graphs(times)
-        for size in reversed(self.graphs.sizes):
-            batch = [_PADDING_SLICE] * size
-            inputs = self.graphs.inputs(size)
-            upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
-            self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
-            self.graphs.capture(size, partial(self._decode, inputs), times.library(size))
+        self._capture_decodes(self.graphs, times)
+        if self._adapters is not None:
+            self._adapters.plan([], [], self.graphs.sizes[-1])
+            self._capture_decodes(self._adapter_graphs, times)
+            self._adapters.rest()
         for room, graphs in self.prefill_graphs.items():
             for size in reversed(graphs.sizes):
                 token_ids, positions, slots = graphs.inputs(size)
@@ -156,6 +160,14 @@ class GpuSteps:
                 self._attention.plan(metadata_of([padding], slots, graph_decodes=min(room, size)))
                 step = partial(self.model.forward, token_ids, positions, slots, self._attention)
                 graphs.capture(size, step, times.library(size))
+
+    def _capture_decodes(self, graphs: StepGraphs, times: ProductTimes) -> None:
+        for size in reversed(graphs.sizes):
+            batch = [_PADDING_SLICE] * size
+            inputs = graphs.inputs(size)
+            upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
+            self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
+            graphs.capture(size, partial(self._decode, inputs), times.library(size))
 
     def make_graphs(self, times: ProductTimes) -> None:
         """All graphs, to be captured: of sizes that no larger one is faster than, and the largest
@@ -167,6 +179,7 @@ class GpuSteps:
             return [*sorted(size for size in padded if size < largest), largest]
 
         self.graphs = StepGraphs(fast(self._decode_sizes), 5, self._device)
+        self._adapter_graphs = StepGraphs(self.graphs.sizes, 5, self._device, self.graphs)
         largest_kind: StepGraphs | None = None
         kinds = sorted(self._prefill_sizes.items(), key=lambda kind: -kind[1][-1])
         for room, each in kinds:
@@ -187,8 +200,12 @@ class GpuSteps:
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
-            graph = self.graphs.find(len(batch)) if _is_decode(batch) else None
+            has_adapters = any(piece.adapter_slot is not None for piece in batch)
+            graphs = self._adapter_graphs if has_adapters else self.graphs
+            graph = graphs.find(len(batch)) if _is_decode(batch) else None
             if graph is not None:
+                if has_adapters:
+                    plan_adapters(self._adapters, batch, graph.size)
                 return self._launch_graph(graph, batch)
             return self._launch_eagerly(batch)
 
@@ -238,7 +255,8 @@ class GpuSteps:
         last token."""
         arrays = flatten(batch, self._block_size)
         last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch]) - 1
-        found = self._find_prefill_graph(batch)
+        has_adapters = plan_adapters(self._adapters, batch, arrays.shape[1])
+        found = None if has_adapters else self._find_prefill_graph(batch)
         if found is None:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)

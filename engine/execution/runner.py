@@ -38,7 +38,8 @@ from ..kv.kv_memory import (
     choose_num_cpu_blocks,
     choose_num_gpu_blocks,
 )
-from ..kv.limits import seqs_for_pool, spare_tokens
+from ..kv.limits import MAX_NUM_SEQS, seqs_for_pool, spare_tokens
+from ..lora.rank_adapters import RankAdapters
 from ..model.checkpoint import (
     OnProgress,
     check_weights,
@@ -56,7 +57,7 @@ from ..model.sharding import check_divisible, heads_of_rank
 from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .expert_loads import ExpertLoadReader
-from .step_parts import compute_extras, flatten, metadata_of
+from .step_parts import compute_extras, flatten, metadata_of, plan_adapters
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
@@ -130,6 +131,7 @@ class ModelRunner:
             num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
+        self.adapters = self._make_adapters(model)
         self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
         self.fingerprint = fingerprint_fields(
@@ -138,7 +140,9 @@ class ModelRunner:
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
             attention = self._make_attention(self.kv.tensor)
-            self._steps: CpuSteps | GpuSteps = CpuSteps(model, attention, config.block_size)
+            self._steps: CpuSteps | GpuSteps = CpuSteps(
+                model, attention, config.block_size, self.adapters
+            )
         else:
             self._start_gpu(model, layout)
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
@@ -183,6 +187,17 @@ class ModelRunner:
             self.startup_notes.append(f"{quantization.name}{stays}")
         return model, identity
 
+    def _make_adapters(self, model: Decoder) -> RankAdapters | None:
+        """Before the KV pool is measured: it gets what their slots leave."""
+        config = self._config
+        if not config.enable_lora:
+            return None
+        most = config.max_num_batched_tokens
+        most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
+        most = max(most, config.max_num_seqs or MAX_NUM_SEQS)
+        dtype, max_rank = self._placement.dtype, config.max_lora_rank
+        return RankAdapters(model, dtype, config.max_loras, max_rank, most)
+
     def _make_loads(self) -> ExpertLoads | None:
         experts = self.model_config.experts
         if experts is None:
@@ -224,6 +239,7 @@ class ModelRunner:
                 config.block_size,
                 self.max_num_seqs,
                 min(config.mixed_graph_tokens, most_tokens) if self.max_num_seqs > 1 else 0,
+                self.adapters,
             )
 
         def run_largest_step() -> None:
@@ -406,8 +422,15 @@ class CpuSteps:
 
     runs_ahead = False
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        block_size: int,
+        adapters: RankAdapters | None = None,
+    ) -> None:
         self.model = model
+        self._adapters = adapters
         self._attention = attention
         self._block_size = block_size
 
@@ -440,6 +463,7 @@ class CpuSteps:
             batch = (*batch, _PADDING_SLICE)
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
         self._attention.plan(metadata_of(batch, slots))
+        plan_adapters(self._adapters, batch, len(token_ids))
         return self.model.forward(token_ids, positions, slots, self._attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
+from ..lora.rank_adapters import RankAdapters
 from .batch import Candidate, SampledToken, SequenceSlice
 
 Int64s = NDArray[np.int64]
@@ -72,6 +73,20 @@ def metadata_of(
         graph_decodes=graph_decodes,
         num_graph_decodes=num_graph_decodes,
     )
+
+
+def plan_adapters(
+    adapters: RankAdapters | None, batch: Sequence[SequenceSlice], num_rows: int
+) -> bool:
+    """Let the next step of so many rows compute with its slices' adapters; whether it has any."""
+    if adapters is None:
+        return False
+    slots = [piece.adapter_slot for piece in batch]
+    if all(slot is None for slot in slots):
+        adapters.rest()
+        return False
+    adapters.plan((piece.num_scheduled_tokens for piece in batch), slots, num_rows)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,15 @@ class Target:
     def nbytes(self) -> int:
         scale = None if self.quantised is None else self.quantised.scale
         return self.tensor.nbytes + (0 if scale is None else scale.nbytes)
+
+
+class ProductAdapters(Protocol):
+    """What a step's LoRA adapters add to one product; nothing where they are not `is_active`."""
+
+    @property
+    def is_active(self) -> bool: ...
+
+    def add(self, product: Tensor, x: Activations) -> None: ...
 
 
 Targets = Iterator[tuple[str, Target]]
@@ -262,6 +272,8 @@ class Linear:
     `outputs` are the checkpoint's projections in the order of their rows.
     """
 
+    adapters: ProductAdapters | None = None
+
     def __init__(
         self,
         outputs: Sequence[Outputs],
@@ -270,7 +282,8 @@ class Linear:
         *,
         has_bias: bool = False,
     ) -> None:
-        self._outputs = outputs
+        self.outputs = outputs
+        self.inputs = (num_inputs, 0, num_inputs)  # how many, the first, of how many
         self._placement, self._ops = placement, placement.ops
         num_outputs = sum(part.count for part in outputs)
         self.weight: Weight = placement.weight(
@@ -283,15 +296,20 @@ class Linear:
         return self.weight if isinstance(self.weight, Fp8Weight) else None
 
     def __call__(self, x: Activations) -> Tensor:
-        return self._ops.linear(x, self.weight, self.bias)
+        product = self._ops.linear(x, self.weight, self.bias)
+        if self.adapters is not None and self.adapters.is_active:
+            self.adapters.add(product, x)
+        return product
 
     def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         """The first half of the outputs, by SiLU, times the second."""
+        if self.adapters is not None and self.adapters.is_active:
+            return self._ops.silu_and_mul(self(x))
         return self._ops.gated_linear(x, self.weight, self.bias, reader)
 
     def targets(self) -> Targets:
         first = 0
-        for part in self._outputs:
+        for part in self.outputs:
             rows, cut = slice(first, first + part.count), Cut(0, part.first, part.full)
             target = self._placement.target(part.name, self.weight, cut, first, part.count)
             yield f"{part.name}.weight", target
@@ -312,6 +330,8 @@ class FloatLinear(Linear):
 class RowLinear:
     """A projection of which each rank has an even part of the inputs: its outputs are summands."""
 
+    adapters: ProductAdapters | None = None
+
     def __init__(
         self,
         name: str,
@@ -324,8 +344,10 @@ class RowLinear:
         self._name = name
         self._placement, self._ops = placement, placement.ops
         self._communicator = communicator = placement.communicator
-        self._num_inputs = num_inputs
-        self.weight = placement.weight([name], num_outputs, num_inputs // communicator.size)
+        width = num_inputs // communicator.size
+        self.outputs = [Outputs.whole(name, num_outputs)]
+        self.inputs = (width, communicator.rank * width, num_inputs)  # as Linear's
+        self.weight = placement.weight([name], num_outputs, width)
         self.bias = placement.vector(num_outputs) if has_bias else None
 
     @property
@@ -334,19 +356,24 @@ class RowLinear:
 
     def __call__(self, x: Activations) -> Summand:
         """For the next RMSNorm.add."""
+        if self.adapters is not None and self.adapters.is_active:
+            return self.product(x)
         return self._communicator.linear(self._ops, x, self.weight, self._bias_of_rank)
 
     def product(self, x: Activations) -> Tensor:
         """The same, for whatever is to be made of it here."""
-        return self._ops.linear(x, self.weight, self._bias_of_rank)
+        product = self._ops.linear(x, self.weight, self._bias_of_rank)
+        if self.adapters is not None and self.adapters.is_active:
+            self.adapters.add(product, x)
+        return product
 
     @property
     def _bias_of_rank(self) -> Tensor | None:
         return self.bias if self._communicator.rank == 0 else None  # added once
 
     def targets(self) -> Targets:
-        num_outputs, width = self.weight.shape
-        cut = Cut(1, self._communicator.rank * width, self._num_inputs)
+        num_outputs, (_, first, full) = self.weight.shape[0], self.inputs
+        cut = Cut(1, first, full)
         target = self._placement.target(self._name, self.weight, cut, 0, num_outputs)
         yield f"{self._name}.weight", target
         if self.bias is not None:

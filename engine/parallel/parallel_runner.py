@@ -118,6 +118,7 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
                 array("I", piece.prompt_targets),
                 piece.first_prompt_target,
                 piece.num_prompt_top,
+                piece.adapter_slot,
             )
             for piece in batch
         ]
@@ -150,10 +151,12 @@ def decode(message: memoryview) -> list[SequenceSlice]:
             memoryview(targets).cast("I") if targets else (),
             first_target,
             num_top,
+            slot,
         )
-        for tokens, start, table, spec, follows, targets, first_target, num_top in _decoder.decode(
-            message
-        )
+        for (
+            *(tokens, start, table, spec, follows, targets, first_target, num_top),
+            slot,
+        ) in _decoder.decode(message)
     ]
 
 

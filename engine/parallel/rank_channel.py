@@ -35,6 +35,9 @@ class MessageKind(enum.IntEnum):
     CLOSE_WINDOW = 9
     HOST_MEMORY = 10  # ranked_copies.py
     COPY_HOST = 11
+    READ_ADAPTER = 12  # lora/ranked_adapters.py
+    LOAD_ADAPTER = 13
+    DROP_ADAPTER = 14
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people

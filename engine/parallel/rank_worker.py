@@ -30,6 +30,7 @@ from ..model.checkpoint import OnProgress
 from .parallel_runner import decode
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankProgress, pack_failure
+from .ranked_adapters import AdapterOrders
 from .ranked_copies import HostOrders
 from .torch_communicator import connect_store, make_communicator
 
@@ -95,6 +96,13 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
     if runner.host_copier is not None:
         host = HostOrders(runner.host_copier, channel)
         handlers |= {MessageKind.HOST_MEMORY: host.pin, MessageKind.COPY_HOST: host.copy}
+    if runner.adapters is not None:
+        orders = AdapterOrders(runner.adapters, channel)
+        handlers |= {
+            MessageKind.READ_ADAPTER: orders.read,
+            MessageKind.LOAD_ADAPTER: orders.load,
+            MessageKind.DROP_ADAPTER: orders.drop,
+        }
     try:
         _serve(channel, runner, handlers, lambda: progress.add(rank))
     finally:

@@ -75,7 +75,8 @@ class Sequence:
     are sampled by steps that have been launched, but not collected; a held sequence awaits none.
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
-    for; the first token has none. `constrained` is its place in its grammar, if it has one.
+    for; the first token has none. `constrained` is its place in its grammar, if it has one;
+    `adapter_slot` where the runner has its LoRA adapter.
 
     A beam asks for `num_candidates` in place of a token. It awaits none, and stands still until its
     `group` has decided which of them follows; a held one has no group.
@@ -99,6 +100,7 @@ class Sequence:
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None
+    adapter_slot: int | None = None
     num_candidates: int = 0
     group: SequenceGroup | None = None
     _hashes: list[BlockHash] = field(default_factory=list)

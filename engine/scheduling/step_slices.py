@@ -36,8 +36,11 @@ def launch_slice(
         sample = _sample_spec(sequence, end, mask, eos_token_ids)
         sequence.num_awaited_tokens += sequence.awaits_tokens
     sequence.num_launched_tokens = end
+    slot = sequence.adapter_slot
     if not sequence.owes_prompt_logprobs:
-        return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
+        return SequenceSlice(
+            token_ids, start, sequence.block_ids, sample, follows, adapter_slot=slot
+        )
     first = max(start + 1, sequence.next_prompt_logprob)
     return SequenceSlice(
         token_ids,
@@ -48,6 +51,7 @@ def launch_slice(
         prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
         first_prompt_target=first - start - 1,
         num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
+        adapter_slot=slot,
     )
 
 

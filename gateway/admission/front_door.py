@@ -17,6 +17,7 @@ from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable, p
 from ...core.ports import Clock, Entropy
 from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
+from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
 from ..request.best_of import best_of
@@ -120,6 +121,7 @@ class FrontDoor:
     _max_request_s: float
     _feed: CallFeed
     _queue_limit: QueueLimit
+    adapters: AdapterRegistry
     keeps_prompts: bool = False
     is_draining: bool = False
     arrivals: LoopPacing = field(default_factory=LoopPacing)
@@ -176,6 +178,7 @@ class FrontDoor:
                     caller_id=caller.caller_id,
                     is_constrained=request.sampling.constraint is not None,
                     computes_all=request.sampling.prompt_logprobs is not None,
+                    adapter=request.adapter_digest,
                 )
                 routed_s = self._clock.monotonic_s()
                 cached, remaining_s = router.cached_tokens(num_tokens), deadline_s - routed_s
@@ -188,7 +191,7 @@ class FrontDoor:
                 call_id="",
                 label=request.label,
                 caller=caller,
-                model=self.model.limits.model,
+                model=request.adapter.name if request.adapter else self.model.limits.model,
                 num_samples=request.options.n,
                 prompt_tokens=num_tokens,
                 arrived_s=arrived_s,
@@ -270,8 +273,9 @@ class FrontDoor:
                 self._sessions.leave(caller.caller_id)
 
     def _check_model(self, caller: Caller, model: str) -> None:
-        check_model(model, self.model.limits)
-        caller.check_model(model, self.model.limits.model)
+        adapters = self.adapters.adapters
+        check_model(model, self.model.limits, adapters)
+        caller.check_model(model, model if model in adapters else self.model.limits.model)
 
     async def _prepare(
         self,
@@ -287,7 +291,7 @@ class FrontDoor:
         limits = self.limits
         admission.used_tokens = 0
         self._check_model(caller, wire.model)
-        request = check_request(wire, limits)
+        request = check_request(wire, limits, self.adapters.adapters)
         if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
                 raise InvalidRequest(refusal, "constraint", "unsupported_parameter")

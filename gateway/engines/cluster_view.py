@@ -11,9 +11,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
+from ...core.errors import BatonError
 from ...core.membership import Member
 from ...core.ports import Clock, Directory
 from ..request.engine_link import EngineOutput, PlainToken
@@ -27,6 +29,16 @@ log = logging.getLogger(__name__)
 _REPORT_S = 0.1  # of loads alone
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
+
+
+class AdapterEvents(Protocol):
+    """Who is told what engines do about LoRA adapters: AdapterRegistry."""
+
+    def linked(self, engine: LinkedEngine) -> None: ...
+
+    def answered(self, incarnation: str, number: int, found: str | BatonError) -> None: ...
+
+    def lost(self, incarnation: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -44,6 +56,7 @@ class ClusterView:
     _sessions: SessionTable
     _on_change: Callable[[], None]
     _silence_s: float
+    _adapters: AdapterEvents
     _tls: ClusterTls | None = None
     _listed: dict[str, Member] = field(default_factory=dict)
     _foreign: set[str] = field(default_factory=set)
@@ -112,17 +125,23 @@ class ClusterView:
     def linked(self, link: EngineConnection) -> None:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
-        self._table.add(
-            LinkedEngine(
-                member,
-                link,
-                clock=self._clock,
-                max_num_seqs=link.max_num_seqs,
-                block_bytes=link.block_bytes,
-                own_target_s=link.own_target_s,
-                num_host_blocks=link.num_host_blocks,
-            )
+        engine = LinkedEngine(
+            member,
+            link,
+            clock=self._clock,
+            max_num_seqs=link.max_num_seqs,
+            block_bytes=link.block_bytes,
+            own_target_s=link.own_target_s,
+            num_host_blocks=link.num_host_blocks,
+            max_loras=link.max_loras,
         )
+        self._table.add(engine)
+        self._adapters.linked(engine)
+
+    def adapter_loaded(
+        self, link: EngineConnection, order_id: int, found: str | BatonError
+    ) -> None:
+        self._adapters.answered(link.member.incarnation, order_id, found)
 
     def heartbeat(self, link: EngineConnection, load: ReportedLoad) -> None:
         engine = self._table.engines[link.member.incarnation]
@@ -144,6 +163,7 @@ class ClusterView:
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
+        self._adapters.lost(link.member.incarnation)
         self._sessions.engine_lost(link.member.incarnation, has_died=has_died)
         self._changed(is_load_only=False)
 

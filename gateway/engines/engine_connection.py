@@ -74,6 +74,10 @@ class ConnectionEvents(Protocol):
         tokens: Sequence[PlainToken],
     ) -> None: ...
 
+    def adapter_loaded(
+        self, engine: EngineConnection, order_id: int, found: str | BatonError
+    ) -> None: ...
+
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None: ...
 
 
@@ -92,7 +96,7 @@ class EngineConnection(asyncio.Protocol):
         self.member = member
         self.max_num_seqs = self.block_bytes = 0  # by its Welcome
         self.own_target_s = 0.0
-        self.num_host_blocks = 0
+        self.num_host_blocks = self.max_loras = 0
         self._secret = secret
         self._events = events
         self._clock = clock
@@ -127,6 +131,11 @@ class EngineConnection(asyncio.Protocol):
         """Order it to promise that, or nothing; its heartbeats show whether it does."""
         order = node_pb2.SetPromise(epoch=epoch, leader=leader, tbt_target_s=tbt_target_s)
         self._send(node_pb2.GatewayMessage(set_promise=order))
+
+    def load_adapter(self, order_id: int, name: str, path: str) -> None:
+        """Order it to read the adapter into its host memory; answered by `adapter_loaded`."""
+        order = node_pb2.LoadAdapter(order_id=order_id, name=name, path=path)
+        self._send(node_pb2.GatewayMessage(load_adapter=order))
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:
         """Never waits; where the connection is over, it goes nowhere."""
@@ -318,6 +327,11 @@ class EngineConnection(asyncio.Protocol):
             case "heartbeat":
                 if self._is_linked:
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
+            case "adapter_loaded":
+                loaded = message.adapter_loaded
+                refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
+                if self._is_linked:
+                    self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._link(message.welcome)
             case "engine_ended":
@@ -348,6 +362,7 @@ class EngineConnection(asyncio.Protocol):
             self.max_num_seqs, self.block_bytes = welcome.max_num_seqs, welcome.block_bytes
             self.own_target_s = welcome.tbt_target_s
             self.num_host_blocks = welcome.num_host_blocks
+            self.max_loras = welcome.max_loras
             self._is_linked = True
             self._events.linked(self)
             self._welcome.set_result(None)

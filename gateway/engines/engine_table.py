@@ -23,7 +23,7 @@ from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
-from .routing import choose_plan
+from .routing import READ_ADAPTER_S, EngineState, choose_plan
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
@@ -112,14 +112,16 @@ class EngineTable:
         is_constrained: bool = False,
         lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_noted: bool = True,
+        adapter: str = "",
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
         `lendable_tokens`: of them, those that others could fetch. `is_constrained`: it is for
-        engines alone that take constraints. `is_noted`: for a request, not to know whether there is
-        a plan.
+        engines alone that take constraints. `adapter`: its LoRA adapter's digest: it is for engines
+        that serve adapters, at best one that has this one. `is_noted`: for a request, not to know
+        whether there is a plan.
         """
         costs = self._costs()
         holders = self._holders(demand.num_tokens, lendable_tokens, avoid)
@@ -133,8 +135,12 @@ class EngineTable:
                 self._fetch(engine, holders, cached_tokens) if holders else None,
             )
             for engine in self.engines.values()
-            if engine.load is not None and (engine.member.can_constrain or not is_constrained)
+            if engine.load is not None
+            and (engine.member.can_constrain or not is_constrained)
+            and (engine.max_loras or not adapter)
         ]
+        if adapter:
+            states = [self._with_adapter(state, adapter) for state in states]
         choose = partial(
             choose_plan, states, demand.num_tokens, fingerprint=fingerprint, chance=self._chance
         )
@@ -154,6 +160,12 @@ class EngineTable:
             ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0), fetch),
             ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0), fetch),
         )
+
+    def _with_adapter(self, state: EngineState, adapter: str) -> EngineState:
+        """With what it takes to read an adapter that it does not have."""
+        load = self.engines[state.incarnation].load
+        has_it = load is not None and adapter in load.adapters
+        return state if has_it else state._replace(adapter_s=READ_ADAPTER_S)
 
     def _holders(
         self, num_tokens: int, cached_tokens: Mapping[str, int], avoid: Avoid

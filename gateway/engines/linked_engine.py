@@ -97,6 +97,9 @@ class ReportedLoad:
     host_blocks: int = 0
     host_block_s: float = 0.0  # to copy one of them back; 0: not known
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
+    adapters: frozenset[str] = frozenset()  # digests of those in its host memory
+    running_adapters: tuple[str, ...] = ()  # names
+    waiting_adapters: tuple[str, ...] = ()
 
     @property
     def takes_whole(self) -> bool:
@@ -149,6 +152,8 @@ class EngineSender(Protocol):
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
 
+    def load_adapter(self, order_id: int, name: str, path: str) -> None: ...
+
 
 @dataclass(slots=True)
 class LinkedEngine:
@@ -156,7 +161,8 @@ class LinkedEngine:
 
     `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
     does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
-    `num_host_blocks`: that its host memory may come to have beside its pool. `released`: callers of
+    `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
+    adapters in its steps; 0: it serves none. `released`: callers of
     which something ended here, or was answered, so that what waits may find a place; whoever
     dispatches what waits clears it. `num_index_hits`: dispatches for which the index promised
     cached tokens; `num_stale_hits`: those of them that found fewer.
@@ -173,6 +179,7 @@ class LinkedEngine:
     block_bytes: int = 0
     own_target_s: float = 0.0
     num_host_blocks: int = 0
+    max_loras: int = 0
     released: set[int] = field(default_factory=set)
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
@@ -326,7 +333,7 @@ class LinkedEngine:
             has_place = self._has_place(load, demand, cached_tokens)
         num_requests, num_dispatched = self.places.num_requests, self.num_dispatched
         of_now = (num_requests, num_dispatched, waiting_tokens, cached_tokens)
-        return EngineState._make(known + of_now + (speed, takes_prompt, has_place, fetch))
+        return EngineState._make(known + of_now + (speed, takes_prompt, has_place, fetch, 0.0))
 
     def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
         """The first fields of an EngineState: those that its heartbeat decides."""

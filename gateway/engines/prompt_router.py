@@ -23,7 +23,8 @@ _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 class PromptRouter:
     """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint.
 
-    `computes_all`: a prefill engine is to score the prompt's own tokens, cached or not.
+    `computes_all`: a prefill engine is to score the prompt's own tokens, cached or not. `adapter`:
+    the digest of the request's LoRA adapter, if it has one.
     """
 
     table: EngineTable
@@ -31,6 +32,7 @@ class PromptRouter:
     caller_id: int = 0
     is_constrained: bool = False
     computes_all: bool = False
+    adapter: str = ""
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
         cached_tokens = self.cached_tokens(demand.num_tokens)
@@ -43,6 +45,7 @@ class PromptRouter:
                 caller_id=self.caller_id,
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
+                adapter=self.adapter,
                 lendable_tokens=self.lendable_tokens(cached_tokens),
             )
         except Unavailable:
@@ -93,6 +96,7 @@ async def route_prompt(
     caller_id: int = 0,
     is_constrained: bool = False,
     computes_all: bool = False,
+    adapter: str = "",
 ) -> PromptRouter:
     """The router for a prompt: hashes as much of it as some engine may have cached.
 
@@ -101,11 +105,11 @@ async def route_prompt(
     block_sizes = {e.fingerprint: e.member.block_size for e in table.engines.values()}
     hashes = {
         fingerprint: await _hash_while_cached(
-            table, token_ids, root_hash(fingerprint, cache_salt), fingerprint, block_size
+            table, token_ids, root_hash(fingerprint, cache_salt, adapter), fingerprint, block_size
         )
         for fingerprint, block_size in block_sizes.items()
     }
-    return PromptRouter(table, hashes, caller_id, is_constrained, computes_all)
+    return PromptRouter(table, hashes, caller_id, is_constrained, computes_all, adapter)
 
 
 async def _hash_while_cached(

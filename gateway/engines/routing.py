@@ -39,6 +39,7 @@ from ..request.engine_link import Avoid, Blocked, MustWait
 # What one more request on an engine weighs: it makes every step to come a little longer.
 REQUEST_S = 0.0014
 PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
+READ_ADAPTER_S = 0.1  # a LoRA adapter of rank 16 of an 8B model, from files
 _UNMEASURED = PromptSpeed(0.0, 1e-4)
 ALIKE = 1.05  # of the least estimate: what is measured is no more exact
 _LEAST_S = 1e-12
@@ -58,7 +59,7 @@ class EngineState(NamedTuple):
     `keeps_promise`: it takes whole requests, whatever its role.
     Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
     more of it from another engine; `takes_prompt`: it may have another prompt of its caller;
-    `has_place`: for its decodes.
+    `has_place`: for its decodes; `adapter_s`: until it has its LoRA adapter.
     """
 
     incarnation: str
@@ -80,13 +81,14 @@ class EngineState(NamedTuple):
     takes_prompt: bool = True
     has_place: bool = True
     fetch: Fetch | None = None
+    adapter_s: float = 0.0
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
         alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
         if self.fetch is None:
-            return alone_s
-        return min(alone_s, self._fetching_seconds(num_tokens))
+            return alone_s + self.adapter_s
+        return min(alone_s, self._fetching_seconds(num_tokens)) + self.adapter_s
 
     def worth_fetching(self, num_tokens: int) -> Fetch | None:
         """The fetch, if its prompt is computed sooner by it."""
@@ -108,7 +110,7 @@ class EngineState(NamedTuple):
         """What its other requests, and the pull, cost a request that is decoded there."""
         num_pulled = num_tokens - self.cached_tokens
         pull_s = num_pulled * PULL_TOKEN_S if num_pulled > 0 else 0.0
-        return self.num_requests * REQUEST_S + pull_s
+        return self.num_requests * REQUEST_S + pull_s + self.adapter_s
 
 
 class Plan(NamedTuple):

@@ -39,6 +39,9 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
         else None,
         "decodes": StepShape(num_decodes=wire.num_decodes, keys=wire.decode_keys),
         "tbt_target_s": wire.tbt_target_s if wire.tbt_target_s > 0 else None,
+        "adapters": frozenset(wire.adapters),
+        "running_adapters": tuple(wire.running_adapters),
+        "waiting_adapters": tuple(wire.waiting_adapters),
         "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     }
     return ReportedLoad(**fields)

@@ -9,7 +9,7 @@ from aiohttp import web
 from ...cluster.tls import CertificateFiles
 from ...core.errors import StartupFailed
 from ...core.ports import SystemClock
-from . import login, openapi, server_info, tokenization
+from . import login, lora_adapters, openapi, server_info, tokenization
 from .chat import chat
 from .chat.chat_model import CHAT_MODEL, ChatModel
 from .dashboard.routes import add_dashboard, feed_of
@@ -35,6 +35,7 @@ _CONNECTION_OPTIONS = {
 
 ROUTE_GROUPS: tuple[web.RouteTableDef, ...] = (
     server_info.ROUTES,
+    lora_adapters.ROUTES,
     completions.ROUTES,
     chat.ROUTES,
     responses.ROUTES,

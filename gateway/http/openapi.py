@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 
 from ...core.request.json_fields import FieldKind, Schema, nullable
 from ...core.version import version
-from . import tokenization
+from . import lora_adapters, tokenization
 from .chat import chat
 from .generate import completions
 from .protocol import answers
@@ -37,9 +37,9 @@ _CALL_ERRORS = (400, 401, 403, 404, 413, 415, 421, 429, 500, 503, 504)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`fields`, `required`: of the request's body."""
+    """`fields`, `required`: of the request's body; `answer` None: a line of text."""
 
-    answer: type[Struct]
+    answer: type[Struct] | None
     fields: Mapping[str, FieldKind] | None = None
     required: Sequence[str] = ()
     event: type[Struct] | None = None
@@ -89,6 +89,15 @@ OPERATIONS: Mapping[str, Operation] = {
     "/detokenize": Operation(
         answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",), statuses=_CALL_ERRORS
     ),
+    "/v1/load_lora_adapter": Operation(
+        None,
+        lora_adapters.LOAD_FIELDS,
+        (*lora_adapters.LOAD_FIELDS,),
+        statuses=(400, 401, 403, 404, 503),
+    ),
+    "/v1/unload_lora_adapter": Operation(
+        None, lora_adapters.UNLOAD_FIELDS, ("lora_name",), statuses=(400, 401, 403, 404, 503)
+    ),
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
     "/server_info": Operation(answers.ServerInfo),
@@ -110,12 +119,13 @@ async def openapi(request: web.Request) -> web.Response:
 def document(app: web.Application) -> dict[str, Any]:
     """The OpenAPI document of all routes of the application."""
     paths: dict[str, dict[str, Any]] = {}
-    model = app[APP_STATE].door.model.limits.model
+    door = app[APP_STATE].door
+    models = [door.model.limits.model, *door.adapters.adapters]
     for route in app.router.routes():
         if route.resource is None or route.method == "HEAD":
             continue
         path = route.resource.canonical
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, model)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, models)
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
@@ -126,7 +136,7 @@ def document(app: web.Application) -> dict[str, Any]:
     }
 
 
-def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any]:
+def _operation(route: web.AbstractRoute, path: str, models: Sequence[str]) -> dict[str, Any]:
     summary = (inspect.getdoc(route.handler) or route.handler.__name__).splitlines()[0]
     body: dict[str, Any] = {"summary": summary, "responses": {}}
     if "{" in path:
@@ -136,7 +146,9 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
     if known is None:
         body["responses"] = {"default": {"description": summary}}
         return body
-    content = _json_content(_ref(known.answer))
+    content: dict[str, Any] = {"text/plain": {"schema": _STRING}}
+    if known.answer is not None:
+        content = _json_content(_ref(known.answer))
     if known.event is not None:
         events = [_ref(known.event), _ref(answers.Error)]  # one that fails ends with the error
         content["text/event-stream"] = {"schema": {"anyOf": events}}
@@ -146,7 +158,7 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
     for status in known.statuses:
         body["responses"][str(status)] = _error(status)
     if known.fields is not None:
-        schema = _body_schema(known.fields, known.required, model)
+        schema = _body_schema(known.fields, known.required, models)
         body["requestBody"] = {"required": True, "content": _json_content(schema)}
     return body
 
@@ -176,11 +188,14 @@ def _error(status: int) -> dict[str, Any]:
     return {"description": HTTPStatus(status).phrase, "content": _json_content(_ref(answers.Error))}
 
 
-def _body_schema(fields: Mapping[str, FieldKind], required: Sequence[str], model: str) -> Schema:
+def _body_schema(
+    fields: Mapping[str, FieldKind], required: Sequence[str], models: Sequence[str]
+) -> Schema:
     properties = {
         name: kind.schema if name in required else nullable(kind.schema)
         for name, kind in fields.items()
     }
-    served: Schema = {"enum": [model]}
-    properties["model"] = served if "model" in required else nullable(served)
+    served: Schema = {"enum": [*models]}
+    if "lora_name" not in fields:
+        properties["model"] = served if "model" in required else nullable(served)
     return {"type": "object", "properties": properties, "required": list(required)}

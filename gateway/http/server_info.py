@@ -42,28 +42,30 @@ async def show_version(request: web.Request) -> web.Response:
 
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The one model that this gateway serves; none for a caller who may not use it."""
-    parts = request.app[APP_STATE]
-    is_allowed = caller_of(request).may_use(parts.door.model.limits.model)
-    return answer(ModelList([_model(parts)] if is_allowed else []))
+    """The model that this gateway serves and its LoRA adapters: those that the caller may use."""
+    parts, caller = request.app[APP_STATE], caller_of(request)
+    names = [parts.door.model.limits.model, *parts.door.adapters.adapters]
+    return answer(ModelList([_model(parts, name) for name in names if caller.may_use(name)]))
 
 
 @ROUTES.get("/v1/models/{model:.+}")
 async def model(request: web.Request) -> web.Response:
-    """The model by its name."""
-    parts = request.app[APP_STATE]
-    wanted, served = request.match_info["model"], parts.door.model.limits.model
-    if wanted != served or not caller_of(request).may_use(served):
+    """The model, or an adapter of it, by its name."""
+    parts, wanted = request.app[APP_STATE], request.match_info["model"]
+    names = (parts.door.model.limits.model, *parts.door.adapters.adapters)
+    if wanted not in names or not caller_of(request).may_use(wanted):
         raise ModelNotFound(f"The model `{wanted[:64]}` does not exist.", param="model")
-    return answer(_model(parts))
+    return answer(_model(parts, wanted))
 
 
-def _model(parts: AppState) -> Model:
+def _model(parts: AppState, name: str) -> Model:
+    """Of the model itself, or of an adapter, whose parent that is."""
     limits = parts.door.limits
     return Model(
-        id=limits.model,
+        id=name,
         created=parts.started_unix_s,
-        root=limits.model,
+        root=name,
+        parent=None if name == limits.model else limits.model,
         max_model_len=limits.max_model_len,
     )
 

@@ -36,6 +36,7 @@ from ...core.version import version
 from ...prefix_index.mirror import Follower, PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
+from ..adapters.adapter_registry import AdapterRegistry
 from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
@@ -112,6 +113,7 @@ class Gateway:
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)
+        self._adapters = AdapterRegistry(self._table, self._model.limits.model, config.lora_modules)
         self._view = ClusterView(
             self._directory,
             self._model.limits.model,
@@ -121,6 +123,7 @@ class Gateway:
             self._sessions,
             self._note_readiness,
             config.heartbeat_timeout_s,
+            self._adapters,
             security.cluster_tls,
         )
         self._leader = None
@@ -156,6 +159,7 @@ class Gateway:
             config.max_request_s,
             self._telemetry.feed,
             QueueLimit(self._table, queue, config.max_queue_s),
+            self._adapters,
             keeps_prompts=config.log_prompts,
         )
         self._service = InferenceService(self._door, security.gate, self._table, self._view)
@@ -224,6 +228,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(self._view.run()),
             asyncio.create_task(self._follower.run()),
+            asyncio.create_task(self._load_adapters()),
             asyncio.create_task(self._publish_readiness()),
             asyncio.create_task(watch_ends(self._certificates)),
             asyncio.create_task(self._share.run()),
@@ -312,8 +317,14 @@ class Gateway:
         for name in self._service_names:
             await self._health.set(name, status)
 
+    async def _load_adapters(self) -> None:
+        """Those of the command line; then this gateway can become ready."""
+        await self._adapters.run()
+        self._note_readiness()
+        await asyncio.Event().wait()  # a task of ours that ends is one that broke
+
     def _note_readiness(self) -> None:
-        is_ready = not self._table.why_not_ready()
+        is_ready = self._adapters.is_settled and not self._table.why_not_ready()
         if is_ready != self._is_ready.is_set():
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()

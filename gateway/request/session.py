@@ -385,6 +385,7 @@ class Session:
             fork_ids=fork_ids,
             caller_id=self.request.caller_id,
             may_refuse=may_refuse,
+            adapter=self.request.adapter,
         )
 
     def _wanted_sampling(self) -> SamplingParams:

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from ...core.request.parameters import Parameter, check_in_vocabulary
 from ...core.request.request import (
     OPTIONS,
     SAMPLING,
+    Adapter,
     Constraint,
     ConstraintKind,
     RequestOptions,
@@ -55,6 +57,8 @@ from .beams import complete_search
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
 _DEFAULT_OPTIONS = RequestOptions()
+Adapters: TypeAlias = Mapping[str, Adapter]  # by name
+_NO_ADAPTERS: Adapters = MappingProxyType({})
 
 _LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
 
@@ -87,6 +91,12 @@ class ValidatedRequest:
     options: RequestOptions = _DEFAULT_OPTIONS
     tenant: str = ""
     caller_id: int = 0
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_digest(self) -> str:
+        """Empty without one."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def num_samples(self) -> int:
@@ -99,15 +109,24 @@ class ValidatedRequest:
         return self.num_samples > self.options.n
 
 
-def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> ValidatedRequest:
+def check_request(
+    wire: inference_pb2.GenerateRequest, limits: ModelLimits, adapters: Adapters = _NO_ADAPTERS
+) -> ValidatedRequest:
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
-    check_model(wire.model, limits)
+    check_model(wire.model, limits, adapters)
     check_label(wire.request_id, "request_id")
     prompt = _prompt(wire, limits.vocab_size)
     options = RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size))
     sampling = check_sampling(wire.sampling, limits.vocab_size)
     sampling = complete_search(sampling, wire.sampling, options.n)
-    return ValidatedRequest(prompt, sampling, wire.request_id, options)
+    adapter = adapters.get(wire.model)
+    if adapter is not None and sampling.use_beam_search:
+        raise InvalidRequest(
+            "beam search with a LoRA adapter is not served",
+            "use_beam_search",
+            "unsupported_parameter",
+        )
+    return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
 
 
 def complete_request(
@@ -136,9 +155,9 @@ def complete_request(
     return replace(request, prompt_token_ids=prompt, sampling=sampling)
 
 
-def check_model(name: str, limits: ModelLimits) -> None:
-    """Raise ModelNotFound unless `name` is empty or the one that is served."""
-    if name and name != limits.model:
+def check_model(name: str, limits: ModelLimits, adapters: Adapters = _NO_ADAPTERS) -> None:
+    """Raise ModelNotFound unless `name` is empty, the one that is served, or an adapter of it."""
+    if name and name != limits.model and name not in adapters:
         raise ModelNotFound(f"The model `{name[:64]}` does not exist.", param="model")
 
 

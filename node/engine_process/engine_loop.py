@@ -38,6 +38,7 @@ from ..channels.engine_channels import (
 from ..channels.mailboxes import Inbox, Kind, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
+from .adapter_gate import AdapterGate, AdapterRead
 from .grammar_gate import CompiledDispatch, GrammarGate
 from .promise_orders import PromiseOrders
 
@@ -62,7 +63,9 @@ class InputEnded:
     """The supervisor is gone."""
 
 
-Item: TypeAlias = engine_pb2.EngineInput | Callback | CompiledDispatch | ChannelItem | InputEnded
+Item: TypeAlias = (
+    engine_pb2.EngineInput | Callback | CompiledDispatch | AdapterRead | ChannelItem | InputEnded
+)
 
 
 class EngineLoop:
@@ -81,8 +84,10 @@ class EngineLoop:
         channels: EngineChannels,
         gate: GrammarGate,
         orders: PromiseOrders,
+        adapters: AdapterGate,
     ) -> None:
         self._gate = gate
+        self._adapters = adapters
         self._channels = channels
         self._engine = engine
         self._orders = orders
@@ -125,7 +130,7 @@ class EngineLoop:
             self._role.after_step(output)
         self._outbox.flush()
         self._is_watching = self._role.poll()
-        is_idle = self._role.is_idle() and self._gate.is_empty
+        is_idle = self._role.is_idle() and self._gate.is_empty and self._adapters.is_empty
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._recount()
         self._pulse.turn_ended()
@@ -192,7 +197,10 @@ class EngineLoop:
                     self._channels.watch_writes(link)
                 case CompiledDispatch():
                     if self._gate.is_wanted(item):
-                        self._role.dispatch(item.gateway, item.dispatch)
+                        self._dispatch(item.gateway, item.dispatch)
+                case AdapterRead():
+                    for gateway, dispatch in self._adapters.was_read(item):
+                        self._role.dispatch(gateway, dispatch)
                 case InputEnded():
                     self._is_over = True
                 case _:
@@ -237,6 +245,7 @@ class EngineLoop:
     def _lost(self, link: Link) -> None:
         if link.kind is Kind.GATEWAY:
             self._gate.gateway_lost(link.name)
+            self._adapters.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
         self._role.peer_lost(link)
@@ -262,13 +271,19 @@ class EngineLoop:
             case "dispatch":
                 dispatch = message.dispatch
                 if self._gate.admits(gateway, dispatch):
-                    self._role.dispatch(gateway, dispatch)
+                    self._dispatch(gateway, dispatch)
+            case "load_adapter":
+                self._adapters.load(gateway, message.load_adapter)
             case "cancel":
                 self._role.cancel(_key(message.cancel))
             case "set_promise":
                 self._orders.take(message.set_promise)
             case body:
                 log.warning("a gateway sent %s", body)
+
+    def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
+        if self._adapters.admits(gateway, dispatch):
+            self._role.dispatch(gateway, dispatch)
 
     def _blame(self, item: Item, error: Exception) -> None:
         """Fail the request on whose account `error` was raised."""
@@ -303,6 +318,7 @@ class EngineLoop:
         if (cost := self._engine.step_cost()) is not None:
             error = self._engine.step_cost_error
             step_cost = node_pb2.StepCost(**dataclasses.asdict(cost), relative_error=error)
+        adapters = self._engine.adapters
         callers, decodes = load.waiting_by_caller.items(), load.decodes
         largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
         return node_pb2.Heartbeat(
@@ -317,7 +333,9 @@ class EngineLoop:
             links=vitals.links,
             held_blocks=load.held_blocks,
             counters=counters,
-            num_requests=len(self._requests.book) + self._gate.num_waiting,
+            num_requests=len(self._requests.book)
+            + self._gate.num_waiting
+            + self._adapters.num_waiting,
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
             step_cost=step_cost,
@@ -332,6 +350,9 @@ class EngineLoop:
             decode_step_p99_s=self._engine.decode_step_p99_s,
             host_blocks=totals.host.num_blocks,
             host_block_s=totals.host.block_s,
+            adapters=[] if adapters is None else adapters.digests,
+            running_adapters=[] if adapters is None else adapters.running_names,
+            waiting_adapters=[] if adapters is None else adapters.waiting_names,
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
                 for caller_id, num_tokens in largest

@@ -39,9 +39,11 @@ from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
+from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
 from ...engine.parallel.parallel_runner import ParallelRunner
 from ...engine.parallel.rank_processes import Ranks, start_ranks
+from ...engine.parallel.ranked_adapters import adapters_of
 from ...engine.parallel.ranked_copies import host_copier_of
 from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.events import Hello
@@ -58,6 +60,7 @@ from ..peers.source_side import SourceSide
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
+from .adapter_gate import AdapterGate
 from .engine_links import EngineLinks, Keys
 from .engine_loop import Callback, EngineLoop, HeartbeatSender, InputEnded, Item
 from .grammar_gate import GrammarGate
@@ -186,6 +189,7 @@ def _serve(
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
     host_copier = host_copier_of(runner, ranks.followers)
+    adapters = adapters_of(runner.adapters, ranks.followers)
     engine = Engine(
         runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
         limits,
@@ -196,6 +200,7 @@ def _serve(
         cache_observer=outbox,
         grammars=grammars,
         host_copier=host_copier,
+        adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
     )
     engine.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens
@@ -254,6 +259,13 @@ def _serve(
     pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     pulse.start()
     gate = GrammarGate(grammars, inbox.put)
+    adapter_gate = AdapterGate(
+        engine.adapters,
+        adapters,
+        lambda key: requests.book.get(key) is not None,
+        inbox.put,
+        links.channels.to_gateway,
+    )
     gc.enable()  # it was off for the start
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection need look at it again
@@ -270,6 +282,7 @@ def _serve(
         links.channels,
         gate,
         PromiseOrders(engine),
+        adapter_gate,
     )
     try:
         loop.run()
@@ -278,6 +291,7 @@ def _serve(
         raise
     finally:
         gate.close()
+        adapter_gate.close()
         pulse.stop()
         links.close()
         offered.close()
@@ -343,6 +357,7 @@ def _welcome(
         eos_token_ids=runner.eos_token_ids,
         max_num_seqs=limits.max_num_seqs,
         tbt_target_s=engine.tbt_target_s or 0.0,
+        max_loras=0 if runner.adapters is None else engine.max_loras,
         num_host_blocks=0 if runner.host_copier is None else runner.host_copier.most_blocks,
     )
 

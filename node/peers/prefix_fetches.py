@@ -72,7 +72,7 @@ class PrefixFetches:
             return None
         tokens = request.known_token_ids
         num_blocks = min(source.num_blocks, (len(tokens) - 1) // size)
-        root = root_hash(self._fingerprint, request.cache_salt)
+        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
         hashes = block_hashes(root, tokens[: num_blocks * size], size)
         prefix = self._engine.borrow(hashes)
         if prefix is None:

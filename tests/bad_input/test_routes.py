@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 ROUTES = {
     "/live": "GET", "/ready": "GET", "/load": "GET", "/health": "GET", "/version": "GET",
     "/v1/models": "GET", "/v1/models/{model}": "GET", "/server_info": "GET",
+    "/v1/load_lora_adapter": "POST", "/v1/unload_lora_adapter": "POST",
     "/v1/completions": "POST", "/v1/chat/completions": "POST",
     "/v1/responses": "POST", "/v1/responses/{response_id}": "GET DELETE",
     "/v1/messages": "POST", "/v1/messages/count_tokens": "POST",
@@ -29,7 +30,6 @@ ABSENT = [
     "/v1/../admin", "/v1/%2e%2e/admin", "/v1/..%2fadmin", "/%2e%2e/%2e%2e/etc/passwd", "/admin",
     "/admin/drain", "/invocations", "/update_weights", "/update_weights_from_disk", "/pause",
     "/resume", "/sleep", "/wake_up", "/collective_rpc", "/load_lora_adapter",
-    "/v1/load_lora_adapter",
     "/reset_prefix_cache", "/flush_cache", "/start_profile", "/stop_profile", "/generate",
     "/get_server_info", "/v1/embeddings", "/v1/responses/", "/v1/responses/resp_1/input_items",
     "/v1/files", "/v1/batches",

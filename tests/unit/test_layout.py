@@ -50,16 +50,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 # folder -> its rooms from the top, "" for its own files: a file may import from below
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
-    "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", ""),
-    "engine": ("", "beams", "parallel", "scheduling", "execution", "model", "kv"),
+    "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", "lora", ""),
+    "engine": ("", "beams", "parallel", "scheduling", "execution", "lora", "model", "kv"),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),
     ),
     "node": ("engine_process", "requests", "peers", "supervisor", "channels", ""),
     "gateway": (
-        *("process", "grpc", "http", "admission", "telemetry", "security", "moves", "engines"),
-        *("request", "validation", "text", ""),
+        *("process", "grpc", "http", "admission", "adapters", "telemetry", "security"),
+        *("moves", "engines", "request", "validation", "text", ""),
     ),
     "gateway/http": ("", "turns", "chat", "generate", "dashboard", "protocol"),
     "gateway/telemetry": ("", "window", "metrics", "calls"),

@@ -42,6 +42,7 @@ _SCOPE_OF = {  # by the path's first part; a route that is not listed here is an
     "start_profile": ADMIN,
     "stop_profile": ADMIN,
 }
+_ADMIN_PATHS = frozenset({"v1/load_lora_adapter", "v1/unload_lora_adapter"})
 
 
 class Access:
@@ -122,7 +123,10 @@ def scope_of(path: str, *, exists: bool) -> str | None:
     """The scope that a path needs; None: open to all, as is the answer that it does not exist."""
     if path in _OPEN:
         return None
-    return _SCOPE_OF.get(path.lstrip("/").partition("/")[0], ADMIN if exists else None)
+    name = path.lstrip("/")
+    if name in _ADMIN_PATHS:
+        return ADMIN
+    return _SCOPE_OF.get(name.partition("/")[0], ADMIN if exists else None)
 
 
 def _hostname(host: str) -> str | None:

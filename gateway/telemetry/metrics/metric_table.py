@@ -152,6 +152,12 @@ QUEUED = Metric(
     "Requests that wait at the gateway: for a place on a decode engine, for their caller's turn, "
     "or for engines to come.",
 )
+LORA = Metric(
+    "lora_requests_info",
+    "Unix time of this reading; the labels are what it is about: LoRA adapters in an engine's step "
+    "at most, names of those that run, and of those that wait for a place, behind commas.",
+    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+)
 DECISIONS = Metric(
     "router_decisions_total",
     "Pairs that were chosen: cached_prefix (the prefill engine has some of the prompt), "
@@ -278,7 +284,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(SUCCESSES, FAILURES, REJECTIONS, CONNECTIONS_REFUSED, RETRIES, IN_FLIGHT),
         *(SLO_JUDGED, SLO_GOOD, TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
     ),
-    "Routing": (QUEUED, DECISIONS, MOVES, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
+    "Routing": (QUEUED, LORA, DECISIONS, MOVES, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
     "Engines": (
         *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
         *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),

@@ -160,6 +160,7 @@ class Exporter:
         for outcome, count in self._engines.moves.items():
             self._store.set(table.MOVES, outcome, value=count)
         self._store.set(table.QUEUED, value=self._num_queued())
+        self._note_adapters()
         load = self.load()
         self._store.set(table.DEPLOYMENT_RUNNING, value=load.num_running)
         self._store.set(table.DEPLOYMENT_WAITING, value=load.num_waiting)
@@ -170,6 +171,18 @@ class Exporter:
         self._store.set(table.INDEX_UP, value=self._is_index_up())
         for file, ends_s in self._certificate_ends_s().items():
             self._store.set(table.CERTIFICATE_EXPIRES, file, value=ends_s)
+
+    def _note_adapters(self) -> None:
+        """One series, over all engines; none where no engine serves adapters."""
+        self._store.forget(table.LORA)
+        engines = self._engines.engines.values()
+        max_loras = max((engine.max_loras for engine in engines), default=0)
+        loads = [engine.load for engine in engines if engine.load is not None]
+        running = sorted({name for load in loads for name in load.running_adapters})
+        waiting = sorted({name for load in loads for name in load.waiting_adapters})
+        if max_loras:
+            labels = (str(max_loras), ",".join(running), ",".join(waiting))
+            self._store.set(table.LORA, *labels, value=self._clock.unix_ns() / 1e9)
 
     def _count(self, engine: LinkedEngine, load: ReportedLoad, read: _Read) -> None:
         name = (engine.member.role.value, engine.name)

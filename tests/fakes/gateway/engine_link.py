@@ -19,6 +19,7 @@ class FakeLink:
     dispatched: list[tuple[Request, Work, Ticket | None, float]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # attempts
     promises: list[tuple[int, str, float | None]] = field(default_factory=list)
+    adapter_orders: list[tuple[int, str, str]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -34,6 +35,9 @@ class FakeLink:
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
         self.promises.append((epoch, leader, tbt_target_s))
+
+    def load_adapter(self, order_id: int, name: str, path: str) -> None:
+        self.adapter_orders.append((order_id, name, path))
 
 
 @dataclass

@@ -26,6 +26,7 @@ from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
+from baton.node.engine_process.adapter_gate import AdapterGate
 from baton.node.engine_process.engine_loop import Callback, EngineLoop, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.peers.prefix_fetches import PrefixFetches
@@ -162,6 +163,7 @@ class Node:
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
             self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine),
+            AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

@@ -43,6 +43,7 @@ from baton.core.errors import (
 from baton.core.membership import Role
 from baton.core.ports import SystemClock
 from baton.core.request.timeline import TERMINAL, Event
+from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
@@ -364,7 +365,10 @@ async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() 
     clock = SystemClock()
     directory, table = FakeDirectory(), EngineTable(PrefixMirror(clock))
     sessions, secret = SessionTable(clock, 1), ClusterSecret(SECRET)
-    view = ClusterView(directory, "demo", secret, clock, table, sessions, lambda: None, 1.2)
+    adapters = AdapterRegistry(table, "demo")
+    view = ClusterView(
+        directory, "demo", secret, clock, table, sessions, lambda: None, 1.2, adapters
+    )
     following = asyncio.create_task(view.run())
     node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()
     await node.kill()

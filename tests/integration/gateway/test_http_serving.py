@@ -555,7 +555,7 @@ async def test_what_is_listed_is_all_there_is(world: World) -> None:
         "/live", "/ready", "/health", "/version", "/load", "/v1/models", "/v1/models/{model}",
         "/server_info", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize",
         "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-        "/openapi.json",
+        "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     }  # fmt: skip
 
 

@@ -7,14 +7,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from fakes.adapters import merge, write_adapter
 from int4_checkpoints import write_int4_checkpoint
 
 from baton.core.config import EngineConfig
-from baton.core.errors import EngineFailed, StartupFailed
+from baton.core.errors import AdapterRefused, EngineFailed, StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.parallel import rank_processes
@@ -193,3 +196,32 @@ def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
 def test_what_a_rank_cannot_start_with_is_told_in_its_words(config: EngineConfig) -> None:
     with pytest.raises(StartupFailed, match="--tensor-parallel-size 3 does not divide"):
         load(config, 3)
+
+
+def test_ranks_have_their_parts_of_lora_adapters(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_checkpoint(base, num_attention_heads=4, head_dim=16, num_hidden_layers=1)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
+    merged = merge(tmp_path / "merged", base, adapter)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    plain = Request("a" * 32, 0, tuple(range(3, 23)), sampling)
+
+    def tokens(engine: LocalEngine, *requests: Request) -> list[list[int]]:
+        outputs = engine.generate(requests)
+        engine.close()
+        return [outputs[request.key] for request in requests]
+
+    fields: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 60}
+    expected = [
+        tokens(LocalEngine.load(EngineConfig(model=str(path), **fields), print), plain)[0]
+        for path in (base, merged)
+    ]
+    assert expected[0] != expected[1]
+    shared = EngineConfig(
+        model=str(base), enable_lora=True, max_lora_rank=8, tensor_parallel_size=2, **fields
+    )
+    engine = LocalEngine.load(shared, print)
+    with pytest.raises(AdapterRefused, match="no folder"):
+        engine.load_adapter("bad", str(tmp_path / "nowhere"))
+    one = engine.load_adapter("one", str(adapter))
+    assert tokens(engine, plain, replace(plain, request_id="b" * 32, adapter=one)) == expected

@@ -56,6 +56,7 @@ slices = st.builds(
     prompt_targets=st.lists(int32s, max_size=4),
     first_prompt_target=st.integers(0, 5),
     num_prompt_top=st.integers(0, 20),
+    adapter_slot=st.none() | st.integers(0, 64),
 )
 
 
@@ -65,6 +66,7 @@ def plain(piece: SequenceSlice) -> dict[str, object]:
         name: getattr(piece, name) for name in ("start", "follows", "first_prompt_target")
     }
     fields["num_prompt_top"] = piece.num_prompt_top
+    fields["adapter_slot"] = piece.adapter_slot
     for name in ("token_ids", "block_table", "prompt_targets"):
         fields[name] = list(getattr(piece, name))
     if piece.sample is not None:
@@ -113,6 +115,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "sample",
         "follows",
         "prompt_targets",
+        "adapter_slot",
         "first_prompt_target",
         "num_prompt_top",
     }

@@ -118,7 +118,8 @@ def test_scopes_by_path() -> None:
         assert scope_of(path, exists=True) == METRICS
     for path in ("/v1/models", "//v1/models", "/v1/../admin", "/tokenize", "/openapi.json"):
         assert scope_of(path, exists=True) == INFER
-    for path in ("/admin/drain", "/reset_prefix_cache", "//admin/drain", "/start_profile"):
+    for path in ("/admin/drain", "/reset_prefix_cache", "//admin/drain", "/start_profile",
+                 "/v1/load_lora_adapter", "//v1/unload_lora_adapter"):  # fmt: skip
         assert scope_of(path, exists=True) == ADMIN
     for path in ("/", "/live/", "//live", "/healthy", "/collective_rpc", "/V1/models"):
         assert scope_of(path, exists=True) == ADMIN, "a route that nobody thought of"

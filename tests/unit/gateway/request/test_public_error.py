@@ -14,7 +14,8 @@ from baton.gateway.grpc.service import answering
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
 # Raised by our own words alone, or about the request.
 OURS = {
-    errors.InvalidRequest, errors.ContextLengthExceeded, errors.PromptTooLarge,
+    errors.InvalidRequest, errors.AdapterRefused, errors.ContextLengthExceeded,
+    errors.PromptTooLarge,
     errors.ModelNotFound, errors.Unauthenticated, errors.PermissionDenied, errors.Overloaded,
     errors.RateLimited, errors.Unavailable, errors.DeadlineExceeded, errors.Cancelled,
     errors.ResponseNotFound, errors.StartupFailed,

@@ -15,6 +15,7 @@ from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
 from baton.core.request.request import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
+from baton.node.engine_process.adapter_gate import AdapterGate
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.grammar_gate import GrammarGate
 from baton.proto.v1 import common_pb2, node_pb2
@@ -90,6 +91,7 @@ class World:
         self.loop = EngineLoop(
             engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
+            AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
 

@@ -1,0 +1,189 @@
+"""What LoRA adapters cost on one GPU: steps of decodes with and without, and a new adapter.
+
+python -m baton.bench.lora [--shape NAME] [--rank N] [--adapters N]
+
+The same engine decodes 64 sequences of 1k tokens without adapters, where it computes as if none
+were enabled, and with 8 of rank 16. Then an adapter is read while those steps go on: how long
+until it is in host memory, and the longest gap between two steps until a request decodes with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from baton.core.config import EngineConfig
+from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.engine.local import LocalEngine
+from baton.engine.lora.layout import Layout
+
+from .floors.figures import ROOT, Figure, command_line, commit, machine, table
+from .floors.gpu_shapes import SHAPES
+
+_BATCH, _CONTEXT = 64, 1024
+_STEPS, _REPEATS = 20, 5
+_MOST_OVER, _LOAD_S = 0.10, 1.0  # what the project wants
+
+
+def write_adapter(folder: Path, layout: Layout, rank: int, seed: int) -> Path:
+    """A random adapter of all projections, in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, projection in layout.projections.items():
+        shapes = {"A": (rank, projection.inputs.full), "B": (projection.outputs.full, rank)}
+        for half, shape in shapes.items():
+            drawn = (torch.randn(shape, generator=generator) * 0.01).bfloat16()
+            tensors[f"base_model.model.{module}.lora_{half}.weight"] = drawn
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({module.rpartition(".")[2] for module in layout.projections})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Bench:
+    """Decodes whose context is reserved, and started as a hand-off would do it."""
+
+    def __init__(self, local: LocalEngine) -> None:
+        self._engine, self._number = local.engine, 0
+
+    def begin(self, adapters: list[Adapter | None]) -> list[str]:
+        """Let one sequence for each decode; their keys."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=1 << 16, ignore_eos=True)
+        keys = []
+        for adapter in adapters:
+            self._number += 1
+            prompt = [7 + i % 1000 for i in range(_CONTEXT)]
+            request = Request(f"{self._number:032x}", 0, prompt, sampling, adapter=adapter)
+            request = replace(request, sampling=replace(sampling, max_tokens=2048))
+            reservation = self._engine.reserve(request)
+            assert reservation is not None, "no room"
+            self._engine.start(reservation, 11)
+            keys.append(request.key)
+        return keys
+
+    def end(self, keys: list[str]) -> None:
+        for key in keys:
+            self._engine.abort(key)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def step_ms(self, adapters: list[Adapter | None]) -> float:
+        """Of one step of so many decodes, in steady state."""
+        keys = self.begin(adapters)
+        for _ in range(5):
+            self._engine.step()
+        begin_s = time.perf_counter()
+        for _ in range(_STEPS):
+            self._engine.step()
+        took_ms = (time.perf_counter() - begin_s) / _STEPS * 1e3
+        self.end(keys)
+        return took_ms
+
+    def new_adapter(
+        self, local: LocalEngine, path: Path, running: list[Adapter | None]
+    ) -> list[float]:
+        """[seconds until it is read, the longest gap between steps in ms, in steps' medians]"""
+        keys, gaps, found = self.begin(running), list[float](), list[float]()
+        room, reader = local.engine.adapters, local.runner.adapters
+        assert room is not None and reader is not None
+        adapters = []
+
+        def read() -> None:
+            begin_s = time.perf_counter()
+            adapters.append(reader.read(str(path)))
+            found.append(time.perf_counter() - begin_s)
+
+        for _ in range(10):
+            self._engine.step()
+        thread = threading.Thread(target=read)
+        thread.start()
+        last_s, num_behind = time.perf_counter(), 0
+        while num_behind < 20:
+            self._engine.step()
+            now_s = time.perf_counter()
+            gaps.append((now_s - last_s) * 1e3)
+            last_s = now_s
+            if adapters and not num_behind:
+                room.keep(adapters[0])
+                keys += self.begin([Adapter("new", adapters[0].digest, str(path))])
+            num_behind += bool(adapters)
+        thread.join()
+        self.end(keys)
+        return [found[0], max(gaps), max(gaps) / statistics.median(gaps)]
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "lora.json")
+    arguments = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="baton-lora-"))
+    config = EngineConfig(
+        model=str(SHAPES[arguments.shape].write_config(folder)),
+        device="cuda",
+        load_format="dummy",
+        enable_prefix_caching=False,
+        max_num_seqs=128,
+        enable_lora=True,
+        max_loras=arguments.adapters + 1,
+        max_lora_rank=arguments.rank,
+    )
+    local = LocalEngine.load(config, print)
+    layout = Layout.of(local.runner.model)
+    num = arguments.adapters
+    paths = [write_adapter(folder / f"{n}", layout, arguments.rank, n) for n in range(num + 1)]
+    loaded = [local.load_adapter(str(n), str(path)) for n, path in enumerate(paths[:num])]
+    kinds: dict[str, list[Adapter | None]] = {
+        "no adapters": [None] * _BATCH,
+        f"{num} adapters": [loaded[n % num] for n in range(_BATCH)],
+        "half of them with one": [loaded[0] if n % 2 else None for n in range(_BATCH)],
+    }
+    bench = Bench(local)
+    samples = {name: [bench.step_ms(each) for _ in range(_REPEATS)] for name, each in kinds.items()}
+    base_ms = min(samples["no adapters"])
+    figures = [
+        Figure(
+            f"decode {_BATCH} x {_CONTEXT}, {name}", "ms", tuple(each), base_ms,
+            "the same without adapters", (1 + _MOST_OVER) * base_ms,
+        )
+        for name, each in samples.items()
+    ]  # fmt: skip
+    read_s, gap_ms, gap_steps = bench.new_adapter(local, paths[num], kinds["no adapters"])
+    figures += [
+        Figure("new adapter: read", "s", (read_s,), 0.0, target=_LOAD_S),
+        Figure("new adapter: longest gap between steps", "ms", (gap_ms,), base_ms),
+        Figure("new adapter: that in steps", "", (gap_steps,), 1.0, target=3.0),
+    ]
+    print(table(figures))
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": command_line("lora", argv),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "shape": arguments.shape,
+        "rank": arguments.rank,
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""A LoRA adapter from a PEFT directory: checked by its header before memory is taken, then read.
+
+    adapter_config.json ─► rank, scaling     adapter_model.safetensors ─► [rank, row size]
+
+Only safetensors are read; a pickle is never opened. Each rank reads its part. May run on any
+thread: nothing here is shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...core.errors import AdapterRefused
+from .adapter_config import LoraConfig, read_lora_config
+from .layout import Layout, Part, Projection
+
+FILE = "adapter_model.safetensors"
+_DTYPES = {"F32", "F16", "BF16"}
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight\Z")
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """One rank's part in host memory: `rows` [rank, row size], of the model's type."""
+
+    digest: str
+    rows: Tensor
+
+    @property
+    def rank(self) -> int:
+        return len(self.rows)
+
+
+def read_adapter(
+    folder: Path, layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
+) -> HostAdapter:
+    """Raises AdapterRefused, which names the file, and the field or tensor."""
+    path = folder / FILE
+    if not path.is_file():
+        raise AdapterRefused(_no_weights(folder))
+    config = read_lora_config(folder, max_rank)
+    with _open(path) as file:
+        tensors = _check(path, file, config, layout)
+        shape = (config.rank, layout.row_size)
+        rows = torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
+        for module, halves in tensors.items():
+            projection = layout.projections[module]
+            for half, name in halves.items():
+                _read(path, file, name, rows, projection, config.scaling, is_a=half == "A")
+    return HostAdapter(_digest(path, config), rows)
+
+
+def _check(
+    path: Path, file: Any, config: LoraConfig, layout: Layout
+) -> Mapping[str, Mapping[str, str]]:
+    """Names of tensors by module and half, all of them as the model and the configuration ask."""
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(file.keys()):
+        match = _TENSOR.match(name.removeprefix(_PREFIX))
+        if match is None:
+            raise AdapterRefused(f"{path}: {name} is no lora_A.weight or lora_B.weight")
+        module, half = match["module"], match["half"]
+        projection = layout.projections.get(module)
+        if projection is None:
+            raise AdapterRefused(f"{path}: {name}: {_unknown(module, layout)}")
+        part = file.get_slice(name)
+        if (dtype := part.get_dtype()) not in _DTYPES:
+            raise AdapterRefused(f"{path}: {name} is in {dtype}; served are F32, F16, BF16")
+        is_a = half == "A"
+        wanted = [config.rank, projection.inputs.full]
+        if not is_a:
+            wanted = [projection.outputs.full, config.rank]
+        if (shape := list(part.get_shape())) != wanted:
+            raise AdapterRefused(f"{path}: {name} is {shape}, of this model and rank {wanted}")
+        found.setdefault(module, {})[half] = name
+    for module, halves in found.items():
+        if missing := {"A", "B"} - halves.keys():
+            raise AdapterRefused(f"{path} lacks {module}.lora_{missing.pop()}.weight")
+    if not found:
+        raise AdapterRefused(f"{path} has no tensors")
+    return found
+
+
+def _unknown(module: str, layout: Layout) -> str:
+    if layout.has_experts and ".mlp." in module:
+        return "adapters of experts are not served, those of attention are"
+    return f"this model has no {module} that adapters are served for"
+
+
+def _read(
+    path: Path,
+    file: Any,
+    name: str,
+    rows: Tensor,
+    projection: Projection,
+    scaling: float,
+    *,
+    is_a: bool,
+) -> None:
+    """This rank's part of a tensor into `rows`, B scaled."""
+    part = projection.inputs if is_a else projection.outputs
+    value = _cut(file.get_slice(name), part, is_a=is_a).float()
+    target = rows[:, part.at : part.at + part.count]
+    target.copy_(value if is_a else value.t() * scaling)
+    if not bool(torch.isfinite(target).all()):
+        raise AdapterRefused(f"{path}: {name} has numbers that are not finite")
+
+
+def _cut(tensor: Any, part: Part, *, is_a: bool) -> Tensor:
+    wanted = slice(part.first, part.first + part.count)
+    found: Tensor = tensor[:, wanted] if is_a else tensor[wanted]
+    return found
+
+
+def _digest(path: Path, config: LoraConfig) -> str:
+    """32 hex digits over all that changes what is computed."""
+    digest = hashlib.blake2b(f"{config.rank} {config.scaling!r}".encode(), digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _no_weights(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is no folder of this host"
+    if any(folder.glob("adapter_model.bin")):
+        return f"{folder}/adapter_model.bin is a pickle, which can run code and is never opened"
+    return f"there is no {folder / FILE}"
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise AdapterRefused(f"cannot read {path}: {error}") from error

@@ -1,0 +1,77 @@
+"""Where an adapter's matrices lie in a row of the bank (kernels/lora/lora.py), by their names.
+
+Built from the model's projections: of several ranks each has the part of A or B that fits its part
+of the weight. Knows no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...kernels.lora.lora import Place
+from ..model.decoder import Decoder
+from ..model.layers import Linear, RowLinear
+from ..model.mlp import MLP
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [first, first + count) of `full`, which lie from `at` on in a row."""
+
+    at: int
+    first: int
+    count: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One of the checkpoint's: A is [rank, inputs.full], B [outputs.full, rank]."""
+
+    inputs: Part
+    outputs: Part
+
+
+@dataclass(slots=True)
+class Layout:
+    """Of one rank. `products`: what computes, and where its adapters lie."""
+
+    projections: dict[str, Projection] = field(default_factory=dict)
+    products: list[tuple[Linear | RowLinear, Place]] = field(default_factory=list)
+    row_size: int = 0
+    has_experts: bool = False
+
+    @classmethod
+    def of(cls, model: Decoder) -> Layout:
+        layout = cls()
+        for product in _products(model):
+            layout._add(product)
+        layout.has_experts = any(not isinstance(layer.mlp, MLP) for layer in model.layers)
+        return layout
+
+    def _add(self, product: Linear | RowLinear) -> None:
+        outputs = product.outputs
+        num_inputs, first_input, full_inputs = product.inputs
+        inputs_at = self.row_size
+        outputs_at = at = inputs_at + len(outputs) * num_inputs
+        for index, part in enumerate(outputs):
+            self.projections[part.name] = Projection(
+                Part(inputs_at + index * num_inputs, first_input, num_inputs, full_inputs),
+                Part(at, part.first, part.count, part.full),
+            )
+            at += part.count
+        self.row_size = at
+        counts = tuple(part.count for part in outputs)
+        self.products.append((product, Place(inputs_at, outputs_at, num_inputs, counts)))
+
+
+def _products(model: Decoder) -> Iterator[Linear | RowLinear]:
+    for layer in model.layers:
+        yield layer.attention.qkv
+        yield layer.attention.out
+        if isinstance(layer.mlp, MLP):
+            yield layer.mlp.gate_up
+            yield layer.mlp.down

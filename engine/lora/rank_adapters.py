@@ -1,0 +1,110 @@
+"""One rank's adapters: those in host memory by digest, and the slots on its device.
+
+    read (any thread) ─► keep ─► host memory ── load ──► slot of the bank ─► steps
+
+A copy into a slot is queued behind the steps that were launched and before those that come: the
+device needs no other order, and a rank of 16 takes it less than a step. Which adapter is where is
+decided by rank 0's AdapterRoom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import AdapterRefused
+from ...kernels.lora.lora import NO_SLOT, Int32s, Place, TorchAdapters
+from ...kernels.products.weights import Activations
+from ..model.decoder import Decoder
+from .adapter_files import HostAdapter, read_adapter
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from ...kernels.lora.lora_triton import TritonAdapters
+
+
+class RankAdapters:
+    """Made before the KV pool, which gets the memory that is left."""
+
+    def __init__(
+        self, model: Decoder, dtype: torch.dtype, max_loras: int, max_rank: int, max_rows: int
+    ) -> None:
+        """`max_rows`: of any step."""
+        self._layout, self._max_rank, self._dtype = Layout.of(model), max_rank, dtype
+        self._device = device = model.device
+        shape = (max_loras, max_rank, self._layout.row_size)
+        self._bank = torch.zeros(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            self._adds: TorchAdapters | TritonAdapters = TorchAdapters(self._bank)
+        else:
+            from ...kernels.lora.lora_triton import TritonAdapters
+
+            self._adds = TritonAdapters(self._bank, max_rows)
+        self._host: dict[str, HostAdapter] = {}
+        self.is_active = False
+        for product, place in self._layout.products:
+            product.adapters = _OfProduct(self, place)
+
+    def read(self, path: str, digest: str = "") -> HostAdapter:
+        """From the folder `path`, on any thread. Raises AdapterRefused, also where its content is
+        not that of `digest`."""
+        is_gpu = self._device.type == "cuda"
+        if is_gpu:
+            torch.cuda.set_device(self._device)  # this thread's, which is to pin memory for it
+        found = read_adapter(
+            Path(path), self._layout, self._max_rank, self._dtype, is_pinned=is_gpu
+        )
+        if digest and found.digest != digest:
+            raise AdapterRefused(f"{path} is another adapter than when it was loaded")
+        return found
+
+    def keep(self, adapter: HostAdapter) -> None:
+        """In host memory, until `drop`."""
+        self._host[adapter.digest] = adapter
+
+    def drop(self, digest: str) -> None:
+        """Copies of it that are under way hold its memory."""
+        self._host.pop(digest, None)
+
+    def load(self, slot: int, digest: str) -> None:
+        """Into a slot that no sequence is computed with any more."""
+        adapter = self._host[digest]
+        with torch.inference_mode():
+            self._bank[slot, : adapter.rank].copy_(adapter.rows, non_blocking=True)
+            self._adds.set_rank(slot, adapter.rank)
+
+    def plan(self, lengths: Iterable[int], slots: Iterable[int | None], num_rows: int) -> None:
+        """For the next step: of each slice how many rows it has, and its slot; rows behind them
+        have none."""
+        numbers = [NO_SLOT if slot is None else slot for slot in slots]
+        of_rows = np.full(num_rows, NO_SLOT, np.int32)
+        found: Int32s = np.repeat(np.array(numbers, np.int32), [*lengths])
+        of_rows[: len(found)] = found
+        self._adds.plan(of_rows)
+        self.is_active = True
+
+    def rest(self) -> None:
+        """The next step has none: it computes as if there were no adapters."""
+        self.is_active = False
+
+    def add(self, y: Tensor, x: Activations, place: Place) -> None:
+        self._adds.add(y, x if isinstance(x, Tensor) else x.dequantised(x.dtype), place)
+
+
+class _OfProduct:
+    """`layers.ProductAdapters` of one product."""
+
+    def __init__(self, adapters: RankAdapters, place: Place) -> None:
+        self._adapters, self._place = adapters, place
+
+    @property
+    def is_active(self) -> bool:
+        return self._adapters.is_active
+
+    def add(self, product: Tensor, x: Activations) -> None:
+        self._adapters.add(product, x, self._place)

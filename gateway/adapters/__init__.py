@@ -1,0 +1,1 @@
+"""LoRA adapters that a gateway serves by name."""

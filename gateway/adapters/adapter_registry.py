@@ -1,0 +1,160 @@
+"""The LoRA adapters that this gateway serves, by name: loaded on every engine, or on none.
+
+    load(name, path) ─► LoadAdapter to every linked engine ─► all have the same content ─► served
+                                                          └─► one refuses ─► its error, by its name
+
+What is dispatched has the adapter's path with it: an engine that came later, or gave the adapter
+up, reads it then. So nothing is kept in step here; an engine that comes is only told early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from ...core.errors import (
+    AdapterRefused,
+    BatonError,
+    InvalidRequest,
+    ModelNotFound,
+    NodeLost,
+    StartupFailed,
+    Unavailable,
+)
+from ...core.request.request import Adapter
+from ..engines.engine_table import EngineTable
+from ..engines.linked_engine import LinkedEngine
+from ..validation.validation import is_label
+
+log = logging.getLogger(__name__)
+
+_LOAD_S = 120.0  # how long all engines may take for one
+_RETRY_S = 0.2
+
+Loaded = str | BatonError  # the digest
+
+
+class AdapterRegistry:
+    """Belongs to the event loop's thread. `modules` are loaded by `run`, once engines are there."""
+
+    def __init__(self, table: EngineTable, model: str, modules: Iterable[str] = ()) -> None:
+        """`modules`: name=path each. Raises StartupFailed."""
+        self._table, self._model = table, model
+        self._modules = dict(_module(text, model) for text in modules)
+        self._adapters: dict[str, Adapter] = {}
+        self._loading: set[str] = set()
+        self._orders: dict[tuple[str, int], asyncio.Future[Loaded]] = {}  # by incarnation, order
+        self._numbers = itertools.count(1)
+        self._folder = os.getcwd()
+        self.is_settled = not self._modules
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Those that are served."""
+        return MappingProxyType(self._adapters)
+
+    async def load(self, name: str, path: str) -> Adapter:
+        """Serve the adapter at `path`, a folder of every engine's host.
+
+        A relative path is one from where this gateway was started. Raises InvalidRequest for a
+        name that is taken or none, AdapterRefused, which names the engine, Unavailable where there
+        is no engine.
+        """
+        if not is_label(name):
+            raise InvalidRequest("no name of a model", "lora_name", "invalid_value")
+        if name == self._model or name in self._adapters or name in self._loading:
+            message = f"the name {name!r} is taken: unload it first"
+            raise InvalidRequest(message, "lora_name", "invalid_value")
+        self._loading.add(name)
+        try:
+            adapter = await self._load(name, os.path.join(self._folder, path))
+        finally:
+            self._loading.discard(name)
+        self._adapters[name] = adapter
+        log.info("LoRA adapter %s is served", name)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Take no more requests for it; those that run end as they would. Raises ModelNotFound."""
+        if self._adapters.pop(name, None) is None:
+            message = f"The LoRA adapter `{name[:64]}` does not exist."
+            raise ModelNotFound(message, param="lora_name")
+        log.info("LoRA adapter %s is not served any more", name)
+
+    async def run(self) -> None:
+        """Load the modules; what an engine refuses is logged, and not served."""
+        for name, path in self._modules.items():
+            while name not in self._adapters:
+                if self._table.why_not_ready():
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                try:
+                    await self.load(name, path)
+                except Unavailable:
+                    await asyncio.sleep(_RETRY_S)
+                except BatonError as error:
+                    log.error("LoRA adapter %s is not served: %s", name, error.message)
+                    break
+        self.is_settled = True
+
+    async def _load(self, name: str, path: str) -> Adapter:
+        engines = [*self._table.engines.values()]
+        answers = [self._order(engine, name, path) for engine in engines]
+        try:
+            async with asyncio.timeout(_LOAD_S):
+                found = await asyncio.gather(*answers)
+        except TimeoutError:
+            raise Unavailable(f"not all engines loaded {name} within {_LOAD_S:g} s") from None
+        digests = {one for one in found if isinstance(one, str)}
+        for engine, one in zip(engines, found, strict=True):
+            if isinstance(one, BatonError) and not isinstance(one, NodeLost):
+                kind = type(one) if one.is_retryable else AdapterRefused
+                raise kind(f"{engine.name} refuses {name}: {one.message}", param="lora_path")
+        if not digests:
+            raise Unavailable("there is no engine to load a LoRA adapter on")
+        if len(digests) > 1:
+            raise AdapterRefused(f"{path} is not the same on all hosts", "lora_path")
+        return Adapter(name, digests.pop(), path)
+
+    def _order(self, engine: LinkedEngine, name: str, path: str) -> asyncio.Future[Loaded]:
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._orders[engine.incarnation, number] = answer
+        engine.outbox.load_adapter(number, name, path)
+        return answer
+
+    # -- what the cluster view reports -------------------------------------------------------------
+
+    def linked(self, engine: LinkedEngine) -> None:
+        """An engine is there: it may read what it will need before a request needs it."""
+        for adapter in self._adapters.values():
+            self._order(engine, adapter.name, adapter.path).add_done_callback(_note)
+
+    def answered(self, incarnation: str, number: int, found: Loaded) -> None:
+        """An engine has loaded what it was ordered to, or refuses."""
+        answer = self._orders.pop((incarnation, number), None)
+        if answer is not None and not answer.done():
+            answer.set_result(found)
+
+    def lost(self, incarnation: str) -> None:
+        """An engine is gone: it owes no answer."""
+        for key in [key for key in self._orders if key[0] == incarnation]:
+            self.answered(*key, NodeLost("a node was lost"))
+
+
+def _note(answer: asyncio.Future[Loaded]) -> None:
+    if not answer.cancelled() and isinstance(found := answer.result(), BatonError):
+        log.warning("an engine that came has not loaded a LoRA adapter: %s", found.message)
+
+
+def _module(text: str, model: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not path or not is_label(name) or name == model:
+        raise StartupFailed(
+            f"--lora-modules: {text!r} is no name=path", hint="a name that the model has not"
+        )
+    return name, path

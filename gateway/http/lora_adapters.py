@@ -1,0 +1,33 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: an administrator's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from ...core.request.json_fields import STRING, FieldKind
+from .generate.request_fields import read_body
+from .protocol.app_state import APP_STATE
+
+ROUTES = web.RouteTableDef()
+
+LOAD_FIELDS: Mapping[str, FieldKind] = {"lora_name": STRING, "lora_path": STRING}
+UNLOAD_FIELDS: Mapping[str, FieldKind] = {"lora_name": STRING}
+
+
+@ROUTES.post("/v1/load_lora_adapter")
+async def load(request: web.Request) -> web.Response:
+    """Serve a LoRA adapter: a folder of every engine's host, under a name."""
+    found = await read_body(request, LOAD_FIELDS, (*LOAD_FIELDS,), {})
+    name = found["lora_name"]
+    await request.app[APP_STATE].door.adapters.load(name, found["lora_path"])
+    return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+@ROUTES.post("/v1/unload_lora_adapter")
+async def unload(request: web.Request) -> web.Response:
+    """Serve a LoRA adapter no more; requests that run end as they would."""
+    name = (await read_body(request, UNLOAD_FIELDS, ("lora_name",), {}))["lora_name"]
+    request.app[APP_STATE].door.adapters.unload(name)
+    return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

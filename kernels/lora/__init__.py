@@ -1,0 +1,1 @@
+"""LoRA: what the adapters of a step add to products with weights."""

@@ -1,0 +1,114 @@
+"""What low-rank adapters (LoRA, Hu et al. 2021) add to a product: y += (x A^T) B^T, by row, each of
+which has its own or none. In plain torch: it serves CPUs and is the reference of lora_triton.py.
+
+    bank   [slots, max rank, row size]: all of an adapter is one piece, of rank r its first r rows
+
+           row i | A[i] of q, k, v | B[:, i] of q, k, v | A[i] of o | B[:, i] of o | ...
+                   └─ Place.inputs_at  └─ outputs_at       the next layers behind
+
+B has the adapter's scaling in it. Knows no file and no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Int32s = NDArray[np.int32]
+
+BLOCK_ROWS = 16  # of one adapter, that a program of the kernels works on
+NO_SLOT = -1
+
+
+class Place(NamedTuple):
+    """Where a product's adapters are in the rows of a bank: projections of the same `num_inputs`,
+    whose numbers of outputs are `parts`."""
+
+    inputs_at: int
+    outputs_at: int
+    num_inputs: int
+    parts: tuple[int, ...]
+
+
+class AddsAdapters(Protocol):
+    """Computes what a step's adapters add."""
+
+    def add(self, y: Tensor, x: Tensor, place: Place) -> None:
+        """y [rows, outputs] += what each row's adapter adds; x [rows, inputs]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Rows by adapter, in blocks of BLOCK_ROWS at most, as kernels read it.
+
+        rows [rows]          those with an adapter, slot by slot
+        blocks [3, blocks]   slot (NO_SLOT: an unused block), first, end in `rows`
+
+    As many blocks for so many rows and slots, whatever adapters they have: a CUDA graph's grid.
+    """
+
+    rows: Int32s
+    blocks: Int32s
+
+    @classmethod
+    def of(cls, slots: Int32s, num_slots: int) -> RowGroups:
+        """`slots` [rows]: of each row, NO_SLOT for none."""
+        order = np.argsort(slots, kind="stable").astype(np.int32)
+        blocks = np.zeros((3, num_blocks(len(slots), num_slots)), np.int32)
+        blocks[0] = NO_SLOT
+        first, index = int(np.count_nonzero(slots == NO_SLOT)), 0
+        for slot, count in zip(
+            *np.unique(slots[slots != NO_SLOT], return_counts=True), strict=True
+        ):
+            end = first + int(count)
+            for start in range(first, end, BLOCK_ROWS):
+                blocks[:, index] = slot, start, min(start + BLOCK_ROWS, end)
+                index += 1
+            first = end
+        return cls(order, blocks)
+
+
+def num_blocks(num_rows: int, num_slots: int) -> int:
+    """That so many rows can have at most."""
+    return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots)
+
+
+class TorchAdapters:
+    """`AddsAdapters` of a CPU, adapter by adapter.
+
+    Sums in float64: BLAS sums in an order that depends on the number of rows, and a row's result
+    must not.
+    """
+
+    def __init__(self, bank: Tensor) -> None:
+        self._bank = bank
+        self._ranks = [0] * len(bank)
+        self._groups: list[tuple[int, Tensor]] = []
+
+    def set_rank(self, slot: int, rank: int) -> None:
+        self._ranks[slot] = rank
+
+    def plan(self, slots: Int32s) -> None:
+        """The next step's adapters: of each row, NO_SLOT for none."""
+        found = np.unique(slots[slots != NO_SLOT]).tolist()
+        self._groups = [(slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in found]
+
+    def add(self, y: Tensor, x: Tensor, place: Place) -> None:
+        for slot, rows in self._groups:
+            weights = self._bank[slot, : self._ranks[slot]].double()
+            taken, first_output = x[rows].double(), place.outputs_at
+            added = torch.empty(len(rows), sum(place.parts), dtype=torch.float64)
+            column = 0
+            for index, count in enumerate(place.parts):
+                first_input = place.inputs_at + index * place.num_inputs
+                shrunk = taken @ weights[:, first_input : first_input + place.num_inputs].t()
+                outputs = weights[:, first_output : first_output + count]
+                added[:, column : column + count] = shrunk @ outputs
+                first_output, column = first_output + count, column + count
+            y[rows] = (y[rows].double() + added).to(y.dtype)

@@ -1,0 +1,150 @@
+"""Triton kernels of `lora.AddsAdapters`: shrink, x A^T in parts of the inputs, and expand, which
+multiplies that by B^T and adds it to y.
+
+    shrink   (block of rows, part of the inputs, projection)   ─► [parts, rows, projections, rank]
+    expand   (block of rows, tile of outputs, projection)      sums the parts, adds to y in place
+
+A block is of rows of one adapter, so that its weights are read once for up to 16 rows. Which rows
+that are is read from fixed memory inside: a CUDA graph is replayed over any mixture, and rows
+without an adapter are in no block. Sums are in float32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..upload import upload_into
+from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
+
+_INPUT_PARTS = 8
+_TILE_INPUTS = 64
+_TILE_OUTPUTS = 128
+
+
+@triton.jit
+def _shrink(
+    x, bank, ranks, rows, blocks, shrunk,
+    num_rows, num_blocks, num_inputs, part_inputs, inputs_at,
+    slot_stride, row_stride, x_stride,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, PROJECTIONS: tl.constexpr,
+):  # fmt: skip
+    block, part, projection = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(blocks + block)
+    if slot < 0:
+        return
+    first, end = tl.load(blocks + num_blocks + block), tl.load(blocks + 2 * num_blocks + block)
+    places = first + tl.arange(0, BLOCK)
+    is_row = places < end
+    row = tl.load(rows + places, mask=is_row, other=0).to(tl.int64)
+    rank = tl.arange(0, RANK)
+    is_rank = rank < tl.load(ranks + slot)
+    weights = bank + slot.to(tl.int64) * slot_stride + inputs_at + projection * num_inputs
+    weights += rank[None, :].to(tl.int64) * row_stride
+    total = tl.zeros((BLOCK, RANK), tl.float32)
+    start = part * part_inputs
+    for offset in range(0, part_inputs, TILE):
+        column = start + offset + tl.arange(0, TILE)
+        is_input = (column < num_inputs) & (column < start + part_inputs)
+        taken = tl.load(
+            x + row[:, None] * x_stride + column[None, :],
+            mask=is_row[:, None] & is_input[None, :],
+            other=0.0,
+        )
+        weight = tl.load(
+            weights + column[:, None], mask=is_input[:, None] & is_rank[None, :], other=0.0
+        )
+        total = tl.dot(taken, weight, total, input_precision="ieee")
+    out = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
+    tl.store(out + rank[None, :], total, mask=is_row[:, None])
+
+
+@triton.jit
+def _expand(
+    y, bank, ranks, rows, blocks, shrunk,
+    num_rows, num_blocks, outputs_at, outputs0, outputs1, outputs2,
+    slot_stride, row_stride, y_stride,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
+    PROJECTIONS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    block, tile, projection = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(blocks + block)
+    if slot < 0:
+        return
+    before = tl.where(projection == 0, 0, tl.where(projection == 1, outputs0, outputs0 + outputs1))
+    count = tl.where(projection == 0, outputs0, tl.where(projection == 1, outputs1, outputs2))
+    if tile * TILE >= count:
+        return
+    first, end = tl.load(blocks + num_blocks + block), tl.load(blocks + 2 * num_blocks + block)
+    places = first + tl.arange(0, BLOCK)
+    is_row = places < end
+    row = tl.load(rows + places, mask=is_row, other=0).to(tl.int64)
+    rank = tl.arange(0, RANK)
+    is_rank = rank < tl.load(ranks + slot)
+    taken = tl.zeros((BLOCK, RANK), tl.float32)
+    for part in tl.static_range(PARTS):
+        summand = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
+        taken += tl.load(summand + rank[None, :], mask=is_row[:, None], other=0.0)
+    column = tile * TILE + tl.arange(0, TILE)
+    is_output = column < count
+    weights = bank + slot.to(tl.int64) * slot_stride + outputs_at + before
+    weight = tl.load(
+        weights + rank[:, None].to(tl.int64) * row_stride + column[None, :],
+        mask=is_rank[:, None] & is_output[None, :],
+        other=0.0,
+    )
+    added = tl.dot(taken.to(weight.dtype), weight, input_precision="ieee")
+    out = y + row[:, None] * y_stride + before + column[None, :]
+    mask = is_row[:, None] & is_output[None, :]
+    tl.store(out, (tl.load(out, mask=mask, other=0.0) + added).to(y.dtype.element_ty), mask=mask)
+
+
+class TritonAdapters:
+    """`AddsAdapters` of a GPU, over `bank` [slots, max rank, row size], for `max_rows` at most.
+
+    `plan` waits for nothing, and writes where graphs read.
+    """
+
+    def __init__(self, bank: Tensor, max_rows: int) -> None:
+        self._bank = bank
+        self._ranks = torch.zeros(len(bank), dtype=torch.int32, device=bank.device)
+        most = max_rows + 3 * num_blocks(max_rows, len(bank))
+        self._groups = torch.zeros(most, dtype=torch.int32, device=bank.device)
+        self._rank = max(16, triton.next_power_of_2(bank.shape[1]))
+
+    def set_rank(self, slot: int, rank: int) -> None:
+        self._ranks[slot : slot + 1].fill_(rank)
+
+    def plan(self, slots: Int32s) -> None:
+        """The next step's adapters: of each row, NO_SLOT for none."""
+        groups = RowGroups.of(slots, len(self._bank))
+        found = np.concatenate([groups.rows, groups.blocks.ravel()])
+        upload_into(self._groups[: len(found)], found)
+
+    def add(self, y: Tensor, x: Tensor, place: Place) -> None:
+        num_rows, projections = len(x), len(place.parts)
+        count = num_blocks(num_rows, len(self._bank))
+        rows = self._groups[:num_rows]
+        blocks = self._groups[num_rows : num_rows + 3 * count]
+        shape = (_INPUT_PARTS, num_rows, projections, self._rank)
+        shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
+        part_inputs = triton.cdiv(place.num_inputs, _INPUT_PARTS * _TILE_INPUTS) * _TILE_INPUTS
+        slot_stride, row_stride, _ = self._bank.stride()
+        _shrink[(count, _INPUT_PARTS, projections)](
+            x, self._bank, self._ranks, rows, blocks, shrunk,
+            num_rows, count, place.num_inputs, part_inputs, place.inputs_at,
+            slot_stride, row_stride, x.stride(0),
+            BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_INPUTS, PROJECTIONS=projections,
+            num_warps=4,
+        )  # fmt: skip
+        outputs0, outputs1, outputs2 = (*place.parts, 0, 0)[:3]
+        _expand[(count, triton.cdiv(max(place.parts), _TILE_OUTPUTS), projections)](
+            y, self._bank, self._ranks, rows, blocks, shrunk,
+            num_rows, count, place.outputs_at, outputs0, outputs1, outputs2,
+            slot_stride, row_stride, y.stride(0),
+            BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_OUTPUTS, PROJECTIONS=projections,
+            PARTS=_INPUT_PARTS, num_warps=4,
+        )  # fmt: skip

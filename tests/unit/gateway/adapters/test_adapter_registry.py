@@ -1,0 +1,115 @@
+"""An adapter is served if every engine has it; engines are played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+
+from baton.core.errors import (
+    AdapterRefused,
+    BatonError,
+    InvalidRequest,
+    ModelNotFound,
+    NodeLost,
+    StartupFailed,
+    Unavailable,
+)
+from baton.core.membership import Member, Role
+from baton.gateway.adapters.adapter_registry import AdapterRegistry
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.request.engine_link import Avoid, Demand
+from baton.prefix_index.mirror import PrefixMirror
+
+PREFILL, DECODE, SPARE = "aa" * 16, "dd" * 16, "ee" * 16
+ONE, TWO = "1" * 32, "2" * 32
+
+
+class World:
+    """Engines whose answers the test gives."""
+
+    def __init__(self) -> None:
+        self.table = EngineTable(PrefixMirror(FakeClock()))
+        self.links: dict[str, FakeLink] = {}
+        self.registry = AdapterRegistry(self.table, "base")
+        self.add(PREFILL, Role.PREFILL)
+        self.add(DECODE, Role.DECODE)
+
+    def add(self, name: str, role: Role, max_loras: int = 1) -> LinkedEngine:
+        member = Member(name, role, f"node {name[:2]}", "h:1", "base", "fp", 200, 4, 100)
+        load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({PREFILL}))
+        self.links[name] = link = FakeLink(name)
+        engine = LinkedEngine(member, link, load, max_loras=max_loras)
+        self.table.add(engine)
+        return engine
+
+    async def load(self, name: str, answers: dict[str, str | BatonError]) -> None:
+        loading = asyncio.create_task(self.registry.load(name, "/adapter"))
+        await asyncio.sleep(0)
+        for incarnation, answer in answers.items():
+            order_id, ordered, path = self.links[incarnation].adapter_orders[-1]
+            assert (ordered, path) == (name, "/adapter")
+            self.registry.answered(incarnation, order_id, answer)
+        await loading
+
+
+async def test_it_is_served_if_all_engines_have_it() -> None:
+    world = World()
+    await world.load("sql", {PREFILL: ONE, DECODE: ONE})
+    assert world.registry.adapters["sql"].digest == ONE
+    for name, text in {"sql": "taken", "base": "taken", "a b": "no name"}.items():
+        with pytest.raises(InvalidRequest, match=text):
+            await world.registry.load(name, "/other")
+    late = world.add(SPARE, Role.DECODE)
+    world.registry.linked(late)
+    assert [order[1:] for order in world.links[SPARE].adapter_orders] == [("sql", "/adapter")]
+    world.registry.unload("sql")
+    with pytest.raises(ModelNotFound, match="sql"):
+        world.registry.unload("sql")
+    assert not world.registry.adapters
+
+
+async def test_one_refusal_is_enough() -> None:
+    world = World()
+    refusal = AdapterRefused("/adapter/adapter_config.json: r is 99")
+    with pytest.raises(AdapterRefused, match=r"node dd refuses sql: .*r is 99"):
+        await world.load("sql", {PREFILL: ONE, DECODE: refusal})
+    with pytest.raises(AdapterRefused, match="not the same on all hosts"):
+        await world.load("sql", {PREFILL: ONE, DECODE: TWO})
+    assert not world.registry.adapters
+    await world.load("sql", {PREFILL: ONE, DECODE: ONE})
+
+
+async def test_an_engine_that_is_lost_owes_nothing() -> None:
+    world = World()
+    loading = asyncio.create_task(world.registry.load("sql", "/adapter"))
+    await asyncio.sleep(0)
+    world.registry.lost(DECODE)
+    world.registry.answered(PREFILL, world.links[PREFILL].adapter_orders[-1][0], ONE)
+    assert (await loading).digest == ONE
+    with pytest.raises(Unavailable):
+        await world.load("other", {PREFILL: NodeLost("x"), DECODE: NodeLost("x")})
+
+
+def test_modules_of_the_command_line() -> None:
+    table = EngineTable(PrefixMirror(FakeClock()))
+    for text in ("sql", "=x", "base=/x", "a b=/x", "a="):
+        with pytest.raises(StartupFailed, match="--lora-modules"):
+            AdapterRegistry(table, "base", [text])
+    assert not AdapterRegistry(table, "base", ["a=/x"]).is_settled
+
+
+def test_routing_prefers_engines_that_have_it() -> None:
+    world = World()
+    links = frozenset({PREFILL})
+    has_it = ReportedLoad(0, 0, 0, 100, 50, False, links, adapters=frozenset({ONE}))
+    world.add(SPARE, Role.DECODE).load = has_it
+    nobody = world.add("ff" * 16, Role.DECODE, max_loras=0)
+    nobody.load = ReportedLoad(0, 0, 0, 900, 50, False, links)
+    route = world.table.choose(Demand(10), avoid=Avoid(), fingerprint=None, adapter=ONE)
+    assert route.decode.incarnation == SPARE
+    route = world.table.choose(Demand(10), avoid=Avoid(), fingerprint=None)
+    assert route.decode.incarnation == nobody.incarnation, "with most free blocks"
