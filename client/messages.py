@@ -57,6 +57,7 @@ class GenerateParams(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     tbt_target_ms: float
+    speculative: bool
     json_schema: str | Mapping[str, Any]  # what the output must look like: one of these four
     regex: str
     choice: Sequence[str]

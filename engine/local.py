@@ -18,6 +18,7 @@ from .model import fingerprint
 from .parallel.parallel_runner import ParallelRunner
 from .parallel.rank_processes import Ranks, start_ranks
 from .parallel.ranked_copies import host_copier_of
+from .speculation.ngram import make_proposer
 
 _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
 
@@ -51,6 +52,7 @@ class LocalEngine:
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             host_copier=host_copier,
+            proposer=make_proposer(config.speculation),
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),

@@ -23,6 +23,10 @@ class SequenceSlice(NamedTuple):
     the host does not know yet; `token_ids` holds a stand-in for it. `prompt_targets` are the tokens
     that follow the slice's positions from number `first_prompt_target` on, if their
     log-probabilities are wanted, and `num_prompt_top` alternatives with each.
+
+    `draft_samples`: the slice's tokens behind its first are drafts, as many, and a token is sampled
+    in front of each: by `draft_samples[i]` what draft i is if it is right, by `sample` what is
+    behind the last.
     """
 
     token_ids: Sequence[int]
@@ -33,6 +37,7 @@ class SequenceSlice(NamedTuple):
     prompt_targets: Sequence[int] = ()
     first_prompt_target: int = 0
     num_prompt_top: int = 0
+    draft_samples: Sequence[SampleSpec] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -43,13 +48,15 @@ class SampledToken(NamedTuple):
     """One sampled token and its log-probability under the model's own distribution.
 
     A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
-    likeliest (token id, logprob), as many as were asked for; `forks` the further samples.
+    likeliest (token id, logprob), as many as were asked for; `forks` the further samples. In front
+    of it those of the slice's `draft_samples`: `at_drafts`.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     forks: tuple[SampledToken, ...] = ()
+    at_drafts: tuple[SampledToken, ...] = ()
 
 
 class LaunchedStep(Protocol):

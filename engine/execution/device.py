@@ -11,6 +11,7 @@ from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
+from ..kv.limits import decode_rows
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 from ..model.quantization import Quantization, stays_packed
@@ -145,9 +146,10 @@ def make_attention(
     model: ModelConfig,
     max_model_len: int,
     dtype: torch.dtype,
+    max_drafts: int = 0,
 ) -> AttentionBackend:
     """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention,
-    `dtype` that of the model."""
+    `dtype` that of the model. A decode may have up to `max_drafts` drafts."""
     if prefill == "torch":
         return TorchAttention(pool, model.windows, dtype)
     from ...kernels.attention.attention_gpu import make_gpu_attention
@@ -155,10 +157,11 @@ def make_attention(
     return make_gpu_attention(
         pool,
         num_heads,
-        max_num_seqs,
+        decode_rows(max_num_seqs, max_drafts),
         max_model_len,
         dtype,
         prefill=prefill,
+        rows_each=1 + max_drafts,
         windows=model.windows if model.smallest_window(max_model_len) else None,
     )
 

@@ -118,6 +118,7 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
                 array("I", piece.prompt_targets),
                 piece.first_prompt_target,
                 piece.num_prompt_top,
+                list(map(_sent, piece.draft_samples)),
             )
             for piece in batch
         ]
@@ -149,9 +150,10 @@ def decode(message: memoryview) -> list[SequenceSlice]:
             memoryview(targets).cast("I") if targets else (),
             first_target,
             num_top,
+            [_received(*one) for one in drafts],
         )
-        for tokens, start, table, spec, follows, targets, first_target, num_top in _decoder.decode(
-            message
+        for tokens, start, table, spec, follows, targets, first_target, num_top, drafts in (
+            _decoder.decode(message)
         )
     ]
 

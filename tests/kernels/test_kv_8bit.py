@@ -265,7 +265,7 @@ def test_the_prefill_of_graphs(kv_dtype: torch.dtype) -> None:
     step = Step((4, 2), 64, LENS["mixed"], torch.float32, kv_dtype)
     num_decodes = step.metadata.num_decodes
     step.metadata = dataclasses.replace(
-        step.metadata, graph_decodes=num_decodes + 3, num_graph_decodes=num_decodes
+        step.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
     )
     out = step.run()
     assert difference(out, step.expected()) < 4e-6

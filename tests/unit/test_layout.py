@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
     "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", ""),
-    "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
+    "engine": ("", "speculation", "parallel", "scheduling", "execution", "model", "kv"),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),

@@ -55,6 +55,7 @@ slices = st.builds(
     prompt_targets=st.lists(int32s, max_size=4),
     first_prompt_target=st.integers(0, 5),
     num_prompt_top=st.integers(0, 20),
+    draft_samples=st.lists(specs, max_size=3),
 )
 
 
@@ -66,13 +67,17 @@ def plain(piece: SequenceSlice) -> dict[str, object]:
     fields["num_prompt_top"] = piece.num_prompt_top
     for name in ("token_ids", "block_table", "prompt_targets"):
         fields[name] = list(getattr(piece, name))
-    if piece.sample is not None:
-        spec = piece.sample
-        fields["sample"] = (spec.params, spec.key, spec.forbidden_ids, spec.fork_keys)
-        fields["allowed"] = None if spec.allowed is None else spec.allowed.tolist()
-        if spec.counts is not None:
-            fields["counts"] = (spec.counts.token_ids.tolist(), spec.counts.counts.tolist())
+    fields["samples"] = [*map(plain_spec, (piece.sample, *piece.draft_samples))]
     return fields
+
+
+def plain_spec(spec: SampleSpec | None) -> list[object]:
+    if spec is None:
+        return []
+    allowed = None if spec.allowed is None else spec.allowed.tolist()
+    counts = spec.counts
+    seen = None if counts is None else (counts.token_ids.tolist(), counts.counts.tolist())
+    return [spec.params, spec.key, spec.forbidden_ids, spec.fork_keys, allowed, seen]
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,6 +118,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "prompt_targets",
         "first_prompt_target",
         "num_prompt_top",
+        "draft_samples",
     }
     sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed"}
     assert set(SampleSpec._fields) == sent

@@ -1,0 +1,74 @@
+"""How likely drafts are accepted, by what became of the last ones. Knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WINDOW = 64.0  # trials of a position that count, as a decaying mean
+_OWN_WINDOW = 24.0  # of one sequence
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # before there are any: high enough to be tried
+_OWN_PRIOR_WEIGHT = 6.0  # of what is known of all, in what is expected of one
+_FADING = 0.995  # of a sequence's own trials, each step
+
+
+@dataclass(slots=True)
+class Tally:
+    """Trials and successes; older ones count less."""
+
+    tried: float = 0.0
+    accepted: float = 0.0
+
+    def observe(self, num_tried: int, num_accepted: int, window: float) -> None:
+        kept = max(0.0, 1.0 - num_tried / window)
+        self.tried = self.tried * kept + num_tried
+        self.accepted = self.accepted * kept + num_accepted
+
+    def rate(self, prior: float, weight: float) -> float:
+        return (self.accepted + prior * weight) / (self.tried + weight)
+
+    def fade(self) -> None:
+        """A sequence that was given up is tried again some day."""
+        self.tried *= _FADING
+        self.accepted *= _FADING
+
+
+class Acceptance:
+    """One engine's, for up to `most` drafts."""
+
+    def __init__(self, most: int) -> None:
+        self._positions = [Tally() for _ in range(most)]
+
+    def observe(self, own: Tally, num_drafts: int, num_accepted: int) -> None:
+        """Of so many drafts of a sequence the first ones were accepted; those behind the first that
+        was not are no trials."""
+        num_tried = min(num_drafts, num_accepted + 1)
+        own.observe(num_tried, num_accepted, _OWN_WINDOW)
+        for position in range(num_tried):
+            self._positions[position].observe(1, int(position < num_accepted), _WINDOW)
+
+    def chances(self, own: Tally, num_drafts: int) -> Sequence[float]:
+        """For each of a sequence's next drafts that it and all before it are accepted."""
+        chances, chance, prior = [], 1.0, _PRIOR
+        expected, seen = 0.0, 0.0
+        for tally in self._positions[:num_drafts]:
+            prior = tally.rate(prior, _PRIOR_WEIGHT)
+            expected, seen = expected + prior, seen + 1.0
+            chances.append(prior)
+        if not chances:
+            return chances
+        # What the sequence has of its own moves all positions alike, as odds.
+        mean = expected / seen
+        own_rate = own.rate(mean, _OWN_PRIOR_WEIGHT)
+        for position, each in enumerate(chances):
+            chance *= _moved(each, mean, own_rate)
+            chances[position] = chance
+        return chances
+
+
+def _moved(rate: float, mean: float, own: float) -> float:
+    """`rate`, whose mean is `mean`, of a sequence whose mean is `own`; all in (0, 1)."""
+    odds = rate / max(1e-9, 1 - rate)
+    ratio = own * max(1e-9, 1 - mean) / max(1e-9, mean * (1 - own))
+    moved = odds * ratio
+    return moved / (1 + moved)
