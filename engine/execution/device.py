@@ -11,7 +11,6 @@ from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
-from ..kv.limits import decode_rows
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 from ..model.quantization import Quantization, stays_packed
@@ -157,7 +156,7 @@ def make_attention(
     return make_gpu_attention(
         pool,
         num_heads,
-        decode_rows(max_num_seqs, max_drafts),
+        max_num_seqs,
         max_model_len,
         dtype,
         prefill=prefill,

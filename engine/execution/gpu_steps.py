@@ -32,7 +32,7 @@ from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltere
 from ...kernels.upload import upload, upload_into
 from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
-from ..kv.limits import decode_rows
+from ..kv.limits import decode_graph_rows
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
 from .cuda_graphs import (
@@ -109,7 +109,7 @@ class GpuSteps:
     """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices.
 
     Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS. A decode may
-    have up to `max_drafts` drafts, all together as many as `limits.decode_rows` has room for.
+    have up to `max_drafts` drafts.
     """
 
     runs_ahead = True
@@ -124,8 +124,8 @@ class GpuSteps:
         max_drafts: int = 0,
     ) -> None:
         self.model = model
-        max_rows = decode_rows(max_num_seqs, max_drafts)
-        num_places = max_rows if max_drafts == 0 else max_rows + max_num_seqs
+        max_rows = decode_graph_rows(max_num_seqs, max_drafts)
+        num_places = max_num_seqs * (1 + max_drafts)  # where tokens are sampled
         self._attention = attention
         self._block_size = block_size
         self._device = model.device

@@ -9,7 +9,7 @@ from ...core.request.request import Request
 from .block_pool import NUM_RESERVED_BLOCKS
 
 MAX_NUM_SEQS = 512  # unless the operator sets another
-_MAX_DRAFTING_ROWS = 512  # beyond, no GPU has arithmetic to spare for drafts
+_MOST_GRAPH_ROWS = 512  # of decodes with drafts; what is launched is short beside longer steps
 _SHORT_SEQ_TOKENS = 64
 
 
@@ -110,9 +110,9 @@ def seqs_for_pool(num_blocks: int | None, block_size: int) -> int:
     return min(max(capacity_tokens // _SHORT_SEQ_TOKENS, 16), MAX_NUM_SEQS)
 
 
-def decode_rows(max_num_seqs: int, max_drafts: int) -> int:
-    """Tokens of decodes, their drafts included, that a step has at most."""
-    return max(max_num_seqs, min(max_num_seqs * (1 + max_drafts), _MAX_DRAFTING_ROWS))
+def decode_graph_rows(max_num_seqs: int, max_drafts: int) -> int:
+    """Tokens of decodes, their drafts included, that a CUDA graph has at most."""
+    return max(max_num_seqs, min(max_num_seqs * (1 + max_drafts), _MOST_GRAPH_ROWS))
 
 
 def spare_tokens(max_num_batched_tokens: int) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 _WINDOW = 64.0  # trials of a position that count, as a decaying mean
 _OWN_WINDOW = 24.0  # of one sequence
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # before there are any: high enough to be tried
@@ -47,28 +50,23 @@ class Acceptance:
         for position in range(num_tried):
             self._positions[position].observe(1, int(position < num_accepted), _WINDOW)
 
-    def chances(self, own: Tally, num_drafts: int) -> Sequence[float]:
-        """For each of a sequence's next drafts that it and all before it are accepted."""
-        chances, chance, prior = [], 1.0, _PRIOR
-        expected, seen = 0.0, 0.0
-        for tally in self._positions[:num_drafts]:
+    def chances(self, owns: Sequence[Tally], num_drafts: Sequence[int]) -> NDArray[np.float64]:
+        """[sequences, most]: that a sequence's next draft and all before it are accepted; 0 where
+        there is none."""
+        rates, prior = [], _PRIOR
+        for tally in self._positions:
             prior = tally.rate(prior, _PRIOR_WEIGHT)
-            expected, seen = expected + prior, seen + 1.0
-            chances.append(prior)
-        if not chances:
-            return chances
-        # What the sequence has of its own moves all positions alike, as odds.
-        mean = expected / seen
-        own_rate = own.rate(mean, _OWN_PRIOR_WEIGHT)
-        for position, each in enumerate(chances):
-            chance *= _moved(each, mean, own_rate)
-            chances[position] = chance
-        return chances
+            rates.append(prior)
+        odds = _odds(np.array(rates))
+        # What a sequence has of its own moves all positions alike, as odds.
+        mean = sum(rates) / len(rates)
+        own = np.array([tally.rate(mean, _OWN_PRIOR_WEIGHT) for tally in owns])
+        moved = odds * (_odds(own) / _odds(np.array(mean)))[:, None]
+        chances = np.cumprod(moved / (1 + moved), axis=1)
+        chances[np.arange(len(rates)) >= np.asarray(num_drafts)[:, None]] = 0.0
+        return np.asarray(chances, np.float64)
 
 
-def _moved(rate: float, mean: float, own: float) -> float:
-    """`rate`, whose mean is `mean`, of a sequence whose mean is `own`; all in (0, 1)."""
-    odds = rate / max(1e-9, 1 - rate)
-    ratio = own * max(1e-9, 1 - mean) / max(1e-9, mean * (1 - own))
-    moved = odds * ratio
-    return moved / (1 + moved)
+def _odds(rates: NDArray[np.float64]) -> NDArray[np.float64]:
+    kept = np.clip(rates, 1e-9, 1 - 1e-9)
+    return np.asarray(kept / (1 - kept), np.float64)

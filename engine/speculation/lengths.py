@@ -9,7 +9,6 @@ the best n drafts of a step are the n likeliest of all, and only n is to be foun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from ...core.step_cost import KNOTS, StepCost, StepShape
 
 
 class Lengths(NamedTuple):
-    """Drafts by sequence, and by which factor they raise the tokens per second of a step without;
-    below 1 where even none do: to ask for drafts takes time. `extra_s`: how much longer it takes."""
+    """Drafts by sequence; by which factor they raise the tokens per second of a step without, below
+    1 where none pay, since to ask for drafts takes time; how much longer the step takes."""
 
     num_drafts: list[int]
     gain: float
@@ -28,17 +27,17 @@ class Lengths(NamedTuple):
 
 
 def best_lengths(
-    chances: Sequence[Sequence[float]],
+    chances: NDArray[np.float64],
     beside: StepShape,
     cost: StepCost,
     wait_s: float,
     most: int,
 ) -> Lengths:
-    """`chances[i][j]`: that draft j of sequence i is accepted, with all before it. `beside`: the
+    """`chances[i, j]`: that draft j of sequence i is accepted, with all before it. `beside`: the
     step without drafts, of one decode for each sequence at least. `wait_s`: what it takes to have
     drafts, which a step without saves. No more than `most` drafts in all."""
-    owners = np.repeat(np.arange(len(chances)), [len(each) for each in chances])
-    flat = np.concatenate([np.asarray(each, float) for each in chances] or [np.zeros(0)])
+    owners, places = np.nonzero(chances)
+    flat = chances[owners, places]
     order = np.argsort(-flat, kind="stable")[:most]
     tokens = beside.num_decodes + np.concatenate([[0.0], np.cumsum(flat[order])])
     seconds = _seconds(cost, beside, len(order)) + wait_s

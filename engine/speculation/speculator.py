@@ -1,5 +1,5 @@
-"""An engine's speculation: which sequences of the next step have drafts, how many, and what became of
-them.
+"""An engine's speculation: which sequences have drafts in the next step, how many, and what became
+of them.
 
     step()   draft ─► schedule ─► launch ............... collect ─► verify
              └ of all that is known: behind a step in flight nothing can be drafted. A runner that
@@ -21,7 +21,7 @@ from ...core.ports import Clock
 from ...core.step_cost import StepCost, StepShape
 from ..execution.batch import SampledToken
 from ..execution.constraints import Constraints
-from ..kv.limits import EngineLimits, decode_rows
+from ..kv.limits import EngineLimits
 from ..scheduling.outputs import SpeculationCounts
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceState
@@ -53,7 +53,6 @@ class Speculator:
         most = proposer.max_drafts
         self._proposer, self._most, self._runs_ahead = proposer, most, runs_ahead
         self._limits, self._costs, self._clock = limits, costs, clock
-        self._max_rows = decode_rows(limits.max_num_seqs, most)
         self._constraints = constraints
         self._eos_token_ids = eos_token_ids
         self._acceptance = Acceptance(most)
@@ -180,12 +179,9 @@ class Speculator:
     ) -> Row[int]:
         """How many of the drafts of each to verify."""
         decodes = scheduler.decodes()
-        most = min(self._limits.max_num_batched_tokens, self._max_rows) - decodes.num_decodes
-        most = max(0, most)
-        chances = [
-            self._acceptance.chances(self._tallies[one.key], len(each))
-            for one, each in zip(sequences, drafts, strict=True)
-        ]
+        most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
+        tallies = [self._tallies[one.key] for one in sequences]
+        chances = self._acceptance.chances(tallies, [*map(len, drafts)])
         cost = self._costs.estimate()
         if cost is None:
             lengths, left = [], most

@@ -150,10 +150,10 @@ def make_gpu_attention(
     rows_each: int = 1,
 ) -> GpuAttention:
     """For q, k and v of `dtype`, over a pool of the same or of 8 bits. `prefill` is "triton" or,
-    without a window in any layer, "flashinfer". Decodes have up to `rows_each` tokens, all together
-    up to `max_num_seqs`."""
+    without a window in any layer, "flashinfer". Decodes have up to `rows_each` tokens."""
     prefill_part: PrefillPart
-    graph_prefill = TritonGraphPrefill(pool, max_num_seqs, max_model_len)
+    max_rows = max_num_seqs * rows_each
+    graph_prefill = TritonGraphPrefill(pool, max_rows, max_model_len)
     beside: GraphPrefillPart = graph_prefill
     decode_part = TritonDecode(pool, max_num_seqs, max_model_len, rows_each)
     if prefill == "triton":
@@ -166,5 +166,5 @@ def make_gpu_attention(
         from .attention_flashinfer import FlashInferGraphPrefill
 
         # Its plan takes the host longer, which decodes hide and a short prompt alone would not.
-        beside = FlashInferGraphPrefill(pool, num_heads, max_num_seqs, max_model_len)
+        beside = FlashInferGraphPrefill(pool, num_heads, max_rows, max_model_len)
     return GpuAttention(pool, decode_part, prefill_part, graph_prefill, beside, windows)

@@ -77,17 +77,20 @@ def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
 
 
 class TritonDecode:
-    """Attention of slices of one to `rows_each` tokens, of which there are at most `max_num_seqs` in
-    all. Those of a slice are the last positions of its sequence, and read its keys once."""
+    """Attention of at most `max_num_seqs` slices of one to `rows_each` tokens. Those of a slice are
+    the last positions of its sequence, and read its keys once."""
 
     def __init__(
         self, pool: Tensor, max_num_seqs: int, max_model_len: int, rows_each: int = 1
     ) -> None:
-        self._rows_each = rows_each
-        self._starts = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
+        self._rows_each, self._places = rows_each, 0
         self._kv_heads, self._block_size = pool.shape[3:5]
         max_blocks = max_num_seqs * -(-max_model_len // self._block_size)
+        # In a graph each row of padding is a sequence of its own.
+        max_num_seqs *= rows_each
+        max_blocks += max_num_seqs
         most = max_shares(max_num_seqs, self._kv_heads)
+        self._starts = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
         # Fixed places: a CUDA graph reads them again at every replay.
         self._tables = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
         self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
@@ -105,8 +108,7 @@ class TritonDecode:
         """Prepare a step; in a CUDA graph, one with room for so many tokens of decodes. Slices have
         one token each unless `query_lens` has other numbers."""
         n = len(seq_lens)
-        num_rows = sum(query_lens) if query_lens else n
-        places = num_rows if num_graph_decodes is None else num_graph_decodes
+        places = self._places = n if num_graph_decodes is None else num_graph_decodes
         tables, indices = flatten_tables(seq_lens, block_tables, self._block_size)
         found, found_indptr = divide(seq_lens, self._kv_heads)
         shares = np.zeros((max_shares(places, self._kv_heads), 3), np.int32)
@@ -119,7 +121,7 @@ class TritonDecode:
         upload_into(self._shares, shares)
         upload_into(self._indptr, indptr)
         if self._rows_each > 1:
-            starts = np.full(places + 1, num_rows, np.int32)
+            starts = np.zeros(places + 1, np.int32)  # behind the last slice they mean nothing
             starts[: n + 1] = np.cumsum([0, *(query_lens or [1] * n)])
             upload_into(self._starts, starts)
 
@@ -129,8 +131,9 @@ class TritonDecode:
 
         layer_pool [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
         """
-        n, heads, dim = q.shape
-        shares, device = max_shares(n, self._kv_heads), q.device
+        _, heads, dim = q.shape
+        places, device = self._places, q.device
+        shares = max_shares(places, self._kv_heads)
         rows_each = self._rows_each
         each = (shares, rows_each * heads)
         partial = torch.empty((*each, dim), dtype=torch.float32, device=device)
@@ -173,8 +176,8 @@ class TritonDecode:
             **launch_options(device),
         )
         # Where there are many sequences most have one share, and nothing to join.
-        heads_each = group if n * heads > _JOINS_AT_MOST else 1
-        _join_shares[(n, heads // heads_each)](
+        heads_each = group if places * heads > _JOINS_AT_MOST else 1
+        _join_shares[(places, heads // heads_each)](
             partial,
             log_sums,
             self._indptr,

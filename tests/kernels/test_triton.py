@@ -313,7 +313,7 @@ def triton_attention(
     return make_gpu_attention(
         batch.pool,
         heads,
-        8 * rows_each,
+        8,
         16_384,
         batch.qkv.dtype,
         prefill=prefill,

@@ -124,7 +124,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
     assert set(SampleSpec._fields) == sent
     judged_by_rank_0 = {
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
-        *("min_tokens", "prompt_logprobs"),
+        *("min_tokens", "prompt_logprobs", "speculative"),
     }
     numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}
