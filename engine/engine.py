@@ -476,7 +476,7 @@ class Engine:
         self._step_costs.observe(step.shape, took_s)
         self._step_record.observe(step.shape, took_s, step.promise_s)
         if self._speculator is not None and step.shape.num_decodes:
-            self._speculator.passed(took_s)
+            self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder

@@ -59,7 +59,8 @@ class Speculator:
         self._tallies: dict[str, Tally] = {}
         self._drafted: list[Sequence] = []
         self._gain = _FIRST_GAIN
-        self._wait_s = 0.0
+        self._num_waits, self._wait_s = 0, 0.0
+        self._late_s = {False: 0.0, True: 0.0}  # by whether there were drafts
         self._spare_s = 0.0  # that probes may take
         self._num_probes = 0
         self._num_drafts = self._num_draft_tokens = 0
@@ -108,14 +109,26 @@ class Speculator:
 
     def waited(self, seconds: float) -> None:
         """So long it took to have drafts for a step, all that a step without would not wait for."""
-        share = _GAIN_SHARE if self._wait_s else 1.0
-        self._wait_s += share * (min(seconds, _LONGEST_PROBE_S) - self._wait_s)
+        self._num_waits += 1
+        if self._num_waits > 1:  # the first time something is loaded
+            self._wait_s += _GAIN_SHARE * (min(seconds, _LONGEST_PROBE_S) - self._wait_s)
 
     # -- behind a step ----------------------------------------------------------------------------
 
-    def passed(self, seconds: float) -> None:
+    def passed(self, shape: StepShape, seconds: float, *, has_drafts: bool) -> None:
         """A step with decodes took so long: a part of it may be spent on probes."""
         self._spare_s = min(self._spare_s + _PROBE_SHARE * seconds, _LONGEST_PROBE_S)
+        cost = self._costs.estimate()
+        if cost is not None and not shape.num_prompt_tokens:
+            expected_s = cost.seconds(shape)
+            late_s = min(seconds, 2 * expected_s) - expected_s
+            self._late_s[has_drafts] += _GAIN_SHARE * (late_s - self._late_s[has_drafts])
+
+    @property
+    def _overhead_s(self) -> float:
+        """What drafts take beside their rows: waiting, and what steps with drafts were longer than
+        expected, more than steps without."""
+        return self._wait_s + max(0.0, self._late_s[True] - self._late_s[False])
 
     def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> list[SampledToken]:
         """What a step adds to a sequence: the tokens of its accepted drafts, and the one behind.
@@ -194,7 +207,7 @@ class Speculator:
             beside = StepShape(
                 prompts.num_prompt_tokens, prompts.pairs, decodes.num_decodes, decodes.keys
             )
-        found = best_lengths(chances, beside, cost, self._wait_s, most)
+        found = best_lengths(chances, beside, cost, self._overhead_s, most)
         self._gain += _GAIN_SHARE * (found.gain - self._gain)
         if any(found.num_drafts):
             if found.gain < 1:
