@@ -12,6 +12,7 @@ _WINDOW = 64.0  # trials of a position that count, as a decaying mean
 _OWN_WINDOW = 24.0  # of one sequence
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # before there are any: high enough to be tried
 _OWN_PRIOR_WEIGHT = 6.0  # of what is known of all, in what is expected of one
+_LAST_SHARE = 0.1  # of the last value, in a mean
 _FADING = 0.995  # of a sequence's own trials, each step
 
 
@@ -34,6 +35,19 @@ class Tally:
         """A sequence that was given up is tried again some day."""
         self.tried *= _FADING
         self.accepted *= _FADING
+
+
+class Mean:
+    """Of the last values; the first one, in which something is loaded or compiled, is none."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+        self._num_values = 0
+
+    def observe(self, value: float) -> None:
+        if self._num_values:
+            self.value += max(_LAST_SHARE, 1 / self._num_values) * (value - self.value)
+        self._num_values += 1
 
 
 class Acceptance:

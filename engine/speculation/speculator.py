@@ -26,12 +26,11 @@ from ..scheduling.outputs import SpeculationCounts
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceState
 from ..scheduling.step_cost_estimator import StepCostEstimator
-from .acceptance import Acceptance, Tally
+from .acceptance import Acceptance, Mean, Tally
 from .lengths import Lengths, best_lengths
 from .proposer import Context, Proposer
 
 _PROBE_SHARE = 0.01  # of the time, that drafts may take where they do not seem to pay
-_GAIN_SHARE = 0.1  # of the last decision, in the mean of all
 _FIRST_GAIN = 1.5
 _LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # of a step
 
@@ -58,9 +57,9 @@ class Speculator:
         self._acceptance = Acceptance(most)
         self._tallies: dict[str, Tally] = {}
         self._drafted: list[Sequence] = []
-        self._gain = _FIRST_GAIN
-        self._num_waits, self._wait_s = 0, 0.0
-        self._late_s = {False: 0.0, True: 0.0}  # by whether there were drafts
+        self._gain = Mean(_FIRST_GAIN)
+        self._wait_s = Mean()
+        self._late_s = {False: Mean(), True: Mean()}  # by whether there were drafts
         self._spare_s = 0.0  # that probes may take
         self._num_probes = 0
         self._num_drafts = self._num_draft_tokens = 0
@@ -73,7 +72,7 @@ class Speculator:
         flight."""
         if not any(map(_may_have_drafts, scheduler.running)):
             return False
-        return self._gain > 1 or self._spare_s >= max(self._wait_s, 1e-6)
+        return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
 
     def draft(self, scheduler: Scheduler, prompts: StepShape) -> None:
         """Give the sequences drafts that pay; no step is in flight. `prompts`: the prompts' part of
@@ -109,9 +108,7 @@ class Speculator:
 
     def waited(self, seconds: float) -> None:
         """So long it took to have drafts for a step, all that a step without would not wait for."""
-        self._num_waits += 1
-        if self._num_waits > 1:  # the first time something is loaded
-            self._wait_s += _GAIN_SHARE * (min(seconds, _LONGEST_PROBE_S) - self._wait_s)
+        self._wait_s.observe(min(seconds, _LONGEST_PROBE_S))
 
     # -- behind a step ----------------------------------------------------------------------------
 
@@ -122,13 +119,13 @@ class Speculator:
         if cost is not None and not shape.num_prompt_tokens:
             expected_s = cost.seconds(shape)
             late_s = min(seconds, 2 * expected_s) - expected_s
-            self._late_s[has_drafts] += _GAIN_SHARE * (late_s - self._late_s[has_drafts])
+            self._late_s[has_drafts].observe(late_s)
 
     @property
     def _overhead_s(self) -> float:
         """What drafts take beside their rows: waiting, and what steps with drafts were longer than
         expected, more than steps without."""
-        return self._wait_s + max(0.0, self._late_s[True] - self._late_s[False])
+        return self._wait_s.value + max(0.0, self._late_s[True].value - self._late_s[False].value)
 
     def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> list[SampledToken]:
         """What a step adds to a sequence: the tokens of its accepted drafts, and the one behind.
@@ -208,12 +205,12 @@ class Speculator:
                 prompts.num_prompt_tokens, prompts.pairs, decodes.num_decodes, decodes.keys
             )
         found = best_lengths(chances, beside, cost, self._overhead_s, most)
-        self._gain += _GAIN_SHARE * (found.gain - self._gain)
+        self._gain.observe(found.gain)
         if any(found.num_drafts):
             if found.gain < 1:
                 self._spare_s -= found.extra_s
             return found.num_drafts
-        self._spare_s -= self._wait_s
+        self._spare_s -= self._wait_s.value
         return self._probe(found, drafts, beside, cost)
 
     def _probe(
