@@ -31,6 +31,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpu steps": gpu.steps,
     "gpu shapes": gpu.shapes,
     "gpu quantised": gpu.quantised,
+    "host tier": gpu.host_tier,
     "copies": gpu.copies,
     "sums": gpu.sums,
     "sending products": gpu.sending_products,

@@ -44,12 +44,22 @@ class SequenceSlice(NamedTuple):
         return len(self.token_ids)
 
 
+class Candidate(NamedTuple):
+    """A token that a beam may go on with. `score` is its log-probability behind bias, penalties and
+    masks, `logprob` that under the model's own distribution."""
+
+    token_id: int
+    score: float
+    logprob: float
+
+
 class SampledToken(NamedTuple):
     """One sampled token and its log-probability under the model's own distribution.
 
     A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
-    likeliest (token id, logprob), as many as were asked for; `forks` the further samples. In front
-    of it those of the slice's `draft_samples`: `at_drafts`.
+    likeliest (token id, logprob), as many as were asked for; `forks` the further samples;
+    `candidates` those of a beam, best first, equals by id. In front of it are those of the slice's
+    `draft_samples`: `at_drafts`.
     """
 
     token_id: int
@@ -57,6 +67,7 @@ class SampledToken(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
     forks: tuple[SampledToken, ...] = ()
     at_drafts: tuple[SampledToken, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 class LaunchedStep(Protocol):

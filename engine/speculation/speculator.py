@@ -234,6 +234,6 @@ class Speculator:
 
 def _may_have_drafts(sequence: Sequence) -> bool:
     """Whether it decodes, and its request wants that."""
-    if not sequence.request.sampling.speculative or sequence.is_held:
-        return False
+    if not sequence.request.sampling.speculative or not sequence.awaits_tokens:
+        return False  # or its KV is held, or it is a beam
     return sequence.state is SequenceState.RUNNING and not sequence.is_prefilling

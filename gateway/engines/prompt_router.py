@@ -43,7 +43,7 @@ class PromptRouter:
                 caller_id=self.caller_id,
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
-                lendable_tokens={} if self.computes_all else self._lendable(cached_tokens),
+                lendable_tokens=self.lendable_tokens(cached_tokens),
             )
         except Unavailable:
             decisions["unavailable"] += 1
@@ -58,9 +58,11 @@ class PromptRouter:
             decisions["least_loaded"] += 1
         return route
 
-    def _lendable(self, cached_tokens: Mapping[str, int]) -> dict[str, int]:
+    def lendable_tokens(self, cached_tokens: Mapping[str, int]) -> dict[str, int]:
         """Of them, what other engines could fetch."""
         lendable: dict[str, int] = {}
+        if self.computes_all:
+            return lendable
         for incarnation, num_tokens in cached_tokens.items():
             engine = self.table.engines[incarnation]
             size = engine.member.block_size

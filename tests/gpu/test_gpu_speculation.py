@@ -1,4 +1,4 @@
-"""Speculation on a GPU: the tokens are those without, or differ first where two are nearly equal."""
+"""Speculation on a GPU: tokens are those without it, or differ first where two are nearly equal."""
 
 from __future__ import annotations
 

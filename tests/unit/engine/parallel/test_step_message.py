@@ -44,6 +44,7 @@ specs = st.builds(
     st.none() | counts,
     st.lists(keys, max_size=3).map(tuple),
     st.none() | st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=5).map(words),
+    st.integers(0, 300),
 )
 slices = st.builds(
     SequenceSlice,
@@ -77,7 +78,8 @@ def plain_spec(spec: SampleSpec | None) -> list[object]:
     allowed = None if spec.allowed is None else spec.allowed.tolist()
     counts = spec.counts
     seen = None if counts is None else (counts.token_ids.tolist(), counts.counts.tolist())
-    return [spec.params, spec.key, spec.forbidden_ids, spec.fork_keys, allowed, seen]
+    fields = [spec.params, spec.key, spec.forbidden_ids, spec.fork_keys, spec.num_candidates]
+    return [*fields, allowed, seen]
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,11 +122,12 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "num_prompt_top",
         "draft_samples",
     }
-    sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed"}
+    sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed", "num_candidates"}
     assert set(SampleSpec._fields) == sent
     judged_by_rank_0 = {
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
-        *("min_tokens", "prompt_logprobs", "speculative"),
+        *("min_tokens", "prompt_logprobs", "use_beam_search", "best_of", "early_stopping"),
+        *("num_beam_groups", "speculative"),
     }
     numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}
