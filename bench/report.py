@@ -52,6 +52,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "callers": host.callers,
     "simulated goodput": host.simulated_goodput,
     "quality": host.quality,
+    "speculation": host.speculation,
     "soak": host.soak,
     "strangers": host.strangers,
     "fault sweep": host.fault_sweep,
