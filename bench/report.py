@@ -53,6 +53,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "simulated goodput": host.simulated_goodput,
     "beam blocks": host.beam_blocks,
     "quality": host.quality,
+    "speculation": host.speculation,
     "soak": host.soak,
     "strangers": host.strangers,
     "fault sweep": host.fault_sweep,

@@ -57,6 +57,7 @@ class GenerateParams(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     tbt_target_ms: float
+    speculative: bool
     use_beam_search: bool
     best_of: int
     length_penalty: float

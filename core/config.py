@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import StartupFailed
+from .speculative_config import SpeculativeConfig, parse_speculative_config
 
 
 def flag(
@@ -123,6 +124,11 @@ class EngineConfig:
     attention_backend: str = flag(
         "auto", "prefill attention kernels", choices=("auto", "torch", "triton", "flashinfer")
     )
+    speculative_config: str | None = flag(
+        None,
+        "JSON: how decodes are speculated, e.g. "
+        '{"method": "ngram", "num_speculative_tokens": 4}; default: not at all',
+    )
     num_threads: int | None = flag(None, "CPU threads of an engine; default: 1")
 
     def __post_init__(self) -> None:
@@ -149,6 +155,18 @@ class EngineConfig:
             raise StartupFailed("--swap-space must be 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
+        self.speculation  # noqa: B018  # raises what is wrong with it
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`--speculative-config`; raises StartupFailed."""
+        text = self.speculative_config
+        return None if text is None else parse_speculative_config(text)
+
+    @property
+    def max_drafts(self) -> int:
+        """Of a sequence in one step; 0: no speculation."""
+        return 0 if (of := self.speculation) is None else of.num_speculative_tokens
 
     @property
     def num_host_adapters(self) -> int:

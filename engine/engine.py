@@ -6,7 +6,7 @@
                                        device     | n-1 ................. | n ................
 The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
 the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
-else.
+else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
 
 Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths), and
 measures what steps of prompts take. Owns no tensor and speaks to no other process. Everything
@@ -53,6 +53,7 @@ from .scheduling.outputs import (
     ChunkDone,
     Load,
     Reservation,
+    SpeculationCounts,
     StepOutput,
     StepOutputBuilder,
     TokenOutput,
@@ -64,6 +65,8 @@ from .scheduling.sequence import Sequence, SequenceState, finish_reason
 from .scheduling.step_cost_estimator import StepCostEstimator
 from .scheduling.step_record import StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
+from .speculation.proposer import Proposer
+from .speculation.speculator import Speculator
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
@@ -81,6 +84,7 @@ class _StepInFlight:
     launched_s: float
     launching_s: float  # how long the launch took
     promise_s: float | None
+    has_drafts: bool
 
     def index_of(self) -> dict[Sequence, int]:
         return {one.sequence: index for index, one in enumerate(self.scheduled)}
@@ -104,9 +108,11 @@ class Engine:
         clock: Clock | None = None,
         host_copier: HostCopier | None = None,
         adapters: AdapterRoom[Sequence] | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
-        adapter; `host_copier`: to host memory, where the prefix cache goes on."""
+        adapter; `host_copier`: to host memory, where the prefix cache goes on; `proposer`:
+        speculation by its drafts."""
         self.adapters = adapters
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, generations)
@@ -150,6 +156,18 @@ class Engine:
         self._num_prompts = 0  # of them, those to compute here
         self._num_refusals = 0
         self._clock = clock or SystemClock()
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            self._speculator = Speculator(
+                proposer,
+                limits,
+                self._step_costs,
+                self._constraints,
+                self._eos_token_ids,
+                self._clock,
+                runs_ahead=runner.runs_ahead,
+            )
+        self._last_shape = StepShape()
         self._collected_s = 0.0  # when the last step was
         self._in_flight: _StepInFlight | None = None
         self._stalled_at: int | None = None  # `opportunities` when there was nothing to schedule
@@ -345,7 +363,10 @@ class Engine:
         """
         output = StepOutputBuilder()
         previous, self._in_flight = self._in_flight, None
+        must_wait = previous is not None and self._must_wait(previous)
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
+        if must_wait:
+            due_s = math.inf
         step, has_tried = None, self._clock.monotonic_s() >= due_s
         if has_tried:
             step = self._launch(previous, output)
@@ -357,6 +378,8 @@ class Engine:
                     has_tried = True
                     step = self._launch(previous, output)
             self._collect(previous, output)
+            if must_wait:
+                step = self._launch(None, output, is_waited_for=True)
         elif step is None:
             self._stalled_at = self._scheduler.opportunities
             if meanwhile is not None and self._host is not None and self._host.has_work:
@@ -377,13 +400,28 @@ class Engine:
         began_s = max(previous.launched_s, self._collected_s)
         return began_s + (1 - _EARLY) * lasts_s - previous.launching_s
 
+    def _must_wait(self, previous: _StepInFlight) -> bool:
+        """Whether the step behind `previous` cannot be planned before that has completed."""
+        if self._speculator is None:
+            return False
+        return previous.has_drafts or self._speculator.is_due(self._scheduler)
+
     def _launch(
-        self, previous: _StepInFlight | None, output: StepOutputBuilder
+        self,
+        previous: _StepInFlight | None,
+        output: StepOutputBuilder,
+        *,
+        is_waited_for: bool = False,
     ) -> _StepInFlight | None:
-        """Schedule and launch a step behind `previous`; None if there is nothing to do."""
+        """Schedule and launch a step behind `previous`; None if there is nothing to do.
+
+        `is_waited_for`: the one before has just been collected, for this one to have drafts.
+        """
         self._poll_host()
         if self._beams:
             self._beams.advance(output)
+        if previous is None and self._speculator is not None:
+            self._speculator.draft(self._scheduler, self._last_shape)
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
             self._fail(sequence, error, output)
@@ -393,7 +431,8 @@ class Engine:
         masks = self._masks(schedule.scheduled, output)
         planned = [one for one in schedule.scheduled if one.sequence.key in self._sequences]
         if not planned:
-            return self._launch(previous, output)  # all have failed: there may be room for others
+            # All have failed: there may be room for others.
+            return self._launch(previous, output, is_waited_for=is_waited_for)
         fresh = [one.sequence for one in planned if not one.sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
@@ -401,13 +440,22 @@ class Engine:
             output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
         shape = step_shape(planned)
         eos = self._eos_token_ids
-        batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
+        batch = [launch_slice(one, indices, masks.get(one.sequence, ()), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
+        has_drafts = False
+        if self._speculator is not None:
+            has_drafts = self._speculator.settle()
+            if is_waited_for:  # the device had nothing to do meanwhile
+                launched_s += took_s
+                self._speculator.waited(launched_s - self._collected_s)
         promise_s = self._scheduler.promise_s if shape.num_decodes else None
-        step = _StepInFlight(planned, fence, launched, shape, launched_s, took_s, promise_s)
+        step = _StepInFlight(
+            planned, fence, launched, shape, launched_s, took_s, promise_s, has_drafts
+        )
+        self._last_shape = shape
         for scheduled in planned:
             if scheduled.num_scheduled_tokens > 1:
                 self._tables.prepare_store(scheduled.sequence)
@@ -427,16 +475,16 @@ class Engine:
 
     def _masks(
         self, planned: list[ScheduledSequence], output: StepOutputBuilder
-    ) -> Mapping[Sequence, Mask]:
+    ) -> Mapping[Sequence, Row[Mask]]:
         """Which tokens those may be given that are constrained; what cannot go on ends here."""
-        found: dict[Sequence, Mask] = {}
+        found: dict[Sequence, Row[Mask]] = {}
         if self._constraints is None:
             return found
-        for sequence, mask in constrained_masks(self._constraints, planned).items():
-            if isinstance(mask, InvalidRequest):
-                self._fail(sequence, mask, output)
+        for sequence, masks in constrained_masks(self._constraints, planned).items():
+            if isinstance(masks, InvalidRequest):
+                self._fail(sequence, masks, output)
             else:
-                found[sequence] = mask
+                found[sequence] = masks
         return found
 
     def _collect(self, step: _StepInFlight, output: StepOutputBuilder) -> None:
@@ -459,16 +507,35 @@ class Engine:
         took_s = self._collected_s - began_s
         self._step_costs.observe(step.shape, took_s)
         self._step_record.observe(step.shape, took_s, step.promise_s)
+        if self._speculator is not None and step.shape.num_decodes:
+            self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
     ) -> None:
         """Account for one sequence's part of a completed step."""
         sequence = scheduled.sequence
+        if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
+            tokens = self._speculator.accepted_tokens(sequence, sampled)
+            self._step_record.num_decode_tokens -= scheduled.num_scheduled_tokens - len(tokens)
+            for token in tokens:
+                if sequence.state is not SequenceState.ENDED:
+                    self._advance_by(sequence, 1, token, output)
+        else:
+            self._advance_by(sequence, scheduled.num_scheduled_tokens, sampled, output)
+
+    def _advance_by(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        sampled: SampledToken | None,
+        output: StepOutputBuilder,
+    ) -> None:
+        """So many of its tokens are computed, and the token behind them is sampled, if any is."""
         if sampled is not None and math.isnan(sampled.logprob):
             self._fail(sequence, EngineFailed("the model's logits are not numbers"), output)
             return
-        sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+        sequence.num_computed_tokens += num_tokens
         self._tables.store(sequence)
         reason = first = None
         if sampled is not None and sequence.num_candidates:
@@ -579,6 +646,7 @@ class Engine:
             num_swaps=self._scheduler.num_swaps,
             host_hit_tokens=self._tables.num_host_hit_tokens,
             host=HostCounts() if self._host is None else self._host.counts,
+            speculation=self._speculator.counts if self._speculator else SpeculationCounts(),
         )
 
     @property

@@ -83,7 +83,7 @@ def _walk_us(grammars: Grammars, output: list[int], num_samples: int) -> tuple[f
     followers = [one, *(one.another() for _ in range(num_samples - 1))]
     times = []
     for end in range(len(output) + 1):
-        samples: list[Sample] = [(follower, output[:end]) for follower in followers]
+        samples: list[Sample] = [(follower, output[:end], ()) for follower in followers]
         times.append(time_s(lambda samples=samples: constraints.masks(samples)) * 1e6)
     return tuple(times)
 

@@ -23,6 +23,11 @@ def texts() -> str:
     return figure_table(figures("texts", "texts").values()) + "\n" + source("texts")
 
 
+def speculation() -> str:
+    """N-grams on the bundled model."""
+    return figure_table(figures("speculation").values()) + "\n" + source("speculation")
+
+
 def callers() -> str:
     """A light caller beside bulk callers."""
     return figure_table(figures("callers").values()) + "\n" + source("callers")

@@ -137,6 +137,9 @@ class SamplingParams:
         "at least",
         absent="0: the engine's own",
     )
+    speculative: bool = parameter(
+        True, FLAG, "false: none of its tokens are drafted, where its engine does that"
+    )
     use_beam_search: bool = parameter(
         False,
         FLAG,

@@ -23,6 +23,10 @@ class SequenceSlice(NamedTuple):
     the host does not know yet; `token_ids` holds a stand-in for it. `prompt_targets` are the tokens
     that follow the slice's positions from number `first_prompt_target` on, if their
     log-probabilities are wanted, and `num_prompt_top` alternatives with each.
+
+    `draft_samples`: the slice's tokens behind its first are drafts, as many, and a token is sampled
+    in front of each: by `draft_samples[i]` what draft i is if it is right, by `sample` what is
+    behind the last.
     """
 
     token_ids: Sequence[int]
@@ -34,6 +38,7 @@ class SequenceSlice(NamedTuple):
     first_prompt_target: int = 0
     num_prompt_top: int = 0
     adapter_slot: int | None = None  # where its LoRA adapter is
+    draft_samples: Sequence[SampleSpec] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -54,13 +59,15 @@ class SampledToken(NamedTuple):
 
     A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
     likeliest (token id, logprob), as many as were asked for; `forks` the further samples;
-    `candidates` those of a beam, best first, equals by id.
+    `candidates` those of a beam, best first, equals by id. In front of it are those of the slice's
+    `draft_samples`: `at_drafts`.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     forks: tuple[SampledToken, ...] = ()
+    at_drafts: tuple[SampledToken, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
 

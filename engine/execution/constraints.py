@@ -50,7 +50,7 @@ class Constrained:
         return self._matcher
 
 
-Sample = tuple[Constrained, Sequence[int]]  # and its output tokens
+Sample = tuple[Constrained, Sequence[int], Sequence[int]]  # its output tokens, and drafts
 
 
 class Constraints:
@@ -65,13 +65,14 @@ class Constraints:
         """For a new sequence; compiles unless that was done before. Raises InvalidRequest."""
         return Constrained(self._grammars.compile(constraint))
 
-    def masks(self, samples: Sequence[Sample]) -> list[Mask | InvalidRequest]:
-        """What each sample can be followed by, or why it fails; several are computed at once."""
-        results: list[Mask | InvalidRequest] = []
+    def masks(self, samples: Sequence[Sample]) -> list[list[Mask] | InvalidRequest]:
+        """What each sample can be followed by, and behind each of its drafts, which fit; or why it
+        fails. Several are computed at once."""
+        results: list[list[Mask] | InvalidRequest] = []
         masks = np.zeros((len(samples), self._num_words), np.int32)
         rows: list[tuple[LLMatcher, int]] = []
-        for row, (constrained, output_token_ids) in enumerate(samples):
-            results.append(masks[row])
+        for row, (constrained, output_token_ids, _) in enumerate(samples):
+            results.append([masks[row]])
             try:
                 rows.append((constrained.catch_up(output_token_ids), row))
             except InvalidRequest as error:
@@ -80,7 +81,24 @@ class Constraints:
         for matcher, row in rows:
             if matcher.is_error() or not masks[row].any():
                 results[row] = cannot_go_on(matcher)
+            elif drafts := samples[row][2]:
+                results[row] = [masks[row], *self._behind(matcher, drafts)]
         return results
+
+    def num_fitting(self, sample: Sample) -> int:
+        """How many of the sample's drafts can follow its output, one behind the other. Raises
+        InvalidRequest where the output does not fit."""
+        constrained, output_token_ids, drafts = sample
+        return constrained.catch_up(output_token_ids).validate_tokens(list(drafts))
+
+    def _behind(self, matcher: LLMatcher, drafts: Sequence[int]) -> list[Mask]:
+        """Masks behind each of them. The matcher is where it was."""
+        masks = np.zeros((len(drafts), self._num_words), np.int32)
+        for draft, mask in zip(drafts, masks, strict=True):
+            accept(matcher, [draft])
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher.rollback(len(drafts))
+        return [*masks]
 
     def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         if len(rows) == 1:
@@ -127,6 +145,14 @@ class TokenCounts:
             self._ids[place] = token_id
             self._counts[place] += 1
         self._num_taken = len(token_ids)
+
+    def behind(self, token_ids: Sequence[int]) -> TokenCounts:
+        """A copy that has counted these too."""
+        copied = TokenCounts(())
+        copied._ids, copied._counts = self._ids.copy(), self._counts.copy()
+        copied._places = self._places.copy()
+        copied.catch_up(token_ids)
+        return copied
 
     @property
     def token_ids(self) -> NDArray[np.int64]:

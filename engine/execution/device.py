@@ -145,9 +145,10 @@ def make_attention(
     model: ModelConfig,
     max_model_len: int,
     dtype: torch.dtype,
+    max_drafts: int = 0,
 ) -> AttentionBackend:
     """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention,
-    `dtype` that of the model."""
+    `dtype` that of the model. A decode may have up to `max_drafts` drafts."""
     if prefill == "torch":
         return TorchAttention(pool, model.windows, dtype)
     from ...kernels.attention.attention_gpu import make_gpu_attention
@@ -159,6 +160,7 @@ def make_attention(
         max_model_len,
         dtype,
         prefill=prefill,
+        rows_each=1 + max_drafts,
         windows=model.windows if model.smallest_window(max_model_len) else None,
     )
 

@@ -28,11 +28,13 @@ from torch import Tensor
 from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
+from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import as_signed, sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
 from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
+from ..kv.limits import decode_graph_rows
 from ..lora.rank_adapters import RankAdapters
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
@@ -44,7 +46,16 @@ from .cuda_graphs import (
     measure_products,
     prefill_sizes,
 )
-from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of, plan_adapters
+from .step_parts import (
+    Extras,
+    Int64s,
+    SampledRows,
+    compute_extras,
+    flatten,
+    metadata_of,
+    num_decodes,
+    plan_adapters,
+)
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
@@ -54,11 +65,11 @@ _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLO
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A launched step: `rows` are the slices that sample, in the order of the results."""
+    """A launched step."""
 
     number: int
     num_slices: int
-    rows: list[int]
+    rows: SampledRows
     token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
     logprobs: Tensor
     extras: Extras | None
@@ -73,13 +84,10 @@ class GpuStep:
         """See `batch.LaunchedStep`."""
         with device_errors():
             self.is_done.synchronize()
-        results: list[SampledToken | None] = [None] * self.num_slices
-        tokens = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
-        for row, (token_id, logprob) in zip(self.rows, tokens, strict=True):
-            results[row] = SampledToken(token_id, logprob)
+        tokens = [*map(SampledToken, self.token_ids.tolist(), self.logprobs.tolist())]
         if self.extras is not None:
-            self.extras.add_to(results)
-        return results
+            self.extras.add_to(tokens)
+        return self.rows.results(self.num_slices, tokens)
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         """See `batch.LaunchedStep`."""
@@ -104,7 +112,8 @@ class device_errors:
 class GpuSteps:
     """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices.
 
-    Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS.
+    Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS. A decode may
+    have up to `max_drafts` drafts.
     """
 
     runs_ahead = True
@@ -117,22 +126,25 @@ class GpuSteps:
         max_num_seqs: int,
         mixed_tokens: int = 0,
         adapters: RankAdapters | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.model = model
         self._adapters = adapters
+        max_rows = decode_graph_rows(max_num_seqs, max_drafts)
+        num_places = max_num_seqs * (1 + max_drafts)  # where tokens are sampled
         self._attention = attention
         self._block_size = block_size
         self._device = model.device
         self._part = _part_of_rank(model)
-        self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
-        self._logprobs = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
+        self._sampled = torch.zeros(num_places, dtype=torch.int64, device=self._device)
+        self._logprobs = torch.zeros(num_places, dtype=torch.float32, device=self._device)
         self._count: CudaStepCount | None = None
-        self._decode_sizes = decode_sizes(max_num_seqs)
+        self._decode_sizes = decode_sizes(max_rows)
         self._mixed_tokens = mixed_tokens
-        few = min(_FEW_DECODES, max_num_seqs)
+        few = min(_FEW_DECODES, max_rows)
         rooms = {0: _MAX_PROMPT_TOKENS}
         if mixed_tokens:
-            rooms |= {room: room + mixed_tokens for room in (few, max_num_seqs)}
+            rooms |= {room: room + mixed_tokens for room in (few, max_rows)}
         # Sizes of the graphs with prompts, by how many decodes they have room for.
         self._prefill_sizes = {room: prefill_sizes(most) for room, most in rooms.items()}
         self.prefill_graphs: dict[int, StepGraphs] = {}
@@ -165,7 +177,7 @@ class GpuSteps:
         for size in reversed(graphs.sizes):
             batch = [_PADDING_SLICE] * size
             inputs = graphs.inputs(size)
-            upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
+            upload_into(inputs.flatten(), self._decode_arrays(batch, []).ravel())
             self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
             graphs.capture(size, partial(self._decode, inputs), times.library(size))
 
@@ -200,35 +212,39 @@ class GpuSteps:
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
+            rows = SampledRows.of(batch)
             has_adapters = any(piece.adapter_slot is not None for piece in batch)
             graphs = self._adapter_graphs if has_adapters else self.graphs
-            graph = graphs.find(len(batch)) if _is_decode(batch) else None
+            graph = graphs.find(len(rows.specs)) if _is_decode(batch) else None
             if graph is not None:
                 if has_adapters:
                     plan_adapters(self._adapters, batch, graph.size)
-                return self._launch_graph(graph, batch)
-            return self._launch_eagerly(batch)
+                return self._launch_graph(graph, batch, rows)
+            return self._launch_eagerly(batch, rows)
 
     # -- decodes alone ----------------------------------------------------------------------------
 
-    def _launch_graph(self, graph: StepGraph, batch: Sequence[SequenceSlice]) -> GpuStep:
-        padded = [*batch, *[_PADDING_SLICE] * (graph.size - len(batch))]
+    def _launch_graph(
+        self, graph: StepGraph, batch: Sequence[SequenceSlice], rows: SampledRows
+    ) -> GpuStep:
+        padded = [*batch, *[_PADDING_SLICE] * (graph.size - len(rows.specs))]
         inputs = self.graphs.inputs(graph.size)
-        upload_into(inputs.flatten(), self._decode_arrays(padded).ravel())
+        upload_into(inputs.flatten(), self._decode_arrays(padded, rows.specs).ravel())
         self._follow(batch, inputs[0])
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         graph.replay()
         number = self._mark()
-        rows = list(range(len(batch)))
-        self._resample(batch, rows, graph.output)
+        self._resample(rows, range(len(rows.specs)), graph.output)
         extras = self._extras(batch, rows, graph.output, None)
         return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
 
-    def _decode_arrays(self, batch: Sequence[SequenceSlice]) -> Int64s:
-        """[5, decodes]: token ids, positions, slots, keys, bits of the temperatures in float64."""
-        arrays = np.zeros((5, len(batch)), np.int64)
-        arrays[:3] = flatten(batch, self._block_size)
-        arrays[3:] = _sampling_arrays(batch)
+    def _decode_arrays(self, batch: Sequence[SequenceSlice], specs: Sequence[SampleSpec]) -> Int64s:
+        """[5, rows]: token ids, positions, slots, keys, bits of the temperatures in float64. Rows
+        behind `specs` are padding, and greedy."""
+        flat = flatten(batch, self._block_size)
+        arrays = np.zeros((5, flat.shape[1]), np.int64)
+        arrays[:3] = flat
+        arrays[3:, : len(specs)] = _sampling_arrays(specs)
         return arrays
 
     def _decode(self, inputs: Tensor) -> Tensor:
@@ -250,19 +266,17 @@ class GpuSteps:
 
     # -- anything else ----------------------------------------------------------------------------
 
-    def _hidden(self, batch: Sequence[SequenceSlice]) -> tuple[Tensor, Int64s]:
-        """The hidden states of the batch's tokens, others behind them, and the row of each slice's
-        last token."""
+    def _hidden(self, batch: Sequence[SequenceSlice]) -> Tensor:
+        """The hidden states of the batch's tokens, others behind them."""
         arrays = flatten(batch, self._block_size)
-        last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch]) - 1
         has_adapters = plan_adapters(self._adapters, batch, arrays.shape[1])
         found = None if has_adapters else self._find_prefill_graph(batch)
         if found is None:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)
             self._attention.plan(metadata_of(batch, slots))
-            return self.model.forward(token_ids, positions, slots, self._attention), last_tokens
-        num_decodes, room, graph = found
+            return self.model.forward(token_ids, positions, slots, self._attention)
+        room, graph = found
         inputs = self.prefill_graphs[room].inputs(graph.size)
         padded = np.zeros(inputs.shape, np.int64)
         num_tokens = arrays.shape[1]
@@ -274,53 +288,51 @@ class GpuSteps:
             [*batch, *padding],
             inputs[2],
             graph_decodes=min(room, graph.size),
-            num_graph_decodes=num_decodes,
         )
         self._attention.plan(metadata)
         graph.replay()
-        return graph.output, last_tokens
+        return graph.output
 
-    def _find_prefill_graph(
-        self, batch: Sequence[SequenceSlice]
-    ) -> tuple[int, int, StepGraph] | None:
-        """(decodes of the batch, how many its graph has room for, the graph)."""
+    def _find_prefill_graph(self, batch: Sequence[SequenceSlice]) -> tuple[int, StepGraph] | None:
+        """(how many tokens of decodes its graph has room for, the graph)."""
         lens = [piece.num_scheduled_tokens for piece in batch]
-        num_decodes = next((i for i, length in enumerate(lens) if length > 1), len(lens))
-        num_tokens = sum(lens)
-        if not 0 < len(batch) - num_decodes < MAX_GRAPH_SLICES:
+        num_slices = num_decodes(batch)
+        num_rows, num_tokens = sum(lens[:num_slices]), sum(lens)
+        if not 0 < len(batch) - num_slices < MAX_GRAPH_SLICES:
             return None
         is_long = max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
-        for room in sorted(room for room in self.prefill_graphs if room >= num_decodes):
+        for room in sorted(room for room in self.prefill_graphs if room >= num_rows):
             most = self._mixed_tokens if room else 0 if is_long else _MAX_PROMPT_TOKENS
             graph = self.prefill_graphs[room].find(num_tokens)
-            if graph is not None and num_tokens - num_decodes <= most:
-                return num_decodes, room, graph
+            if graph is not None and num_tokens - num_rows <= most:
+                return room, graph
         return None
 
     def _padding(self, num_tokens: int) -> SequenceSlice:
         table = (PADDING_BLOCK,) * -(-num_tokens // self._block_size)
         return SequenceSlice((0,) * num_tokens, start=0, block_table=table, sample=None)
 
-    def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
-        hidden, last_tokens = self._hidden(batch)
+    def _launch_eagerly(self, batch: Sequence[SequenceSlice], rows: SampledRows) -> GpuStep:
+        hidden = self._hidden(batch)
         number = self._mark()  # its KV is written: pullers need not wait for the sampler
-        rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
-        if not rows:
+        if not rows.specs:
             extras = self._extras(batch, rows, None, hidden)
             return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
-        sampling = [batch[row] for row in rows]
-        arrays = np.vstack([np.array(rows), last_tokens[rows], _sampling_arrays(sampling)])
-        slices, tokens, keys, temperatures = upload(arrays, self._device)
+        # A step behind this one finds the tokens by slice; behind one with drafts there is none.
+        num_rows = len(rows.specs)
+        at = range(num_rows) if _has_drafts(batch) else rows.slices
+        arrays = np.vstack([np.array(at), np.array(rows.tokens), _sampling_arrays(rows.specs)])
+        places, tokens, keys, temperatures = upload(arrays, self._device)
         logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
-        sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]
+        sampled, logprobs = self._sampled.new_empty(num_rows), self._logprobs[:num_rows]
         sample_unfiltered(
             logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
         )
-        self._sampled.index_copy_(0, slices, sampled)
-        self._resample(batch, rows, logits)
+        self._sampled.index_copy_(0, places, sampled)
+        self._resample(rows, at, logits)
         extras = self._extras(batch, rows, logits, hidden)
         return self._bring_back(
-            number, len(batch), rows, self._sampled.index_select(0, slices), self._logprobs, extras
+            number, len(batch), rows, self._sampled.index_select(0, places), self._logprobs, extras
         )
 
     # -- both -------------------------------------------------------------------------------------
@@ -341,29 +353,25 @@ class GpuSteps:
             place, source = upload(np.array([places, sources], np.int64), self._device)
             token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
 
-    def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
-        """Sample again what needs filters or changed logits. This rank's logits are parallel to
-        `rows`; of those rows, all ranks' are gathered."""
-        special = []
-        for index, row in enumerate(rows):
-            spec = batch[row].sample
-            if spec is not None and not spec.is_plain:
-                special.append((index, row, spec))
+    def _resample(self, rows: SampledRows, at: Sequence[int], logits: Tensor) -> None:
+        """Sample again what needs filters or changed logits, into the places `at`. This rank's
+        logits are parallel to `rows`; of those rows, all ranks' are gathered."""
+        special = [index for index, spec in enumerate(rows.specs) if not spec.is_plain]
         if special:
-            places = np.array([(index, row) for index, row, _ in special], np.int64).T
-            index, row = upload(np.ascontiguousarray(places), self._device)
+            places = np.array([special, [at[index] for index in special]], np.int64)
+            index, place = upload(places, self._device)
             whole = self.model.lm_head.gather(logits.index_select(0, index))
-            token_ids, logprobs = sample(whole, [spec for _, _, spec in special])
+            token_ids, logprobs = sample(whole, [rows.specs[index] for index in special])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)
-            self._sampled.index_copy_(0, row, token_ids)
+            self._sampled.index_copy_(0, place, token_ids)
             self._logprobs.index_copy_(0, index, logprobs)
 
     def _extras(
         self,
         batch: Sequence[SequenceSlice],
-        rows: list[int],
+        rows: SampledRows,
         logits: Tensor | None,
         hidden: Tensor | None,
     ) -> Extras | None:
@@ -374,13 +382,13 @@ class GpuSteps:
         self,
         number: int,
         num_slices: int,
-        rows: list[int],
+        rows: SampledRows,
         token_ids: Tensor,
         logprobs: Tensor,
         extras: Extras | None,
     ) -> GpuStep:
-        """Copy the first len(rows) results to the host, behind all that was launched."""
-        n = len(rows)
+        """Copy the results of `rows` to the host, behind all that was launched."""
+        n = len(rows.specs)
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
         host_ids.copy_(token_ids[:n], non_blocking=True)
@@ -399,14 +407,18 @@ def _part_of_rank(model: Decoder) -> VocabularyPart | None:
 
 
 def _is_decode(batch: Sequence[SequenceSlice]) -> bool:
-    return all(piece.num_scheduled_tokens == 1 and piece.sample is not None for piece in batch)
+    samples = all(piece.sample is not None for piece in batch)
+    return samples and num_decodes(batch) == len(batch)
 
 
-def _sampling_arrays(batch: Sequence[SequenceSlice]) -> Int64s:
-    """[2, slices]: keys, and the bits of the temperatures in float64. Padding is greedy."""
-    arrays = np.zeros((2, len(batch)), np.int64)
-    for index, piece in enumerate(batch):
-        if piece.sample is not None:
-            arrays[0, index] = as_signed(piece.sample.key)
-            arrays[1].view(np.float64)[index] = piece.sample.params.temperature
+def _has_drafts(batch: Sequence[SequenceSlice]) -> bool:
+    return any(piece.draft_samples for piece in batch)
+
+
+def _sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
+    """[2, rows]: keys, and the bits of the temperatures in float64."""
+    arrays = np.zeros((2, len(specs)), np.int64)
+    for index, spec in enumerate(specs):
+        arrays[0, index] = as_signed(spec.key)
+        arrays[1].view(np.float64)[index] = spec.params.temperature
     return arrays

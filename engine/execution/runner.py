@@ -57,7 +57,7 @@ from ..model.sharding import check_divisible, heads_of_rank
 from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .expert_loads import ExpertLoadReader
-from .step_parts import compute_extras, flatten, metadata_of, plan_adapters
+from .step_parts import SampledRows, compute_extras, flatten, metadata_of, plan_adapters
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
@@ -240,6 +240,7 @@ class ModelRunner:
                 self.max_num_seqs,
                 min(config.mixed_graph_tokens, most_tokens) if self.max_num_seqs > 1 else 0,
                 self.adapters,
+                config.max_drafts,
             )
 
         def run_largest_step() -> None:
@@ -282,6 +283,7 @@ class ModelRunner:
             self.model_config,
             self.max_model_len,
             self._placement.dtype,
+            self._config.max_drafts,
         )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
@@ -436,26 +438,16 @@ class CpuSteps:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         hidden = self._forward(batch)
-        results: list[SampledToken | None] = [None] * len(batch)
-        rows, specs, last_tokens, last = [], [], [], -1
-        for index, piece in enumerate(batch):
-            last += piece.num_scheduled_tokens
-            if piece.sample is not None:
-                rows.append(index)
-                last_tokens.append(last)
-                specs.append(piece.sample)
-        logits = None
-        if rows:
-            logits = self._logits(hidden.index_select(0, torch.tensor(last_tokens)))
-            token_ids, logprobs = sample(logits, specs)
-            tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-            for index, (token_id, logprob) in zip(rows, tokens, strict=True):
-                results[index] = SampledToken(token_id, logprob)
+        rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
+        if rows.specs:
+            logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
+            token_ids, logprobs = sample(logits, rows.specs)
+            tokens += map(SampledToken, token_ids.tolist(), logprobs.tolist())
         extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
-        if extras is None:
-            return CompletedStep(results)
-        extras.add_to(results)
-        return CompletedStep(results, extras.prompt_logprobs())
+        if extras is not None:
+            extras.add_to(tokens)
+        prompt = {} if extras is None else extras.prompt_logprobs()
+        return CompletedStep(rows.results(len(batch), tokens), prompt)
 
     def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
         """Hidden states [tokens, hidden], perhaps with a padding row at the end."""

@@ -55,13 +55,48 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
     return arrays
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Where a step samples, as parallel lists: a slice with drafts has several rows, one by one."""
+
+    slices: list[int]
+    tokens: list[int]  # of the step
+    specs: list[SampleSpec]
+
+    @classmethod
+    def of(cls, batch: Sequence[SequenceSlice]) -> SampledRows:
+        found, end = cls([], [], []), 0
+        for index, piece in enumerate(batch):
+            end += piece.num_scheduled_tokens
+            if piece.sample is None:
+                continue
+            for place, spec in enumerate(piece.draft_samples, end - 1 - len(piece.draft_samples)):
+                found.add(index, place, spec)
+            found.add(index, end - 1, piece.sample)
+        return found
+
+    def add(self, index: int, token: int, spec: SampleSpec) -> None:
+        self.slices.append(index)
+        self.tokens.append(token)
+        self.specs.append(spec)
+
+    def results(self, num_slices: int, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
+        """`tokens` of the rows, by slice."""
+        results: list[SampledToken | None] = [None] * num_slices
+        for index, token in zip(self.slices, tokens, strict=True):
+            if (before := results[index]) is not None:
+                at_drafts = (*before.at_drafts, before._replace(at_drafts=()))
+                token = token._replace(at_drafts=at_drafts)
+            results[index] = token
+        return results
+
+
 def metadata_of(
     batch: Sequence[SequenceSlice],
     slots: Tensor,
     *,
     is_graph: bool = False,
     graph_decodes: int | None = None,
-    num_graph_decodes: int = 0,
 ) -> AttentionMetadata:
     """What attention plans a step by; `slots` [tokens] lie on the device."""
     return AttentionMetadata(
@@ -71,8 +106,14 @@ def metadata_of(
         slot_mapping=slots,
         is_graph=is_graph,
         graph_decodes=graph_decodes,
-        num_graph_decodes=num_graph_decodes,
+        num_decode_slices=num_decodes(batch),
     )
+
+
+def num_decodes(batch: Sequence[SequenceSlice]) -> int:
+    """Slices at the beginning that are decodes: one token, and drafts behind it."""
+    is_decode = (piece.num_scheduled_tokens == 1 + len(piece.draft_samples) for piece in batch)
+    return next((index for index, each in enumerate(is_decode) if not each), len(batch))
 
 
 def plan_adapters(
@@ -103,34 +144,34 @@ class _PromptPart:
 class Extras:
     """Tensors in host memory that are written once the step has completed."""
 
-    forks: list[int]  # slices, one entry a further sample
-    tops: list[tuple[int, int]]  # (slice, number of alternatives)
+    forks: list[int]  # rows, one entry a further sample
+    tops: list[tuple[int, int]]  # (row, number of alternatives)
     prompt: list[_PromptPart]
     fork_tokens: tuple[Tensor, ...] | None  # ids, logprobs [forks]
     top_tokens: tuple[Tensor, ...] | None  # ids, logprobs [tops, most]
     prompt_tokens: tuple[Tensor, ...] | None  # logprobs [rows]; ids, logprobs of tops
-    beams: list[tuple[int, int]]  # (slice, number of candidates)
+    beams: list[tuple[int, int]]  # (row, number of candidates)
     candidates: tuple[Tensor, ...] | None  # ids, scores, logprobs [beams, most]
 
-    def add_to(self, results: list[SampledToken | None]) -> None:
-        """Complete the sampled tokens, which are parallel to the batch. The step has completed."""
+    def add_to(self, tokens: list[SampledToken]) -> None:
+        """Complete the sampled tokens, which are parallel to the rows. The step has completed."""
         if self.top_tokens is not None:
             ids, logprobs = (part.tolist() for part in self.top_tokens)
-            for row, (index, num_top) in enumerate(self.tops):
-                top = tuple(zip(ids[row][:num_top], logprobs[row][:num_top], strict=True))
-                results[index] = _present(results[index])._replace(top=top)
+            for place, (row, num_top) in enumerate(self.tops):
+                top = tuple(zip(ids[place][:num_top], logprobs[place][:num_top], strict=True))
+                tokens[row] = tokens[row]._replace(top=top)
         if self.fork_tokens is not None:
             ids, logprobs = (part.tolist() for part in self.fork_tokens)
-            for index, token_id, logprob in zip(self.forks, ids, logprobs, strict=True):
-                one = _present(results[index])
+            for row, token_id, logprob in zip(self.forks, ids, logprobs, strict=True):
+                one = tokens[row]
                 fork = SampledToken(token_id, logprob, one.top)
-                results[index] = one._replace(forks=(*one.forks, fork))
+                tokens[row] = one._replace(forks=(*one.forks, fork))
 
         if self.candidates is not None:
             columns = [part.tolist() for part in self.candidates]
-            for row, (index, most) in enumerate(self.beams):
-                found = tuple(map(Candidate, *(column[row][:most] for column in columns)))
-                results[index] = _present(results[index])._replace(candidates=found)
+            for place, (row, most) in enumerate(self.beams):
+                found = tuple(map(Candidate, *(column[place][:most] for column in columns)))
+                tokens[row] = tokens[row]._replace(candidates=found)
 
     def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
         """By slice, of its `prompt_targets`. The step has completed."""
@@ -150,29 +191,23 @@ class Extras:
         }
 
 
-def _present(sampled: SampledToken | None) -> SampledToken:
-    assert sampled is not None, "more of a slice that sampled nothing"
-    return sampled
-
-
 def compute_extras(
     batch: Sequence[SequenceSlice],
-    rows: Sequence[int],
+    rows: SampledRows,
     logits: Tensor | None,
     hidden: Tensor | None,
     project: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
 ) -> Extras | None:
-    """`rows`: the slices that sample, `logits` this rank's of them; None where there are none.
+    """`logits`: this rank's of the `rows`; None where there are none.
 
     `hidden` [tokens, hidden] of all slices (None: none asks for its prompt). `project` makes whole
     logits [n, vocab] of rows of it, `gather` of rows of `logits`. None if nobody asks for anything;
     waits for nothing.
     """
-    specs = [(row, index, spec) for row, index in enumerate(rows) if (spec := batch[index].sample)]
-    forks = [(row, index, spec) for row, index, spec in specs for _ in spec.fork_keys]
-    tops = [one for one in specs if one[2].params.logprobs]
-    beams = [one for one in specs if one[2].num_candidates]
+    forks = [row for row, spec in enumerate(rows.specs) for _ in spec.fork_keys]
+    tops = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.params.logprobs)]
+    beams = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.num_candidates)]
     prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
     if not (forks or tops or beams or prompt):
         return None
@@ -183,30 +218,30 @@ def compute_extras(
 
     fork_tokens = top_tokens = found = None
     if forks:
-        fork_tokens = _sample_forks(specs, [row for row, _, _ in forks], whole)
-    num_tops = [spec.params.logprobs or 0 for _, _, spec in tops]
+        fork_tokens = _sample_forks(rows.specs, forks, whole)
     if tops:
-        top_tokens = _find_tops([row for row, _, _ in tops], whole, max(num_tops))
+        top_tokens = _find_tops([row for row, _ in tops], whole, max(n for _, n in tops))
     if beams:
-        found = _find_candidates([row for row, _, _ in beams], [s for _, _, s in beams], whole)
+        places = [row for row, _ in beams]
+        found = _find_candidates(places, [rows.specs[row] for row in places], whole)
     parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
     return Extras(
-        [index for _, index, _ in forks],
-        [(index, num_top) for (_, index, _), num_top in zip(tops, num_tops, strict=True)],
+        forks,
+        tops,
         parts,
         fork_tokens,
         top_tokens,
         prompt_tokens,
-        [(index, spec.num_candidates) for _, index, spec in beams],
+        beams,
         found,
     )
 
 
 def _sample_forks(
-    specs: list[tuple[int, int, SampleSpec]], rows: list[int], whole: WholeLogits
+    specs: list[SampleSpec], rows: list[int], whole: WholeLogits
 ) -> tuple[Tensor, ...]:
     """Sample `rows` (one entry a fork) again, each under its own key."""
-    wanted = [spec._replace(key=key) for _, _, spec in specs for key in spec.fork_keys]
+    wanted = [spec._replace(key=key) for spec in specs for key in spec.fork_keys]
     parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
     return _joined(parts)
 

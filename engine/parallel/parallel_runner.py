@@ -119,6 +119,7 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
                 piece.first_prompt_target,
                 piece.num_prompt_top,
                 piece.adapter_slot,
+                list(map(_sent, piece.draft_samples)),
             )
             for piece in batch
         ]
@@ -152,10 +153,12 @@ def decode(message: memoryview) -> list[SequenceSlice]:
             first_target,
             num_top,
             slot,
+            [_received(*one) for one in drafts],
         )
         for (
             *(tokens, start, table, spec, follows, targets, first_target, num_top),
             slot,
+            drafts,
         ) in _decoder.decode(message)
     ]
 

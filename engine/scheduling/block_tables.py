@@ -239,6 +239,7 @@ class BlockTables:
         sequence.block_ids = []
         sequence.num_stored_blocks = sequence.num_computed_tokens = 0
         sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
+        sequence.draft_token_ids = ()
 
     def open_step(self, sequences: Iterable[Sequence]) -> StepFence:
         """A step that touches the sequences' blocks is about to be launched."""

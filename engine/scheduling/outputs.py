@@ -129,6 +129,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Steps of one sequence that had drafts, these drafts, and how many of them were accepted, at
+    each position."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """Counted since the engine was made; none of them ever falls.
 
@@ -154,6 +164,7 @@ class Totals:
     num_swaps: int = 0
     host_hit_tokens: int = 0
     host: HostCounts = HostCounts()  # noqa: RUF009 (frozen)
+    speculation: SpeculationCounts = SpeculationCounts()
 
 
 @dataclass(slots=True)

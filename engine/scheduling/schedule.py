@@ -120,6 +120,6 @@ def step_shape(scheduled: Iterable[ScheduledSequence]) -> StepShape:
             num_prompt_tokens += num_tokens
             pairs += pairs_of(num_tokens, sequence.num_launched_tokens)
         else:
-            num_decodes += 1
+            num_decodes += num_tokens
             keys += sequence.num_launched_tokens + num_tokens
     return StepShape(num_prompt_tokens, pairs, num_decodes, keys)

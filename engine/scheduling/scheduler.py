@@ -13,6 +13,7 @@ Memory:
 
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
   if not, it stays the head of the queue, and nobody passes it;
+- drafts of a decode have what is left, and preempt nobody;
 - an admission whose prompt goes on in host memory waits apart while that is copied;
 - a decode takes a block when it crosses into one; if there is none, a prompt that is half computed
   is preempted, which nobody's stream waits for, or else the latest arrival (tokens kept, KV swapped
@@ -225,6 +226,8 @@ class Scheduler:
                 continue  # preempted by one before it, or not yet its turn
             if sequence.needs_last_token or self._awaits_its_end(sequence):
                 continue
+            if sequence.draft_token_ids:
+                self._fit_drafts(sequence, schedule)
             if self._make_room(sequence, schedule):
                 schedule.plan(sequence)
         if self.tbt_target_s is not None and schedule.scheduled:
@@ -338,6 +341,13 @@ class Scheduler:
             return True  # held behind its first token
         num_outputs = sequence.num_outputs + sequence.num_awaited_tokens
         return num_outputs >= self._limits.max_outputs(sequence.request)
+
+    def _fit_drafts(self, sequence: Sequence, schedule: Schedule) -> None:
+        """Leave as many drafts as have room in the step; none, rather than preempt anybody."""
+        drafts = sequence.draft_token_ids
+        sequence.draft_token_ids = drafts[: schedule.num_budget_tokens - 1]
+        if not self._tables.grow(sequence):
+            sequence.draft_token_ids = ()
 
     def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Slots for all its tokens, preempting others if need be; False: not in this step."""

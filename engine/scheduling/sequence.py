@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
 from ...core.request.request import FinishReason, Request
@@ -76,7 +77,9 @@ class Sequence:
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
     for; the first token has none. `constrained` is its place in its grammar, if it has one;
-    `adapter_slot` where the runner has its LoRA adapter.
+    `adapter_slot` where the runner has its LoRA adapter. `draft_token_ids` are guesses at what
+    follows its tokens, which the next step verifies or the one in flight: their KV comes behind
+    theirs, and none of what counts tokens counts them.
 
     A beam asks for `num_candidates` in place of a token. It awaits none, and stands still until its
     `group` has decided which of them follows; a held one has no group.
@@ -101,6 +104,7 @@ class Sequence:
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None
     adapter_slot: int | None = None
+    draft_token_ids: Row[int] = ()
     num_candidates: int = 0
     group: SequenceGroup | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
@@ -125,7 +129,8 @@ class Sequence:
         if self.state is SequenceState.HELD:
             return self.num_computed_tokens
         reserved = self.state is SequenceState.RESERVED
-        return len(self.token_ids) + self.num_awaited_tokens + reserved
+        num_tokens = len(self.token_ids) + self.num_awaited_tokens + reserved
+        return num_tokens + len(self.draft_token_ids)
 
     @property
     def num_outputs(self) -> int:
@@ -146,7 +151,8 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next token cannot be sampled before the host knows the one before it."""
-        return self.num_awaited_tokens > 0 and self.request.sampling.needs_history
+        needs_it = self.request.sampling.needs_history or len(self.draft_token_ids) > 0
+        return needs_it and self.num_awaited_tokens > 0
 
     @property
     def awaits_tokens(self) -> bool:
@@ -155,8 +161,9 @@ class Sequence:
 
     @property
     def num_unlaunched_tokens(self) -> int:
-        """Tokens, known or awaited, that no step has been launched for yet."""
-        return len(self.token_ids) + self.num_awaited_tokens - self.num_launched_tokens
+        """Tokens, known or awaited, and drafts that no step has been launched for yet."""
+        num_tokens = len(self.token_ids) + self.num_awaited_tokens + len(self.draft_token_ids)
+        return num_tokens - self.num_launched_tokens
 
     @property
     def is_prefilling(self) -> bool:

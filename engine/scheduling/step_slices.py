@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Row
 
 from ...core.errors import InvalidRequest
 from ...core.request.request import token_key
@@ -17,15 +18,17 @@ from .sequence import Sequence
 def launch_slice(
     scheduled: ScheduledSequence,
     previous: Mapping[Sequence, int],
-    mask: Mask | None,
+    masks: Row[Mask],
     eos_token_ids: Collection[int],
 ) -> SequenceSlice:
     """What to launch of one sequence, which takes note that it is launched.
 
     `previous` has the slices of the step in flight: a token that is not known yet comes from there.
-    `mask` has the tokens that may be sampled, if not all may.
+    `masks` has the tokens that may be sampled, if not all may, behind each draft too.
     """
     sequence = scheduled.sequence
+    if sequence.draft_token_ids:
+        return _verifying_slice(sequence, masks, eos_token_ids)
     start = sequence.num_launched_tokens
     end = start + scheduled.num_scheduled_tokens
     is_awaited = start == sequence.num_tokens
@@ -33,7 +36,7 @@ def launch_slice(
     follows = previous[sequence] if is_awaited else None
     sample = None
     if scheduled.samples:
-        sample = _sample_spec(sequence, end, mask, eos_token_ids)
+        sample = _sample_spec(sequence, end, masks, eos_token_ids)
         sequence.num_awaited_tokens += sequence.awaits_tokens
     sequence.num_launched_tokens = end
     slot = sequence.adapter_slot
@@ -55,6 +58,27 @@ def launch_slice(
     )
 
 
+def _verifying_slice(
+    sequence: Sequence, masks: Row[Mask], eos_token_ids: Collection[int]
+) -> SequenceSlice:
+    """Its last token and its drafts, with what is sampled behind each of them."""
+    start, drafts = sequence.num_launched_tokens, sequence.draft_token_ids
+    assert start == sequence.num_tokens - 1, "drafts follow a token that is known"
+    specs = [
+        _sample_spec(sequence, start + 1 + place, masks, eos_token_ids, drafts[:place])
+        for place in range(len(drafts) + 1)
+    ]
+    sequence.num_awaited_tokens += 1
+    sequence.num_launched_tokens += 1 + len(drafts)
+    return SequenceSlice(
+        [sequence.token_ids[start], *drafts],
+        start,
+        sequence.block_ids,
+        specs.pop(),
+        draft_samples=specs,
+    )
+
+
 def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[ChunkLaunched]:
     """What step number `step` will complete of held requests, behind `launch_slice` of all."""
     held = [one.sequence for one in planned if one.sequence.is_held]
@@ -65,7 +89,7 @@ def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[Chu
 
 def constrained_masks(
     constraints: Constraints, planned: Iterable[ScheduledSequence]
-) -> dict[Sequence, Mask | InvalidRequest]:
+) -> dict[Sequence, list[Mask] | InvalidRequest]:
     """Which tokens those may be given that are constrained, or why one of them cannot go on."""
     samples = [
         (one.sequence, one.sequence.constrained)
@@ -74,26 +98,34 @@ def constrained_masks(
     ]
     if not samples:
         return {}
-    masks = constraints.masks([(c, s.output_token_ids) for s, c in samples])
+    masks = constraints.masks([(c, s.output_token_ids, s.draft_token_ids) for s, c in samples])
     return {sequence: mask for (sequence, _), mask in zip(samples, masks, strict=True)}
 
 
 def _sample_spec(
-    sequence: Sequence, position: int, allowed: Mask | None, eos_token_ids: Collection[int]
+    sequence: Sequence,
+    position: int,
+    masks: Row[Mask],
+    eos_token_ids: Collection[int],
+    drafts: Row[int] = (),
 ) -> SampleSpec:
-    """How to sample the token at `position`, for its forks too if it is their first."""
+    """How to sample the token at `position`, which comes behind so many `drafts`, for its forks too
+    if it is their first."""
     request = sequence.request
     params = request.sampling
     num_outputs = position - len(request.prompt_token_ids)
     is_too_early = num_outputs < params.min_tokens
     forbidden = (*eos_token_ids, *params.stop_token_ids) if is_too_early else ()
-    if allowed is not None:
-        allowed, forbidden = without(allowed, forbidden), ()
+    allowed = None
+    if masks:
+        allowed, forbidden = without(masks[len(drafts)], forbidden), ()
+    counts = sequence.counts()
+    if counts is not None and drafts:
+        counts = counts.behind(drafts)
     key, fork_keys = 0, tuple[int, ...]()
     if not params.is_greedy:
         key = token_key(params.seed, request.sample_index, position)
     if sequence.forks and position == request.num_known_tokens:
         indices = [fork.sample_index for fork in sequence.forks]
         fork_keys = tuple(token_key(params.seed, index, position) for index in indices)
-    counts = sequence.counts()
     return SampleSpec(params, key, forbidden, counts, fork_keys, allowed, sequence.num_candidates)

@@ -50,11 +50,20 @@ class EngineCounters:
     host_hit_tokens: int = 0
     host_bytes_out: int = 0
     host_bytes_in: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_drafts: tuple[int, ...] = ()  # by position
     num_fetches: int = 0
     fetched_blocks: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     failed_fetches: Mapping[str, int] = field(default_factory=dict)  # by error code
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a step with drafts adds to a sequence, the one behind them included; None
+        before there are any."""
+        return 1 + sum(self.accepted_drafts) / self.num_drafts if self.num_drafts else None
 
     def expert_imbalance(self, num_parts: int) -> float | None:
         """Of so many equal parts of the experts, in their order: tokens of the part with most of

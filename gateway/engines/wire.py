@@ -28,7 +28,8 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
     counters = codec.same_fields(wire.counters, EngineCounters)
     for name in ("failed_transfers", "failed_fetches"):
         counters[name] = dict(counters[name])
-    counters["expert_tokens"] = tuple(wire.counters.expert_tokens)
+    for name in ("expert_tokens", "accepted_drafts"):
+        counters[name] = tuple(counters[name])
     fields = codec.same_fields(wire, ReportedLoad) | {
         "links": frozenset(link.incarnation for link in wire.links),
         "counters": EngineCounters(**counters),

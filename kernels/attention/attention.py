@@ -3,7 +3,8 @@
     tokens of a step:  | slice 0 ........ | slice 1 | slice 2 ... |     flat, no padding
     slice i:           query_lens[i] new tokens, the last of seq_lens[i] positions in its sequence
 
-A slice of one token is a decode, a longer one a prefill chunk; both see earlier context through
+A slice of one token is a decode, as is one with drafts behind it, which gives each of its rows what
+a decode of its own would; a longer one is a prefill chunk. All see earlier context through
 their block table. A backend rotates q and k, writes the new K and V to the pool and attends; no
 slice's result depends on another slice. `TorchAttention` is the backend on CPUs, and the reference
 for the others.
@@ -38,9 +39,10 @@ class AttentionMetadata:
 
     A block table may be longer than its sequence needs. `is_graph`: all slices are decodes, and the
     step is captured in, or replayed from, a CUDA graph of so many. `graph_decodes`: so is this one,
-    a graph of as many tokens as the slices have, with room for so many decodes; it has
-    `num_graph_decodes`, and the other slices are all treated as prefill: at most MAX_GRAPH_SLICES
-    with at most MAX_GRAPH_TOKENS together.
+    a graph of as many tokens as the slices have, with room for so many tokens of decodes; the other
+    slices are all treated as prefill: at most MAX_GRAPH_SLICES with at most MAX_GRAPH_TOKENS
+    together. `num_decode_slices`: so many slices at the beginning are decodes, those of several
+    tokens with drafts; None: those of one token.
     """
 
     query_lens: Sequence[int]
@@ -49,13 +51,13 @@ class AttentionMetadata:
     slot_mapping: Tensor
     is_graph: bool = False
     graph_decodes: int | None = None
-    num_graph_decodes: int = 0
+    num_decode_slices: int | None = None
 
     @property
     def num_decodes(self) -> int:
-        """Slices of one token at the beginning; what follows them is treated as prefill."""
-        if self.graph_decodes is not None:
-            return self.num_graph_decodes
+        """Slices at the beginning that are decodes; what follows them is treated as prefill."""
+        if self.num_decode_slices is not None:
+            return self.num_decode_slices
         lens = self.query_lens
         return next((i for i, length in enumerate(lens) if length > 1), len(lens))
 
@@ -103,6 +105,7 @@ class _Slice:
     first: int  # tokens [first, last) of the step
     last: int
     seq_len: int
+    is_decode: bool
     rows: tuple[Tensor, ...]  # for each layer [2 * kv_heads * blocks]
 
 
@@ -139,16 +142,17 @@ class TorchAttention:
         self._offsets = metadata.slot_mapping % block_size
         self._slices = []
         first = 0
-        for query_len, seq_len, block_table in zip(
-            metadata.query_lens, metadata.seq_lens, metadata.block_tables, strict=True
+        num_decodes = metadata.num_decodes
+        for index, (query_len, seq_len, block_table) in enumerate(
+            zip(metadata.query_lens, metadata.seq_lens, metadata.block_tables, strict=True)
         ):
             num_blocks = math.ceil(seq_len / block_size)
             block_ids = torch.tensor(block_table[:num_blocks], device=self._pool.device)
             rows = block_rows(self._pool, block_ids).unbind(0)
             last = first + query_len
-            self._slices.append(_Slice(first, last, seq_len, rows))
+            self._slices.append(_Slice(first, last, seq_len, index < num_decodes, rows))
             first = last
-            if query_len > 1:
+            if index >= num_decodes:
                 self._grow_masks(seq_len)
 
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -165,11 +169,10 @@ class TorchAttention:
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
         k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
         window = self._windows[layer]
-        if s.last - s.first == 1:
-            k, v = k[:, :, -(window or s.seq_len) :], v[:, :, -(window or s.seq_len) :]
-            # The heads of a group see the same keys: they pass as query rows of one head.
-            grouped = q.view(1, self._kv_heads, -1, self._head_dim)
-            return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
+        if s.is_decode:
+            ends = range(s.seq_len - len(q) + 1, s.seq_len + 1)
+            rows = zip(torch.split(q, 1), ends, strict=True)
+            return torch.cat([self._run_decode(row, k, v, end, window) for row, end in rows])
         start = s.seq_len - len(q)
         return torch.cat(
             [
@@ -179,6 +182,16 @@ class TorchAttention:
                 )
             ]
         )
+
+    def _run_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
+    ) -> Tensor:
+        """q [1, heads, dim]: the position before `last_key` -> the same shape."""
+        first_key = 0 if window is None else max(0, last_key - window)
+        # The heads of a group see the same keys: they pass as query rows of one head.
+        grouped = q.view(1, self._kv_heads, -1, self._head_dim)
+        k, v = k[:, :, first_key:last_key], v[:, :, first_key:last_key]
+        return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
 
     def _run_tile(
         self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None

@@ -83,7 +83,7 @@ class GpuAttention:
         self._decode, self._prefill = decode, prefill
         self._graph_prefill = self._alone = graph_prefill
         self._beside_decodes = graph_prefill_beside
-        self._num_slices = self._num_decodes = 0
+        self._num_slices = self._num_decodes = self._num_rows = 0
         self._graph_decodes: int | None = None
         self._side: torch.cuda.Stream | None = None
         if pool.is_cuda:
@@ -91,17 +91,18 @@ class GpuAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         n = self._num_decodes = metadata.num_decodes
+        num_rows = self._num_rows = sum(metadata.query_lens[:n])
         self._num_slices = len(metadata.query_lens)
         self._slot_mapping = metadata.slot_mapping
         graph_decodes = self._graph_decodes = metadata.graph_decodes
         seq_lens, tables = metadata.seq_lens, metadata.block_tables
         if n or graph_decodes:
-            places = n if metadata.is_graph else graph_decodes
-            self._decode.plan(seq_lens[:n], tables[:n], places)
+            places = num_rows if metadata.is_graph else graph_decodes
+            self._decode.plan(seq_lens[:n], tables[:n], places, metadata.query_lens[:n])
         chunks = (metadata.query_lens[n:], seq_lens[n:], tables[n:])
         if graph_decodes is not None:
             self._graph_prefill = self._beside_decodes if graph_decodes else self._alone
-            self._graph_prefill.plan(*chunks, first_row=n)
+            self._graph_prefill.plan(*chunks, first_row=num_rows)
         elif n < self._num_slices:
             self._prefill.plan(*chunks)
 
@@ -112,7 +113,7 @@ class GpuAttention:
         heads = all_heads - 2 * layer_pool.shape[2]
         shape = (num_tokens, heads, dim)
         out = empty_rows(shape, qkv)
-        n = self._num_decodes if self._graph_decodes is None else self._graph_decodes
+        n = self._num_rows if self._graph_decodes is None else self._graph_decodes
         has_prefill = self._num_decodes < self._num_slices
         if has_prefill:
             with self._beside(is_alone=n == 0):
@@ -146,13 +147,15 @@ def make_gpu_attention(
     *,
     prefill: str,
     windows: Sequence[int | None] | None = None,
+    rows_each: int = 1,
 ) -> GpuAttention:
     """For q, k and v of `dtype`, over a pool of the same or of 8 bits. `prefill` is "triton" or,
-    without a window in any layer, "flashinfer"."""
+    without a window in any layer, "flashinfer". Decodes have up to `rows_each` tokens."""
     prefill_part: PrefillPart
-    graph_prefill = TritonGraphPrefill(pool, max_num_seqs, max_model_len)
+    max_rows = max_num_seqs * rows_each
+    graph_prefill = TritonGraphPrefill(pool, max_rows, max_model_len)
     beside: GraphPrefillPart = graph_prefill
-    decode_part = TritonDecode(pool, max_num_seqs, max_model_len)
+    decode_part = TritonDecode(pool, max_num_seqs, max_model_len, rows_each)
     if prefill == "triton":
         prefill_part = TritonPrefill(pool)
     else:
@@ -163,5 +166,5 @@ def make_gpu_attention(
         from .attention_flashinfer import FlashInferGraphPrefill
 
         # Its plan takes the host longer, which decodes hide and a short prompt alone would not.
-        beside = FlashInferGraphPrefill(pool, num_heads, max_num_seqs, max_model_len)
+        beside = FlashInferGraphPrefill(pool, num_heads, max_rows, max_model_len)
     return GpuAttention(pool, decode_part, prefill_part, graph_prefill, beside, windows)

@@ -77,12 +77,20 @@ def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
 
 
 class TritonDecode:
-    """Attention of slices of one token, of which there are at most `max_num_seqs`."""
+    """Attention of at most `max_num_seqs` slices of one to `rows_each` tokens. Those of a slice are
+    the last positions of its sequence, and read its keys once."""
 
-    def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, pool: Tensor, max_num_seqs: int, max_model_len: int, rows_each: int = 1
+    ) -> None:
+        self._rows_each, self._places = rows_each, 0
         self._kv_heads, self._block_size = pool.shape[3:5]
         max_blocks = max_num_seqs * -(-max_model_len // self._block_size)
+        # In a graph each row of padding is a sequence of its own.
+        max_num_seqs *= rows_each
+        max_blocks += max_num_seqs
         most = max_shares(max_num_seqs, self._kv_heads)
+        self._starts = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
         # Fixed places: a CUDA graph reads them again at every replay.
         self._tables = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
         self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
@@ -91,11 +99,16 @@ class TritonDecode:
         self._indptr = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
 
     def plan(
-        self, seq_lens: Sequence[int], block_tables: BlockTables, num_graph_decodes: int | None
+        self,
+        seq_lens: Sequence[int],
+        block_tables: BlockTables,
+        num_graph_decodes: int | None,
+        query_lens: Sequence[int] = (),
     ) -> None:
-        """Prepare a step; in a CUDA graph, one with room for so many decodes."""
+        """Prepare a step; in a CUDA graph, one with room for so many tokens of decodes. Slices have
+        one token each unless `query_lens` has other numbers."""
         n = len(seq_lens)
-        places = n if num_graph_decodes is None else num_graph_decodes
+        places = self._places = n if num_graph_decodes is None else num_graph_decodes
         tables, indices = flatten_tables(seq_lens, block_tables, self._block_size)
         found, found_indptr = divide(seq_lens, self._kv_heads)
         shares = np.zeros((max_shares(places, self._kv_heads), 3), np.int32)
@@ -107,17 +120,24 @@ class TritonDecode:
         upload_into(self._seq_lens, np.array(seq_lens, np.int32))
         upload_into(self._shares, shares)
         upload_into(self._indptr, indptr)
+        if self._rows_each > 1:
+            starts = np.zeros(places + 1, np.int32)  # behind the last slice they mean nothing
+            starts[: n + 1] = np.cumsum([0, *(query_lens or [1] * n)])
+            upload_into(self._starts, starts)
 
     def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        """q [decodes, heads, dim], of which a token's heads lie together; out the same, contiguous.
+        """q [rows, heads, dim], of which a token's heads lie together; out the same, contiguous.
         Of a graph as many rows as it has room for; those of no decode are left as they are.
 
         layer_pool [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
         """
-        n, heads, dim = q.shape
-        shares, device = max_shares(n, self._kv_heads), q.device
-        partial = torch.empty((shares, heads, dim), dtype=torch.float32, device=device)
-        log_sums = torch.empty((shares, heads), dtype=torch.float32, device=device)
+        _, heads, dim = q.shape
+        places, device = self._places, q.device
+        shares = max_shares(places, self._kv_heads)
+        rows_each = self._rows_each
+        each = (shares, rows_each * heads)
+        partial = torch.empty((*each, dim), dtype=torch.float32, device=device)
+        log_sums = torch.empty(each, dtype=torch.float32, device=device)
         dim_padded = triton.next_power_of_2(dim)
         group = heads // self._kv_heads
         # Heads of a share run side by side: they read the same blocks, and a block of a layer lies
@@ -130,6 +150,7 @@ class TritonDecode:
             self._seq_lens,
             self._shares,
             self._indptr,
+            self._starts,
             out,
             partial,
             log_sums,
@@ -140,7 +161,8 @@ class TritonDecode:
             HAS_WINDOW=window is not None,
             KV_HEADS=self._kv_heads,
             GROUP=group,
-            GROUP_PADDED=max(16, triton.next_power_of_2(group)),
+            ROWS_EACH=rows_each,
+            GROUP_PADDED=max(16, triton.next_power_of_2(rows_each * group)),
             BLOCK_SIZE=self._block_size,
             PIECE=piece_elements(layer_pool),
             DIM=dim,
@@ -154,12 +176,14 @@ class TritonDecode:
             **launch_options(device),
         )
         # Where there are many sequences most have one share, and nothing to join.
-        heads_each = group if n * heads > _JOINS_AT_MOST else 1
-        _join_shares[(n, heads // heads_each)](
+        heads_each = group if places * heads > _JOINS_AT_MOST else 1
+        _join_shares[(places, heads // heads_each)](
             partial,
             log_sums,
             self._indptr,
+            self._starts,
             out,
+            ROWS_EACH=rows_each,
             HEADS=heads,
             HEADS_EACH=heads_each,
             DIM=dim,
@@ -178,6 +202,7 @@ def _attend_share(
     seq_lens,
     shares,
     indptr,
+    starts,
     out,
     partial,
     log_sums,
@@ -188,6 +213,7 @@ def _attend_share(
     HAS_WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS_EACH: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr,
@@ -206,14 +232,28 @@ def _attend_share(
     begin, end = tl.load(shares + share * 3 + 1), tl.load(shares + share * 3 + 2)
     if begin >= end:
         return
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, tl.load(seq_lens + sequence) - window)
     rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
-    is_row, is_dim = rows < GROUP, dims < DIM
-    head = kv_head * GROUP + rows
-    query = q + sequence.to(tl.int64) * q_stride
+    is_dim = dims < DIM
+    if ROWS_EACH == 1:
+        is_row = rows < GROUP
+        head = kv_head * GROUP + rows
+        row = sequence.to(tl.int64) + tl.zeros_like(rows)
+        place = head  # among a share's results
+        if HAS_WINDOW:
+            begin = tl.maximum(begin, tl.load(seq_lens + sequence) - window)
+    else:
+        first_row = tl.load(starts + sequence)
+        num_rows = tl.load(starts + sequence + 1) - first_row
+        is_row = rows < num_rows * GROUP
+        head = kv_head * GROUP + rows % GROUP
+        row = (first_row + rows // GROUP).to(tl.int64)
+        place = rows // GROUP * KV_HEADS * GROUP + head
+        # Behind its own position a row sees none of the keys, which are those of later rows.
+        row_end = tl.load(seq_lens + sequence) - num_rows + 1 + rows // GROUP
+        if HAS_WINDOW:
+            begin = tl.maximum(begin, tl.min(row_end, axis=0) - window)
     queries = tl.load(
-        query + head[:, None] * DIM + dims[None, :],
+        q + row[:, None] * q_stride + head[:, None] * DIM + dims[None, :],
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
@@ -244,8 +284,16 @@ def _attend_share(
             scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
         else:
             scores *= scale
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        if ROWS_EACH == 1:
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+        else:
+            is_seen = is_key[None, :] & (positions[None, :] < row_end[:, None])
+            if HAS_WINDOW:
+                is_seen &= positions[None, :] >= row_end[:, None] - window
+            scores = tl.where(is_seen, scores, float("-inf"))
         larger = tl.maximum(best, tl.max(scores, axis=1) - (HALF_ROOM if IS_8BIT else 0))
+        if ROWS_EACH > 1:  # a row may have seen nothing yet
+            larger = tl.where(larger > float("-inf"), larger, -1e30)
         weights = tl.exp2(scores - larger[:, None])
         fade = tl.exp2(best - larger)
         acc = acc * fade[:, None]
@@ -268,10 +316,10 @@ def _attend_share(
     mask = is_row[:, None] & is_dim[None, :]
     num_shares = tl.load(indptr + sequence + 1) - tl.load(indptr + sequence)
     if num_shares == 1:  # the share that is the whole is the result
-        at = sequence.to(tl.int64) * KV_HEADS * GROUP + head
+        at = row * KV_HEADS * GROUP + head
         tl.store(out + at[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask)
     else:
-        at = share.to(tl.int64) * KV_HEADS * GROUP + head
+        at = share.to(tl.int64) * ROWS_EACH * KV_HEADS * GROUP + place
         tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask)
         log_sum = tl.where(total > 0, best + tl.log2(share_sum), float("-inf"))
         tl.store(log_sums + at, log_sum, mask=is_row)
@@ -282,7 +330,9 @@ def _join_shares(
     partial,
     log_sums,
     indptr,
+    starts,
     out,
+    ROWS_EACH: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_EACH: tl.constexpr,
     DIM: tl.constexpr,
@@ -296,11 +346,25 @@ def _join_shares(
     if end - begin <= 1:
         return
     dims = tl.arange(0, DIM_PADDED)
-    for index in tl.static_range(HEADS_EACH):
-        head = tl.program_id(1) * HEADS_EACH + index
-        joined = _joined(partial, log_sums, begin, end, head, HEADS, DIM, DIM_PADDED)
-        at = sequence.to(tl.int64) * HEADS + head
-        tl.store(out + at * DIM + dims, joined.to(out.dtype.element_ty), mask=dims < DIM)
+    first_row, num_rows = sequence, 1
+    if ROWS_EACH > 1:
+        first_row = tl.load(starts + sequence)
+        num_rows = tl.load(starts + sequence + 1) - first_row
+    for row in range(num_rows):
+        for index in tl.static_range(HEADS_EACH):
+            head = tl.program_id(1) * HEADS_EACH + index
+            joined = _joined(
+                partial,
+                log_sums,
+                begin,
+                end,
+                row * HEADS + head,
+                ROWS_EACH * HEADS,
+                DIM,
+                DIM_PADDED,
+            )
+            at = (first_row + row).to(tl.int64) * HEADS + head
+            tl.store(out + at * DIM + dims, joined.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit
@@ -314,7 +378,8 @@ def _joined(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """One head of a sequence, float32 [DIM_PADDED], out of the shares from `begin` to `end`."""
+    """One head of a row, float32 [DIM_PADDED], out of the shares from `begin` to `end`, each of
+    which has `HEADS` for all rows."""
     dims = tl.arange(0, DIM_PADDED)
     best = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)

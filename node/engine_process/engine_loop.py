@@ -312,6 +312,9 @@ class EngineLoop:
             host_hit_tokens=totals.host_hit_tokens,
             host_bytes_out=totals.host.bytes_out,
             host_bytes_in=totals.host.bytes_in,
+            num_drafts=totals.speculation.num_drafts,
+            num_draft_tokens=totals.speculation.num_draft_tokens,
+            accepted_drafts=totals.speculation.accepted,
         )
         counters.MergeFrom(vitals.counters)
         step_cost = None

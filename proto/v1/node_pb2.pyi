@@ -339,7 +339,7 @@ class CallerTokens(_message.Message):
     def __init__(self, caller_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals", "expert_tokens", "num_fetches", "fetched_blocks", "fetched_bytes", "fetch_s", "failed_fetches", "num_swaps", "host_hit_tokens", "host_bytes_out", "host_bytes_in")
+    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals", "expert_tokens", "num_fetches", "fetched_blocks", "fetched_bytes", "fetch_s", "failed_fetches", "num_swaps", "host_hit_tokens", "host_bytes_out", "host_bytes_in", "num_drafts", "num_draft_tokens", "accepted_drafts")
     class FailedTransfersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +378,9 @@ class Counters(_message.Message):
     HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -402,7 +405,10 @@ class Counters(_message.Message):
     host_hit_tokens: int
     host_bytes_out: int
     host_bytes_in: int
-    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., num_fetches: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., failed_fetches: _Optional[_Mapping[str, int]] = ..., num_swaps: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_bytes_out: _Optional[int] = ..., host_bytes_in: _Optional[int] = ...) -> None: ...
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_drafts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., num_fetches: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., failed_fetches: _Optional[_Mapping[str, int]] = ..., num_swaps: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_bytes_out: _Optional[int] = ..., host_bytes_in: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., accepted_drafts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PeerLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gbytes_per_s")

@@ -185,12 +185,19 @@ class FakeRunner:
     def _attend(self, one: SequenceSlice) -> SampledToken | None:
         """Read the history as attention would, after all slices of the step have written."""
         chain = 0
+        first_draft = one.start + 1
+        at_drafts = []
         end = one.start + one.num_scheduled_tokens
         for position in range(end):
             token_id, stored = self._read(one, position)
             chain = _extend_chain(chain, token_id)
             assert chain == stored, f"position {position} is not the KV of this sequence"
-        return None if one.sample is None else self._sampled(chain, one.sample)
+            if one.draft_samples and first_draft <= position + 1 < end:
+                spec = one.draft_samples[position + 1 - first_draft]
+                at_drafts.append(self._sampled(chain, spec))
+        if one.sample is None:
+            return None
+        return self._sampled(chain, one.sample)._replace(at_drafts=tuple(at_drafts))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.num_copied += len(pairs)

@@ -125,7 +125,9 @@ class Step:
         positions = torch.tensor([p for s, n in lens for p in range(s, s + n)], device=DEVICE)
         self.rope = kv_blocks.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
 
-    def run(self, prefill: str = "triton", window: int | None = None) -> torch.Tensor:
+    def run(
+        self, prefill: str = "triton", window: int | None = None, rows_each: int = 1
+    ) -> torch.Tensor:
         attention_gpu = pytest.importorskip("baton.kernels.attention.attention_gpu")
         attention = attention_gpu.make_gpu_attention(
             self.pool,
@@ -135,6 +137,7 @@ class Step:
             self.qkv.dtype,
             prefill=prefill,
             windows=[None, window],
+            rows_each=rows_each,
         )
         attention.plan(self.metadata)
         result: torch.Tensor = attention.run(1, self.qkv.clone(), self.rope)
@@ -265,10 +268,18 @@ def test_the_prefill_of_graphs(kv_dtype: torch.dtype) -> None:
     step = Step((4, 2), 64, LENS["mixed"], torch.float32, kv_dtype)
     num_decodes = step.metadata.num_decodes
     step.metadata = dataclasses.replace(
-        step.metadata, graph_decodes=num_decodes + 3, num_graph_decodes=num_decodes
+        step.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
     )
     out = step.run()
     assert difference(out, step.expected()) < 4e-6
+
+
+@pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
+@pytest.mark.parametrize("window", [None, *([24] if HAS_GPU else [])])
+def test_rows_of_drafts(window: int | None, kv_dtype: torch.dtype) -> None:
+    step = Step((4, 2), 64, [(40, 1), (1400, 3), (15, 2)], torch.float32, kv_dtype)
+    step.metadata = dataclasses.replace(step.metadata, num_decode_slices=3)
+    assert difference(step.run(window=window, rows_each=3), step.expected(window)) < 4e-6
 
 
 @pytest.mark.gpu

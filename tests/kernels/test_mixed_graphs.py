@@ -46,13 +46,19 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     return ModelRunner(EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=300))
 
 
-def steps_of(runner: ModelRunner, *, has_graphs: bool) -> GpuSteps:
+def steps_of(runner: ModelRunner, *, has_graphs: bool, max_drafts: int = 0) -> GpuSteps:
     heads = runner.heads.num_heads
     attention = make_gpu_attention(
-        runner.kv.tensor, heads, MAX_NUM_SEQS, MAX_LEN, torch.float32, prefill="triton"
+        runner.kv.tensor,
+        heads,
+        MAX_NUM_SEQS,
+        MAX_LEN,
+        torch.float32,
+        prefill="triton",
+        rows_each=1 + max_drafts,
     )
     mixed_tokens = 64 if has_graphs else 0
-    steps = GpuSteps(runner.model, attention, 16, MAX_NUM_SEQS, mixed_tokens)
+    steps = GpuSteps(runner.model, attention, 16, MAX_NUM_SEQS, mixed_tokens, max_drafts)
     for room, graphs in steps.prefill_graphs.items():
         for size in graphs.sizes:
             token_ids, positions, slots = graphs.inputs(size)
@@ -95,6 +101,53 @@ def test_the_tokens_are_those_of_a_step_without_padding(
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+SPECS = [
+    PLAIN,
+    SampleSpec(SamplingParams(temperature=0.9), key=7),
+    SampleSpec(SamplingParams(temperature=0.9, top_k=20, top_p=0.8), key=8),
+    SampleSpec(SamplingParams(temperature=0.0, logit_bias=((3, 2.0),), logprobs=3), key=9),
+]
+
+
+@pytest.mark.parametrize("way", ["graph", "graph beside a prompt", "no graph"])
+def test_drafts_have_the_tokens_of_a_step_of_a_cpu(runner: ModelRunner, way: str) -> None:
+    """Each sequence has as many as it has, in one graph."""
+    rng = random.Random(4)
+    nums_drafts = (0, 3, 1, 2, 0)
+    contexts = [rng.randrange(1, 60) for _ in nums_drafts]
+    ids = [[rng.randrange(3, 200) for _ in range(64)] for _ in contexts]
+
+    def piece(index: int, first: int, last: int) -> SequenceSlice:
+        table = range(2 + 8 * index, 10 + 8 * index)
+        return SequenceSlice(ids[index][first:last], first, table, SPECS[index % len(SPECS)])
+
+    for index, context in enumerate(contexts):
+        runner.launch([piece(index, 0, context)]).collect()
+    pieces = []
+    for index, (context, num_drafts) in enumerate(zip(contexts, nums_drafts, strict=True)):
+        samples = [rng.choice(SPECS) for _ in range(num_drafts)]
+        one = piece(index, context, context + 1 + num_drafts)
+        pieces.append(one._replace(draft_samples=samples))
+    if way == "graph beside a prompt":
+        pieces.append(SequenceSlice(ids[0][:9], 0, range(60, 62), PLAIN))
+    steps = steps_of(runner, has_graphs=True, max_drafts=3)
+    assert (steps._find_prefill_graph(pieces) is not None) == (len(pieces) > len(contexts))
+    if way == "graph":
+        for size in steps.graphs.sizes:
+            replayed = Graph(size, partial(steps._decode, steps.graphs.inputs(size)))
+            steps.graphs._graphs[size] = replayed  # type: ignore[assignment]
+    found = steps.launch(pieces).collect()
+    expected = runner.launch(pieces).collect()
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one is not None and other is not None
+        rows, wanted = ([*each.at_drafts, each] for each in (one, other))
+        assert len(rows) == (1 if index >= len(contexts) else 1 + nums_drafts[index])
+        assert [row.token_id for row in rows] == [row.token_id for row in wanted]
+        for row, other_row in zip(rows, wanted, strict=True):
+            assert row.logprob == pytest.approx(other_row.logprob, abs=1e-4)
+            assert [of for of, _ in row.top] == [of for of, _ in other_row.top]
+
+
 def test_other_steps_have_no_such_graph(runner: ModelRunner) -> None:
     steps = steps_of(runner, has_graphs=True)
     decodes = [SequenceSlice([5], 3, [2], PLAIN)] * 17
@@ -117,7 +170,7 @@ def test_prompts_alone_that_are_long_take_the_graphs_for_both(
     def room(start: int, num_tokens: int) -> int | None:
         table = range(2, 3 + (start + num_tokens) // 16)
         found = steps._find_prefill_graph([SequenceSlice([5] * num_tokens, start, table, None)])
-        return None if found is None else found[1]
+        return None if found is None else found[0]
 
     assert room(0, 60) == 0
     assert room(gpu_steps._MAX_PROMPT_CONTEXT, 60) == MAX_NUM_SEQS

@@ -307,11 +307,18 @@ class Batch:
 
 
 def triton_attention(
-    batch: Batch, prefill: str = "triton", window: int | None = None
+    batch: Batch, prefill: str = "triton", window: int | None = None, rows_each: int = 1
 ) -> GpuAttention:
     heads = batch.qkv.shape[1] - 2 * batch.pool.shape[3]
     return make_gpu_attention(
-        batch.pool, heads, 8, 16_384, batch.qkv.dtype, prefill=prefill, windows=[None, window]
+        batch.pool,
+        heads,
+        8,
+        16_384,
+        batch.qkv.dtype,
+        prefill=prefill,
+        windows=[None, window],
+        rows_each=rows_each,
     )
 
 
@@ -345,7 +352,7 @@ def test_prefill_in_a_graph(window: int | None) -> None:
     expected, _ = batch.reference(window)
     num_decodes = batch.metadata.num_decodes
     batch.metadata = dataclasses.replace(
-        batch.metadata, graph_decodes=num_decodes + 3, num_graph_decodes=num_decodes
+        batch.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
     )
     attention = triton_attention(batch, window=window)
     for _ in range(2):  # the second time what is left of the first lies in the fixed places
@@ -368,6 +375,43 @@ def test_one_long_sequence_among_short_ones(window: int | None) -> None:
     batch = Batch((2, 1), 64, [(1, 1), (2300, 1), (64, 1)], torch.float32)
     expected, _ = batch.reference(window)
     close_to_float32(batch.run(triton_attention(batch, window=window)), expected)
+
+
+DRAFTS = {
+    "drafts": ([(40, 1), (61, 4), (0, 2), (15, 3)], 4),
+    "none": ([(40, 1), (16, 1)], 2),
+    "beside a prompt": ([(63, 3), (7, 1), (30, 18)], 2),
+    "several shares": ([(1, 1), (1400, 4)], 2),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2), *([(32, 8), (16, 2), (4, 4)] if HAS_GPU else [])])
+@pytest.mark.parametrize("lens", DRAFTS)
+def test_rows_of_drafts(
+    lens: str, heads: tuple[int, int], is_graph: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    """A decode with drafts has what decodes of their own would have, whatever is beside it."""
+    if not HAS_GPU and is_graph == (window is None) and lens != "beside a prompt":
+        pytest.skip("the interpreter is slow")
+    pairs, num_decodes = DRAFTS[lens]
+    batch = Batch(heads, 64, pairs, dtype)
+    plain = batch.metadata
+    expected, expected_pool = batch.reference(window)
+    num_rows = sum(plain.query_lens[:num_decodes])
+    has_prompt = num_decodes < len(pairs)
+    batch.metadata = dataclasses.replace(
+        plain,
+        num_decode_slices=num_decodes,
+        is_graph=is_graph and not has_prompt,
+        graph_decodes=num_rows + 3 if is_graph and has_prompt else None,
+    )
+    attention = triton_attention(batch, window=window, rows_each=4)
+    for _ in range(1 + is_graph):
+        close_to_float32(batch.run(attention), expected)
+    close_to_float32(batch.pool, expected_pool)
 
 
 @given(
@@ -410,7 +454,7 @@ def test_flashinfer(heads: tuple[int, int], lens: str, is_graph: bool) -> None:
     num_decodes = batch.metadata.num_decodes
     if is_graph and num_decodes < len(batch.metadata.query_lens) and lens != "long":
         batch.metadata = dataclasses.replace(
-            batch.metadata, graph_decodes=num_decodes + 3, num_graph_decodes=num_decodes
+            batch.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
         )
     close_to_float32(batch.run(triton_attention(batch, "flashinfer")), expected)
     close_to_float32(batch.pool, expected_pool)

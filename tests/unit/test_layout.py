@@ -51,7 +51,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
     "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", "lora", ""),
-    "engine": ("", "beams", "parallel", "scheduling", "execution", "lora", "model", "kv"),
+    "engine": (
+        *("", "beams", "speculation", "parallel", "scheduling", "execution", "lora", "model", "kv"),
+    ),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),

@@ -185,6 +185,19 @@ class _Seen:
     restarts: int = 0
     kept: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
 
+    drafts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
+
+    @property
+    def draft_means(self) -> tuple[float, float] | None:
+        """Of the last steps of a sequence with drafts: how many, and how many were accepted; None:
+        there were none."""
+        if len(self.drafts) < 2:
+            return None
+        steps, drafted, accepted = (
+            b - a for a, b in zip(self.drafts[0], self.drafts[-1], strict=True)
+        )
+        return (drafted / steps, accepted / steps) if steps > 0 else None
+
     @property
     def kept_share(self) -> float | None:
         """Of the last steps with decodes that were promised something; None: there were none."""
@@ -224,6 +237,8 @@ class EngineRoster:
             if engine is not None and engine.load is not None:
                 counters = engine.load.counters
                 seen.kept.append((counters.num_promised_steps, counters.num_kept_steps))
+                accepted = sum(counters.accepted_drafts)
+                seen.drafts.append((counters.num_drafts, counters.num_draft_tokens, accepted))
         self._join_restarted()
         self._forget_old(now_unix_s)
 
@@ -257,6 +272,7 @@ class EngineRoster:
             **{name: getattr(seen, name) for name in ("state", "since_unix_s", "restarts")},
             **{name: getattr(load, name, None) for name in _OF_LOAD},
             "kept_share": seen.kept_share,
+            "draft_means": seen.draft_means,
             "step_p99_s": (load.decode_step_p99_s or None) if load is not None else None,
             "links": sorted(load.links) if load is not None else [],
         }

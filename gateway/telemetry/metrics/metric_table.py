@@ -269,6 +269,23 @@ EXPERT_RANK_IMBALANCE = Metric(
     "With --enable-expert-parallel: tokens of the rank with most of them over the mean rank's.",
     _NODE,
 )
+DRAFTS = Metric(
+    "spec_decode_num_drafts_total", "Steps of a sequence that had drafts to verify.", _NODE
+)
+DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens_total", "These drafts, in tokens.", _NODE)
+ACCEPTED_TOKENS = Metric(
+    "spec_decode_num_accepted_tokens_total", "Of them, those that were accepted.", _NODE
+)
+ACCEPTED_AT = Metric(
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "The same by position among a sequence's drafts, from 0.",
+    (*_NODE, "position"),
+)
+ACCEPTANCE_LENGTH = Metric(
+    "spec_decode_mean_acceptance_length",
+    "Tokens that a step with drafts adds to a sequence, the one behind them included.",
+    _NODE,
+)
 
 CACHE_CONFIG = Metric(
     "cache_config_info",
@@ -293,6 +310,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
         *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),
+        *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_AT, ACCEPTANCE_LENGTH),
         *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
     ),
     "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE, CACHE_CONFIG),

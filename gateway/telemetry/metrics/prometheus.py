@@ -9,7 +9,7 @@ adds up what each incarnation brought since it was last read, so that it never f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -35,6 +35,9 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.SWAPS, lambda c: c.num_swaps),
     (table.HOST_BYTES_OUT, lambda c: c.host_bytes_out),
     (table.HOST_BYTES_IN, lambda c: c.host_bytes_in),
+    (table.DRAFTS, lambda c: c.num_drafts),
+    (table.DRAFT_TOKENS, lambda c: c.num_draft_tokens),
+    (table.ACCEPTED_TOKENS, lambda c: sum(c.accepted_drafts)),
     (table.EXPIRED_LEASES, lambda c: c.num_expired_leases),
     (table.PROMISED_STEPS, lambda c: c.num_promised_steps),
     (table.KEPT_STEPS, lambda c: c.num_kept_steps),
@@ -51,12 +54,17 @@ _FAILURES: tuple[tuple[Metric, Callable[[EngineCounters], Mapping[str, int]]], .
     (table.PULL_FAILURES, lambda c: c.failed_transfers),
     (table.FETCH_FAILURES, lambda c: c.failed_fetches),
 )
+_BY_PLACE: tuple[tuple[Metric, Callable[[EngineCounters], Sequence[int]]], ...] = (
+    (table.EXPERT_TOKENS, lambda c: c.expert_tokens),
+    (table.ACCEPTED_AT, lambda c: c.accepted_drafts),
+)
 _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None]], ...] = (
     (table.NODE_DRAINING, lambda engine, load: load.is_draining),
     (table.RUNNING, lambda engine, load: load.num_running),
     (table.WAITING, lambda engine, load: load.num_waiting),
     (table.WAITING_TOKENS, lambda engine, load: load.waiting_tokens),
     (table.TBT_TARGET, lambda engine, load: load.tbt_target_s),
+    (table.ACCEPTANCE_LENGTH, lambda engine, load: load.counters.acceptance_length),
     (table.STEP_COST_ERROR, lambda engine, load: load.step_cost_error),
     (table.KV_USAGE, lambda engine, load: 1 - load.free_blocks / max(1, engine.pool_blocks)),
     (table.KV_FREE, lambda engine, load: load.free_blocks),
@@ -199,10 +207,10 @@ class Exporter:
             for reason, num in failures(load.counters).items():
                 more = num - failed_before.get(reason, 0)
                 self._store.add(metric, *name, reason, value=more)
-        pairs = zip_longest(load.counters.expert_tokens, before.expert_tokens, fillvalue=0)
-        for expert, (tokens, tokens_before) in enumerate(pairs):
-            more = tokens - tokens_before
-            self._store.add(table.EXPERT_TOKENS, *name, str(expert), value=more)
+        for metric, counts in _BY_PLACE:
+            pairs = zip_longest(counts(load.counters), counts(before), fillvalue=0)
+            for place, (tokens, tokens_before) in enumerate(pairs):
+                self._store.add(metric, *name, str(place), value=tokens - tokens_before)
 
     def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
         if read.link is not engine:

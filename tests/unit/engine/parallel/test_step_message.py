@@ -57,6 +57,7 @@ slices = st.builds(
     first_prompt_target=st.integers(0, 5),
     num_prompt_top=st.integers(0, 20),
     adapter_slot=st.none() | st.integers(0, 64),
+    draft_samples=st.lists(specs, max_size=3),
 )
 
 
@@ -69,14 +70,18 @@ def plain(piece: SequenceSlice) -> dict[str, object]:
     fields["adapter_slot"] = piece.adapter_slot
     for name in ("token_ids", "block_table", "prompt_targets"):
         fields[name] = list(getattr(piece, name))
-    if piece.sample is not None:
-        spec = piece.sample
-        fields["sample"] = (spec.params, spec.key, spec.forbidden_ids, spec.fork_keys)
-        fields["num_candidates"] = spec.num_candidates
-        fields["allowed"] = None if spec.allowed is None else spec.allowed.tolist()
-        if spec.counts is not None:
-            fields["counts"] = (spec.counts.token_ids.tolist(), spec.counts.counts.tolist())
+    fields["samples"] = [*map(plain_spec, (piece.sample, *piece.draft_samples))]
     return fields
+
+
+def plain_spec(spec: SampleSpec | None) -> list[object]:
+    if spec is None:
+        return []
+    allowed = None if spec.allowed is None else spec.allowed.tolist()
+    counts = spec.counts
+    seen = None if counts is None else (counts.token_ids.tolist(), counts.counts.tolist())
+    fields = [spec.params, spec.key, spec.forbidden_ids, spec.fork_keys, spec.num_candidates]
+    return [*fields, allowed, seen]
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,13 +123,14 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "adapter_slot",
         "first_prompt_target",
         "num_prompt_top",
+        "draft_samples",
     }
     sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed", "num_candidates"}
     assert set(SampleSpec._fields) == sent
     judged_by_rank_0 = {
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
         *("min_tokens", "prompt_logprobs", "use_beam_search", "best_of", "early_stopping"),
-        "num_beam_groups",
+        *("num_beam_groups", "speculative"),
     }
     numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}

@@ -248,6 +248,22 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     assert world.value("baton_index_up") == 0
 
 
+def test_drafts_and_what_was_accepted_of_them() -> None:
+    world = World()
+    node = {"role": "decode", "node": "d0"}
+    counters = EngineCounters(num_drafts=10, num_draft_tokens=30, accepted_drafts=(8, 4, 1))
+    world.link("1", "d0", replace(LOAD, counters=counters))
+    assert world.value("baton_spec_decode_num_drafts_total", **node) == 10
+    assert world.value("baton_spec_decode_num_draft_tokens_total", **node) == 30
+    assert world.value("baton_spec_decode_num_accepted_tokens_total", **node) == 13
+    name = "baton_spec_decode_num_accepted_tokens_per_pos_total"
+    assert world.value(name, **node, position="1") == 4
+    assert world.value("baton_spec_decode_mean_acceptance_length", **node) == 2.3
+    world.link("2", "d1", LOAD)
+    of_another = {"role": "decode", "node": "d1"}
+    assert world.value("baton_spec_decode_mean_acceptance_length", **of_another) is None
+
+
 def test_loads_of_experts_and_of_ranks_that_have_them_whole() -> None:
     world = World()
     node = {"role": "decode", "node": "d0"}

@@ -78,7 +78,9 @@ function updateEngine(card, engine, state) {
   const place = [deviceName(engine.device), engine.address].filter(Boolean).join(" · ");
   const back = engine.restarts ? `, restarted ${count(engine.restarts)}×` : "";
   const since = engine.state === "ready" ? back : `, ${ago(state.now_unix_s - engine.since_unix_s)}${back}`;
-  setText(parts.sub, place + since);
+  const [drafted, accepted] = engine.draft_means ?? [];
+  const drafts = drafted ? `, ${accepted.toFixed(1)} of ${drafted.toFixed(1)} drafts a step accepted` : "";
+  setText(parts.sub, place + since + drafts);
   for (const [key, [, value]] of Object.entries(parts.facts)) {
     setText(value, factText(engine, key));
   }

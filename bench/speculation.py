@@ -1,0 +1,335 @@
+"""What speculation gives: n-grams on the bundled model, on a CPU; on a GPU drafts and a coin.
+
+python -m baton.bench.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...] [--out FILE]
+
+On a CPU the bundled model completes code, once without and once with n-grams, each request alone.
+GPU hosts have no trained checkpoints: there a seeded coin decides which drafts the target accepts,
+and for each draft a head is computed, one layer of the shape and a vocabulary of 32k, so that its
+cost is in the figure. All else is the engine's own: verification, choice of lengths, waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from baton.core.config import EngineConfig
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.local import LocalEngine
+from baton.engine.speculation.ngram import NgramProposer
+from baton.engine.speculation.proposer import Context, Proposer
+
+from .floors.figures import ROOT, Figure, command_line, commit, machine, table
+from .floors.gpu_shapes import SHAPES, Shape
+
+_NUM_TOKENS, _REPEATS = 200, 3
+_HEAD_VOCAB = 32_000
+_GPU_SECONDS, _WARMUP_SECONDS = 1.2, 0.5
+_ROOM_TOKENS = 160_000  # for outputs, of all requests
+# Means of 2.6, 1.5 and 1 tokens a step of 3 drafts: each is accepted so often, if those before are.
+_RATES = {"2.6": 0.7162, "1.5": 0.3737, "1.0": 0.0}
+_CASES = [(1, 1024), (64, 4096), (256, 1024), (512, 512)]
+_TARGETS = {"1 x 1024, acceptance 2.6": 1.9, "64 x 4096, acceptance 2.6": 1.8}
+_PROMPTS = (  # the beginnings of files that repeat themselves, as code does
+    """class Shape:
+    def __init__(self, width, height):
+        self.width = width
+        self.height = height
+
+    def get_width(self):
+        return self.width
+
+    def get_height(self):
+        return self.height
+
+    def set_width(self, width):
+""",
+    """import unittest
+
+class TestParser(unittest.TestCase):
+    def test_empty(self):
+        self.assertEqual(parse(""), [])
+
+    def test_one(self):
+        self.assertEqual(parse("a"), ["a"])
+
+    def test_two(self):
+""",
+    """def encode(value):
+    if isinstance(value, int):
+        return encode_int(value)
+    if isinstance(value, str):
+        return encode_str(value)
+    if isinstance(value, bytes):
+""",
+    """parser = argparse.ArgumentParser()
+parser.add_argument("--input", default=None, help="input file")
+parser.add_argument("--output", default=None, help="output file")
+parser.add_argument("--verbose", action="store_true", help="be verbose")
+parser.add_argument(""",
+)
+
+
+def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> Engine:
+    """Another engine over the same model and pool."""
+    limits = local.engine.limits
+    return Engine(
+        runner,
+        limits,
+        LocalGenerations(limits.num_blocks),
+        fingerprint="bench",
+        eos_token_ids=local.runner.eos_token_ids,
+        enable_prefix_caching=False,
+        proposer=proposer,
+    )
+
+
+# -- n-grams on a CPU ---------------------------------------------------------------------------
+
+
+def code_completion(num_drafts: int) -> list[Figure]:
+    """Tokens a second of one request after the other, greedy and at temperature 0.8."""
+    local = LocalEngine.load(EngineConfig(device="cpu", num_kv_blocks=400), print)
+    tokenizer = Tokenizer.from_file(str(local.model_dir / "tokenizer.json"))
+    prompts = [tuple(tokenizer.encode(text).ids) for text in _PROMPTS]
+    figures = []
+    for temperature in (0.0, 0.8):
+        speeds: dict[bool, list[float]] = {False: [], True: []}
+        outputs: dict[bool, list[list[int]]] = {}
+        acceptance = 0.0
+        for repeat in range(_REPEATS + 1):
+            for has_drafts in (False, True):
+                proposer = NgramProposer(num_drafts, 5, 2) if has_drafts else None
+                engine = engine_of(local, local.steps, proposer)
+                outputs[has_drafts], speed = _complete(engine, prompts, temperature)
+                if repeat:  # before: what is compiled or allocated then
+                    speeds[has_drafts].append(speed)
+                counts = engine.totals().speculation
+                if counts.num_drafts:
+                    acceptance = 1 + sum(counts.accepted) / counts.num_drafts
+        assert outputs[False] == outputs[True], "speculation has changed a token"
+        name = f"code completion, temperature {temperature}"
+        plain = statistics.median(speeds[False])
+        gains = tuple(speed / plain for speed in speeds[True])
+        figures += [
+            Figure(f"{name}: without", "tokens/s", tuple(speeds[False])),
+            Figure(f"{name}: n-grams", "tokens/s", tuple(speeds[True]), target=1.3 * plain),
+            Figure(f"{name}: gain", "x", gains),
+            Figure(f"{name}: tokens a step with drafts", "", (acceptance,)),
+        ]
+    local.close()
+    return figures
+
+
+def _complete(
+    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float
+) -> tuple[list[list[int]], float]:
+    outputs, took_s = [], 0.0
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(
+            max_tokens=_NUM_TOKENS, temperature=temperature, seed=index, ignore_eos=True
+        )
+        engine.add(Request(f"{index:032x}", 0, prompt, sampling))
+        tokens: list[int] = []
+        engine.step()  # of the prompt
+        begin_s = time.perf_counter()
+        while engine.has_work:
+            tokens += [token.token_id for token in engine.step().tokens]
+        took_s += time.perf_counter() - begin_s
+        outputs.append(tokens)
+    return outputs, sum(map(len, outputs)) / took_s
+
+
+# -- a coin on a GPU ----------------------------------------------------------------------------
+
+
+class _CoinStep:
+    """A step whose drafts are accepted by a coin."""
+
+    def __init__(self, step: LaunchedStep, batch: Sequence[SequenceSlice], coin: CoinRunner):
+        self._step, self._batch, self._coin = step, batch, coin
+        self.number = step.number
+        self.has_completed, self.prompt_logprobs = step.has_completed, step.prompt_logprobs
+
+    def collect(self) -> list[SampledToken | None]:
+        found = zip(self._batch, self._step.collect(), strict=True)
+        return [self._coin.toss(piece, sampled) for piece, sampled in found]
+
+
+class CoinRunner:
+    """A runner whose target agrees with each draft as often as `rate` says, if it did with those
+    before; behind a step's launch a head of `shape` is computed for each draft."""
+
+    runs_ahead = True
+
+    def __init__(self, runner: Runner, shape: Shape, device: torch.device, rate: float) -> None:
+        self._runner, self._rate = runner, rate
+        self._random = random.Random(1)
+        self.copy_blocks = runner.copy_blocks
+        hidden, inner = shape.hidden, shape.inner
+        kv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        sizes = [(kv, hidden), (hidden, shape.heads * shape.head_dim)]
+        sizes += [(2 * inner, hidden), (hidden, inner), (_HEAD_VOCAB, hidden)]
+        self._weights = [
+            torch.randn(size, dtype=torch.bfloat16, device=device) * 0.02 for size in sizes
+        ]
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        longest = max(len(piece.draft_samples) for piece in batch)
+        for place in range(longest):
+            self._head(sum(len(piece.draft_samples) > place for piece in batch))
+        return _CoinStep(self._runner.launch(batch), batch, self)  # type: ignore[return-value]
+
+    def _head(self, num_rows: int) -> None:
+        with torch.inference_mode():
+            for weight in self._weights:
+                x = weight.new_zeros(num_rows, weight.shape[1])
+                y = torch.nn.functional.linear(x, weight)
+            y.argmax(-1)
+
+    def toss(self, piece: SequenceSlice, sampled: SampledToken | None) -> SampledToken | None:
+        if sampled is None or not piece.draft_samples:
+            return sampled
+        tokens = []
+        for draft, token in zip(list(piece.token_ids)[1:], sampled.at_drafts, strict=True):
+            is_right = self._random.random() < self._rate
+            tokens.append(token._replace(token_id=draft if is_right else draft + 1))
+        return sampled._replace(at_drafts=tuple(tokens))
+
+
+class _AnyTokens:
+    """A Proposer of tokens that nobody looks at."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+
+    def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:
+        return [range(7, 7 + context.max_drafts) for context in contexts]
+
+
+def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
+    """Tokens a second by batch, context and mean acceptance length."""
+    folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
+    drafting = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    config = EngineConfig(
+        model=str(folder),
+        device="cuda",
+        load_format="dummy",
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        max_num_seqs=512,
+        swap_space=0.0,
+        speculative_config=json.dumps(drafting),
+    )
+    local = LocalEngine.load(config, print)
+    print("\n".join(local.runner.startup_notes), flush=True)
+    figures: list[Figure] = []
+    for batch, context in _CASES:
+        if only and f"{batch} x {context}" not in only:
+            continue
+        plain, _ = _speed(engine_of(local, local.steps, None), batch, context, shape.vocab)
+        figures.append(Figure(f"{batch} x {context}: without", "tokens/s", plain))
+        for told, rate in _RATES.items():
+            name = f"{batch} x {context}, acceptance {told}"
+            device = local.runner.model.device
+            coin = CoinRunner(local.steps, shape, device, rate)
+            engine = engine_of(local, coin, _AnyTokens(num_drafts))
+            speeds, mean = _speed(engine, batch, context, shape.vocab)
+            target = _TARGETS.get(name, 0.98) * statistics.median(plain)
+            gain = statistics.median(speeds) / statistics.median(plain)
+            figures += [
+                Figure(name, "tokens/s", speeds, target=target),
+                Figure(f"{name}: gain", "x", (gain,)),
+                Figure(f"{name}: drafts a sequence and step", "", (mean,)),
+            ]
+            print(f"{name}: {gain:.3f} x, {mean:.2f} drafts", flush=True)
+    local.close()
+    return figures
+
+
+def _speed(
+    engine: Engine, batch: int, context: int, vocab_size: int
+) -> tuple[tuple[float, ...], float]:
+    """Tokens a second in steady state, and drafts of a sequence in a step."""
+    draw = random.Random(0)
+    engine.measure_first_steps(1.5)
+    # Their contexts grow: those of the measurement lie around `context`.
+    most = min(2500, _ROOM_TOKENS // batch)
+    sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+    requests = []
+    for index in range(batch):
+        prompt = tuple(draw.randrange(vocab_size) for _ in range(context))
+        request = Request(f"{index:032x}", 0, prompt, sampling)
+        reservation = engine.reserve(request)
+        assert reservation is not None, "the pool is too small for this"
+        engine.start(reservation, token_id=draw.randrange(vocab_size))
+        requests.append(request)
+    _tokens_in(engine, _WARMUP_SECONDS)
+    before = engine.totals().speculation.num_draft_tokens
+    counts, speeds = 0, []
+    for _ in range(_REPEATS):
+        num_steps, speed = _tokens_in(engine, _GPU_SECONDS / _REPEATS)
+        counts += num_steps
+        speeds.append(speed)
+    drafted = engine.totals().speculation.num_draft_tokens - before
+    for request in requests:
+        engine.abort(request.key)
+    while engine.has_work:
+        engine.step()
+    return tuple(speeds), drafted / max(1, counts * batch)
+
+
+def _tokens_in(engine: Engine, seconds: float) -> tuple[int, float]:
+    """(Steps, tokens a second)."""
+    begin_s, num_tokens, num_steps = time.perf_counter(), 0, 0
+    while (passed_s := time.perf_counter() - begin_s) < seconds:
+        num_tokens += len(engine.step().tokens)
+        num_steps += 1
+    return num_steps, num_tokens / passed_s
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m baton.bench.speculation", description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="drafts that a coin accepts")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--drafts", type=int, default=None, help="default: 4 on a CPU, 3 on a GPU")
+    parser.add_argument("--only", nargs="*", default=[], help="cases, as '64 x 4096'")
+    parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args(argv)
+    if arguments.gpu:
+        shape = SHAPES[arguments.shape]
+        figures = by_coin(shape, arguments.drafts or 3, arguments.only)
+    else:
+        figures = code_completion(arguments.drafts or 4)
+    print(table(figures))
+    result = {
+        "gpu": torch.cuda.get_device_name() if arguments.gpu else None,
+        "commit": arguments.commit or commit(),
+        "command": command_line("speculation", argv),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    name = "speculation_gpu.json" if arguments.gpu else "speculation.json"
+    path = arguments.out or ROOT / "bench" / "results" / name
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""`--speculative-config`: how an engine drafts tokens, in vLLM's JSON form. Validated here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+
+from .errors import StartupFailed
+
+MAX_DRAFTS = 16  # of a sequence in one step
+_MAX_LOOKUP = 64
+_FLAG = "--speculative-config"
+_EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """`num_speculative_tokens`: drafts of a sequence in one step, at most. An n-gram is looked up
+    that ends the tokens so far, the longest first, of `prompt_lookup_max` to `prompt_lookup_min`
+    tokens.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises StartupFailed."""
+        if self.method != "ngram":
+            raise StartupFailed(f'{_FLAG}: "method" must be "ngram"', hint=_EXAMPLE)
+        _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
+        _check("prompt_lookup_max", self.prompt_lookup_max, _MAX_LOOKUP)
+        _check("prompt_lookup_min", self.prompt_lookup_min, self.prompt_lookup_max)
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """The flag's value; raises StartupFailed."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise StartupFailed(f"{_FLAG} is not JSON: {error}", hint=_EXAMPLE) from None
+    if not isinstance(given, dict):
+        raise StartupFailed(f"{_FLAG} must be a JSON object", hint=_EXAMPLE)
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for name in given:
+        if name not in known:
+            raise StartupFailed(
+                f"{_FLAG}: {name!r} is not known", hint=f"known: {', '.join(known)}"
+            )
+    for name in known[:2]:
+        if name not in given:
+            raise StartupFailed(f"{_FLAG}: {name!r} is missing", hint=_EXAMPLE)
+    lookup = {"prompt_lookup_max", "prompt_lookup_min"} & given.keys()
+    if len(lookup) == 1:  # as in vLLM: one is both
+        given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), given[lookup.pop()])
+    return SpeculativeConfig(**given)
+
+
+def _check(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise StartupFailed(f"{_FLAG}: {name!r} must be an integer in [1, {most}]")

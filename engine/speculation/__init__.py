@@ -1,0 +1,1 @@
+"""Drafts of tokens to come, and how many of them pay: proposers, acceptance, lengths."""

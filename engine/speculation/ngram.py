@@ -1,0 +1,68 @@
+"""Drafts out of the sequence itself: what followed the last time that it went on like this.
+
+    tokens   ... def area ( self ) : return self . width ...  def side ( self ) :
+                          [  n-gram  ] └── drafts ──►                  [  n-gram  ]
+
+The longest n-gram that occurred before, at its last place (Saxena 2023, "Prompt Lookup Decoding").
+Where drafts run into the end they go on with themselves: what repeats is drafted in full. Keeps no
+state: what is drafted depends on the tokens alone, on whichever engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.speculative_config import SpeculativeConfig
+from .proposer import Context, Proposer
+
+
+class NgramProposer:
+    """A Proposer. Takes time with the length of a sequence: 10 us for 4k tokens."""
+
+    def __init__(self, max_drafts: int, longest: int, shortest: int) -> None:
+        """N-grams of `longest` down to `shortest` tokens, at least one."""
+        self.max_drafts = max_drafts
+        self._longest, self._shortest = longest, shortest
+
+    def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:
+        """See Proposer."""
+        return [self._drafts(np.asarray(one.token_ids), one.max_drafts) for one in contexts]
+
+    def _drafts(self, tokens: NDArray[np.integer], most: int) -> list[int]:
+        distance = self._distance(tokens)
+        if distance is None:
+            return []
+        drafts: list[int] = tokens[len(tokens) - distance :][:most].tolist()
+        while len(drafts) < most:
+            drafts.append(drafts[len(drafts) - distance])
+        return drafts
+
+    def _distance(self, tokens: NDArray[np.integer]) -> int | None:
+        """How far before the end the same n-gram ends; None: it is new."""
+        num_tokens = len(tokens)
+        if num_tokens <= self._shortest:
+            return None
+        # Ends of what equals the last token, then of those that equal more of them.
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        found = None
+        for length in range(1, self._longest + 1):
+            if length > 1:
+                ends = ends[ends >= length - 1]
+                ends = ends[tokens[ends - (length - 1)] == tokens[num_tokens - length]]
+            if not len(ends):
+                break
+            if length >= self._shortest:
+                found = num_tokens - 1 - int(ends[-1])
+        return found
+
+
+def make_proposer(config: SpeculativeConfig | None) -> Proposer | None:
+    """By `--speculative-config`; None: no speculation."""
+    if config is None:
+        return None
+    return NgramProposer(
+        config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min
+    )

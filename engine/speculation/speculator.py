@@ -1,0 +1,239 @@
+"""An engine's speculation: which sequences have drafts in the next step, how many, and what became
+of them.
+
+    step()   draft ─► schedule ─► launch ............... collect ─► verify
+             └ of all that is known: behind a step in flight nothing can be drafted. A runner that
+               runs ahead waits for that step where drafts pay for it, and runs ahead where not
+
+A draft is accepted if it is the token that the target model samples at its position under that
+position's own key: outputs are those without drafts, whatever is drafted. The token behind the last
+accepted draft is sampled in the same step; the KV of the others is overwritten by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Row
+from dataclasses import replace
+
+from ...core.errors import InvalidRequest
+from ...core.ports import Clock
+from ...core.step_cost import StepCost, StepShape
+from ..execution.batch import SampledToken
+from ..execution.constraints import Constraints
+from ..kv.limits import EngineLimits
+from ..scheduling.outputs import SpeculationCounts
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence, SequenceState
+from ..scheduling.step_cost_estimator import StepCostEstimator
+from .acceptance import Acceptance, Mean, Tally
+from .lengths import Lengths, best_lengths
+from .proposer import Context, Proposer
+
+_PROBE_SHARE = 0.01  # of the time, that drafts may take where they do not seem to pay
+_FIRST_GAIN = 1.5
+_LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # of a step
+
+
+class Speculator:
+    """One engine's; `runs_ahead`: its runner does."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        limits: EngineLimits,
+        costs: StepCostEstimator,
+        constraints: Constraints | None,
+        eos_token_ids: Collection[int],
+        clock: Clock,
+        *,
+        runs_ahead: bool,
+    ) -> None:
+        most = proposer.max_drafts
+        self._proposer, self._most, self._runs_ahead = proposer, most, runs_ahead
+        self._limits, self._costs, self._clock = limits, costs, clock
+        self._constraints = constraints
+        self._eos_token_ids = eos_token_ids
+        self._acceptance = Acceptance(most)
+        self._tallies: dict[str, Tally] = {}
+        self._drafted: list[Sequence] = []
+        self._gain = Mean(_FIRST_GAIN)
+        self._wait_s = Mean()
+        self._late_s = {False: Mean(), True: Mean()}  # by whether there were drafts
+        self._spare_s = 0.0  # that probes may take
+        self._num_probes = 0
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted = [0] * most
+
+    # -- before a step ----------------------------------------------------------------------------
+
+    def is_due(self, scheduler: Scheduler) -> bool:
+        """Whether the next step shall have drafts, though that may mean to wait for the one in
+        flight."""
+        if not any(map(_may_have_drafts, scheduler.running)):
+            return False
+        return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
+
+    def draft(self, scheduler: Scheduler, prompts: StepShape) -> None:
+        """Give the sequences drafts that pay; no step is in flight. `prompts`: the prompts' part of
+        the last step, for what there may be beside them in the next."""
+        if not self.is_due(scheduler):
+            return
+        began_s = self._clock.monotonic_s()
+        sequences = [one for one in scheduler.running if _may_have_drafts(one) and self._room(one)]
+        if not sequences:
+            return
+        self._know(sequences)
+        contexts = [Context(one.key, one.token_ids, self._room(one)) for one in sequences]
+        proposed = self._proposer.propose(contexts)
+        drafts = [self._fitting(*one) for one in zip(sequences, proposed, strict=True)]
+        for sequence, each, length in zip(
+            sequences, drafts, self._lengths(scheduler, sequences, drafts, prompts), strict=True
+        ):
+            if length:
+                sequence.draft_token_ids = each[:length]
+                self._drafted.append(sequence)
+        if not self._runs_ahead:
+            self.waited(self._clock.monotonic_s() - began_s)
+
+    def settle(self) -> bool:
+        """The step is launched: whether any have drafts. Those without room in it have none now."""
+        has_drafts = False
+        for sequence in self._drafted:
+            if not sequence.num_awaited_tokens:
+                sequence.draft_token_ids = ()
+            has_drafts |= len(sequence.draft_token_ids) > 0
+        self._drafted = []
+        return has_drafts
+
+    def waited(self, seconds: float) -> None:
+        """So long it took to have drafts for a step, all that a step without would not wait for."""
+        self._wait_s.observe(min(seconds, _LONGEST_PROBE_S))
+
+    # -- behind a step ----------------------------------------------------------------------------
+
+    def passed(self, shape: StepShape, seconds: float, *, has_drafts: bool) -> None:
+        """A step with decodes took so long: a part of it may be spent on probes."""
+        self._spare_s = min(self._spare_s + _PROBE_SHARE * seconds, _LONGEST_PROBE_S)
+        cost = self._costs.estimate()
+        if cost is not None and not shape.num_prompt_tokens:
+            expected_s = cost.seconds(shape)
+            late_s = min(seconds, 2 * expected_s) - expected_s
+            self._late_s[has_drafts].observe(late_s)
+
+    @property
+    def _overhead_s(self) -> float:
+        """What drafts take beside their rows: waiting, and what steps with drafts were longer than
+        expected, more than steps without."""
+        return self._wait_s.value + max(0.0, self._late_s[True].value - self._late_s[False].value)
+
+    def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> list[SampledToken]:
+        """What a step adds to a sequence: the tokens of its accepted drafts, and the one behind.
+
+        Rolls the sequence back to these: they are awaited, and no draft is left.
+        """
+        drafts, sequence.draft_token_ids = sequence.draft_token_ids, ()
+        tokens = []
+        for draft, token in zip(drafts, sampled.at_drafts, strict=True):
+            tokens.append(token)
+            if token.token_id != draft:
+                break
+        else:
+            tokens.append(sampled)
+        num_accepted = len(tokens) - 1
+        sequence.num_awaited_tokens = len(tokens)
+        sequence.num_launched_tokens = sequence.num_computed_tokens + len(tokens)
+        self._num_drafts += 1
+        self._num_draft_tokens += len(drafts)
+        for position in range(num_accepted):
+            self._accepted[position] += 1
+        own = self._tallies.setdefault(sequence.key, Tally())
+        self._acceptance.observe(own, len(drafts), num_accepted)
+        return tokens
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        return SpeculationCounts(self._num_drafts, self._num_draft_tokens, tuple(self._accepted))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _room(self, sequence: Sequence) -> int:
+        """For drafts, behind each of which comes one token more."""
+        num_left = self._limits.max_outputs(sequence.request) - sequence.num_outputs
+        return min(self._most, num_left - 1)
+
+    def _know(self, sequences: Row[Sequence]) -> None:
+        """Keep the tallies of these, and of no other."""
+        kept = {one.key: self._tallies.get(one.key) or Tally() for one in sequences}
+        for tally in kept.values():
+            tally.fade()
+        self._tallies = kept
+
+    def _fitting(self, sequence: Sequence, drafts: Row[int]) -> Row[int]:
+        """Those that a grammar allows, if there is one: none that ends the output, nor behind."""
+        if self._constraints is None or sequence.constrained is None or not drafts:
+            return drafts
+        end = next((i for i, one in enumerate(drafts) if one in self._eos_token_ids), len(drafts))
+        sample = (sequence.constrained, sequence.output_token_ids, drafts[:end])
+        try:
+            return drafts[: self._constraints.num_fitting(sample)]
+        except InvalidRequest:  # it ends in this step, with its error
+            return ()
+
+    def _lengths(
+        self,
+        scheduler: Scheduler,
+        sequences: Row[Sequence],
+        drafts: Row[Row[int]],
+        prompts: StepShape,
+    ) -> Row[int]:
+        """How many of the drafts of each to verify."""
+        decodes = scheduler.decodes()
+        most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
+        tallies = [self._tallies[one.key] for one in sequences]
+        chances = self._acceptance.chances(tallies, [*map(len, drafts)])
+        cost = self._costs.estimate()
+        if cost is None:
+            lengths, left = [], most
+            for each in drafts:
+                lengths.append(min(left, len(each)))
+                left -= lengths[-1]
+            return lengths
+        beside = decodes
+        if scheduler.has_prefills or scheduler.waiting:
+            beside = StepShape(
+                prompts.num_prompt_tokens, prompts.pairs, decodes.num_decodes, decodes.keys
+            )
+        found = best_lengths(chances, beside, cost, self._overhead_s, most)
+        self._gain.observe(found.gain)
+        if any(found.num_drafts):
+            if found.gain < 1:
+                self._spare_s -= found.extra_s
+            return found.num_drafts
+        self._spare_s -= self._wait_s.value
+        return self._probe(found, drafts, beside, cost)
+
+    def _probe(
+        self, found: Lengths, drafts: Row[Row[int]], beside: StepShape, cost: StepCost
+    ) -> Row[int]:
+        """Drafts of one sequence, now and then, where none pay by what is known."""
+        lengths = found.num_drafts
+        candidates = [index for index, each in enumerate(drafts) if each]
+        if not candidates:
+            return lengths
+        index = candidates[self._num_probes % len(candidates)]
+        step_s = cost.seconds(beside)
+        longer = replace(beside, num_decodes=beside.num_decodes + len(drafts[index]))
+        extra_s = max(cost.seconds(longer) - step_s, _LEAST_PROBE * step_s)
+        if self._spare_s >= extra_s:
+            self._num_probes += 1
+            self._spare_s -= extra_s
+            lengths[index] = len(drafts[index])
+        return lengths
+
+
+def _may_have_drafts(sequence: Sequence) -> bool:
+    """Whether it decodes, and its request wants that."""
+    if not sequence.request.sampling.speculative or not sequence.awaits_tokens:
+        return False  # or its KV is held, or it is a beam
+    return sequence.state is SequenceState.RUNNING and not sequence.is_prefilling

@@ -1,0 +1,91 @@
+"""Speculation on a GPU: tokens are those without it, or differ first where two are nearly equal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from baton.core.config import EngineConfig
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.local import LocalEngine
+from baton.engine.scheduling.outputs import TokenOutput
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NEAR_TIE = 1e-3  # of log-probabilities: float32 sums in another order differ by about 1e-4
+CODE = "def area(self):\n    return self.width * self.height\n\ndef side(self):\n    return self."
+NGRAM = json.dumps(
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+)
+
+
+def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOutput]], int]:
+    """Of each request, and how many drafts were accepted."""
+    local = LocalEngine.load(config, lambda line: None)
+    tokenizer = Tokenizer.from_file(str(local.model_dir / "tokenizer.json"))
+    found: dict[str, list[TokenOutput]] = {}
+    for index in range(num_requests):
+        sampling = SamplingParams(
+            max_tokens=100,
+            temperature=(0.0, 0.3, 0.8)[index % 3],
+            top_p=(1.0, 0.9)[index % 2],
+            seed=index,
+            frequency_penalty=(0.0, 0.0, 0.0, 0.4)[index % 4],
+            logprobs=4,
+            ignore_eos=True,
+        )
+        prompt = tuple(tokenizer.encode(f"# {index}\n{CODE}").ids)
+        request = Request(f"{index:032x}", 0, prompt, sampling)
+        found[request.key] = []
+        local.engine.add(request)
+    while local.engine.has_work:
+        step = local.engine.step()
+        assert not step.failed
+        for token in step.tokens:
+            found[token.key].append(token)
+    local.engine.check_integrity()
+    accepted = sum(local.engine.totals().speculation.accepted)
+    local.close()
+    return list(found.values()), accepted
+
+
+@pytest.mark.parametrize("num_requests", [1, 20, 90])
+@pytest.mark.parametrize("attention", ["triton", "auto"])
+def test_tokens_are_those_without_speculation(num_requests: int, attention: str) -> None:
+    config = EngineConfig(
+        device="cuda",
+        dtype="float32",
+        num_kv_blocks=1600,
+        max_num_seqs=100,
+        attention_backend=attention,
+    )
+    plain, _ = outputs(config, num_requests)
+    drafting = EngineConfig(
+        device="cuda",
+        dtype="float32",
+        num_kv_blocks=1600,
+        max_num_seqs=100,
+        attention_backend=attention,
+        speculative_config=NGRAM,
+    )
+    drafted, num_accepted = outputs(drafting, num_requests)
+    assert num_accepted > 10 * num_requests
+    num_different = 0
+    for one, other in zip(drafted, plain, strict=True):
+        pairs = zip(one, other, strict=True)
+        first = next(((a, b) for a, b in pairs if a.token_id != b.token_id), None)
+        if first is None:
+            continue
+        # Filters and noise hide which two were nearly equal; the distribution must be the same.
+        num_different += 1
+        tops = [dict(each.top) for each in first]
+        shared = tops[0].keys() & tops[1].keys()
+        assert len(shared) >= 3
+        assert all(abs(tops[0][token] - tops[1][token]) < NEAR_TIE for token in shared)
+    assert num_different <= 1 + num_requests // 20

@@ -1,0 +1,248 @@
+"""Speculation over the fake runner: whatever is drafted, the tokens are the oracle's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from fakes.clock import TickingClock
+from fakes.proposer import FakeProposer
+from fakes.runner import FakeRunner, expected_tokens
+
+from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.engine.engine import Engine
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.admission import OutputLengthEstimator
+from baton.engine.scheduling.outputs import Reservation, StepOutput
+from baton.engine.speculation.proposer import Context
+
+BLOCK_SIZE, VOCAB_SIZE, EOS = 4, 50, 7
+MAX_MODEL_LEN = 120
+
+
+class Optimist(OutputLengthEstimator):
+    """Memory runs out, and preemption must repair it."""
+
+    def estimate(self, num_generated: int, max_tokens: int) -> int:
+        return 1
+
+
+class Scene:
+    """Engines of one model, the requests that they have had, and what they have output."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+
+    def engine(self, capacity: int, *, runs_ahead: bool, rate: float, **limits: int) -> Engine:
+        num_blocks = capacity + NUM_RESERVED_BLOCKS
+        runner = FakeRunner(
+            num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead, num_looks=2
+        )
+        proposer = FakeProposer(
+            self.oracle, rate=rate, max_drafts=self.random.randint(1, 6), seed=capacity
+        )
+        return Engine(
+            runner,
+            EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
+            LocalGenerations(num_blocks),
+            fingerprint="fake",
+            eos_token_ids={EOS},
+            estimator=Optimist(),
+            clock=TickingClock(),
+            proposer=proposer,
+        )
+
+    def oracle(self, context: Context) -> Sequence[int]:
+        request = self.requests[context.key]
+        num_outputs = len(context.token_ids) - len(request.prompt_token_ids)
+        return self.expected(request, num_outputs + context.max_drafts)[num_outputs:]
+
+    def expected(self, request: Request, num_tokens: int) -> list[int]:
+        return expected_tokens(
+            request.prompt_token_ids,
+            num_tokens,
+            params=request.sampling,
+            vocab_size=VOCAB_SIZE,
+            sample_index=request.sample_index,
+        )
+
+    def new_request(self, **fields: object) -> Request:
+        draw = self.random
+        sampling = SamplingParams(
+            max_tokens=draw.randint(1, 30),
+            temperature=draw.choice([0.0, 1.0]),
+            seed=draw.randint(0, 3),
+            ignore_eos=draw.random() < 0.5,
+            stop_token_ids=draw.choice([(), (3, 11)]),
+            frequency_penalty=draw.choice([0.0, 0.0, 0.5]),
+            speculative=draw.random() < 0.8,
+            logprobs=draw.choice([None, 1]),
+        )
+        prompt = tuple(draw.choices(range(3), k=draw.randint(1, 25)))
+        forks = tuple(f"{len(self.requests)}-{i}" for i in range(draw.choice([0, 0, 2])))
+        request = Request(f"r{len(self.requests)}", 0, prompt, sampling, fork_ids=forks)
+        for one in (request, *request.forks):
+            self.requests[one.key] = one
+            self.tokens[one.key] = []
+        return request
+
+    def take(self, output: StepOutput) -> None:
+        assert not output.failed
+        for token in output.tokens:
+            assert token.key not in self.reasons, "a token behind the end"
+            assert token.index == len(self.tokens[token.key])
+            self.tokens[token.key].append(token.token_id)
+            if self.requests[token.key].sampling.logprobs:
+                assert token.top == ((token.token_id, 0.0),)
+            if token.finish_reason is not None:
+                self.reasons[token.key] = token.finish_reason
+
+    def check(self, engine: Engine, *, but: Sequence[str] = ()) -> None:
+        """All that ended is the oracle's; nothing is left."""
+        for key, tokens in self.tokens.items():
+            request = self.requests[key]
+            assert tokens == self.expected(request, len(tokens))
+            if key in but:
+                continue
+            ends = set(request.sampling.stop_token_ids)
+            ends |= set() if request.sampling.ignore_eos else {EOS}
+            assert not ends & set(tokens[:-1])
+            is_full = len(tokens) == request.sampling.max_tokens
+            assert is_full or tokens[-1] in ends, key
+        engine.check_integrity()
+        assert engine.pool.counts.held == 0
+        assert engine.ledger()["requests"] == {}
+
+
+def mixed_run(seed: int, num_requests: int, *, runs_ahead: bool) -> Engine:
+    """Requests that come and go while others run: some are aborted, all others end."""
+    scene = Scene(seed)
+    draw = scene.random
+    engine = scene.engine(
+        draw.choice([14, 30, 200]),
+        runs_ahead=runs_ahead,
+        rate=draw.choice([0.0, 0.5, 0.8, 1.0]),
+        max_num_seqs=draw.randint(1, 8),
+        max_num_batched_tokens=draw.choice([8, 16, 64]),
+    )
+    aborted: list[str] = []
+
+    def meanwhile() -> bool:
+        if draw.random() < 0.2 and scene.requests:
+            key = draw.choice([*scene.requests])
+            if key not in scene.reasons:
+                engine.abort(key)
+                aborted.append(key)
+                aborted.extend(one.key for one in scene.requests[key].forks)
+        return draw.random() < 0.3
+
+    waiting = num_requests
+    for _ in range(10_000):
+        if waiting and draw.random() < 0.4:
+            engine.add(scene.new_request())
+            waiting -= 1
+        elif not engine.has_work and not waiting:
+            break
+        scene.take(engine.step(meanwhile if draw.random() < 0.1 else None))
+        engine.check_integrity()
+    scene.check(engine, but=aborted)
+    return engine
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_outputs_are_those_without_speculation(runs_ahead: bool) -> None:
+    preempted = accepted = 0
+    for seed in range(25):
+        totals = mixed_run(seed, 8, runs_ahead=runs_ahead).totals()
+        preempted += totals.num_preemptions
+        accepted += sum(totals.speculation.accepted)
+        assert sum(totals.speculation.accepted) <= totals.speculation.num_draft_tokens
+    assert preempted and accepted > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_outputs_of_thousands_of_requests(runs_ahead: bool) -> None:
+    for seed in range(1000, 1250):
+        mixed_run(seed, 20, runs_ahead=runs_ahead)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_perfect_drafts_take_few_steps(runs_ahead: bool) -> None:
+    scene = Scene(1)
+    engine = scene.engine(200, runs_ahead=runs_ahead, rate=1.0)
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    request = scene.requests["a/0"] = Request("a", 0, (1, 2, 3), sampling)
+    scene.tokens["a/0"] = []
+    engine.add(request)
+    num_steps = 0
+    while engine.has_work:
+        scene.take(engine.step())
+        num_steps += 1
+    scene.check(engine)
+    assert num_steps < 45
+    counts = engine.totals().speculation
+    assert sum(counts.accepted) == counts.num_draft_tokens
+    assert engine.totals().num_decode_tokens == 59
+
+
+def hand_over(scene: Scene, source: Engine, puller: Engine, key: str) -> Reservation:
+    reservation = puller.reserve(scene.requests[key])
+    assert reservation is not None
+    first, last = reservation.num_cached_blocks, reservation.num_known_blocks
+    for ref in source.block_refs(key, first, last):
+        content = source._runner.read_block(ref.block_id)  # type: ignore[attr-defined]
+        puller._runner.write_block(reservation.block_ids[ref.index], content)  # type: ignore[attr-defined]
+    return reservation
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
+    """The drafts need the tokens alone, which both sides have."""
+
+    def counts(*, handed_over: bool) -> list[int]:
+        scene = Scene(3)
+        source, puller = (scene.engine(300, runs_ahead=runs_ahead, rate=0.8) for _ in range(2))
+        puller._speculator._proposer.max_drafts = 4  # type: ignore[union-attr, misc]
+        for index in range(6):
+            sampling = SamplingParams(max_tokens=80, temperature=1.0, seed=index, ignore_eos=True)
+            request = Request(f"r{index}", 0, tuple(range(index + 3)), sampling)
+            scene.requests[request.key] = request
+            scene.tokens[request.key] = []
+            (source if handed_over else puller).add(request, hold=handed_over)
+        while source.has_work:
+            scene.take(source.step())
+        assert not source.totals().speculation.num_draft_tokens, "held ones have one token"
+        for key in [*scene.requests] if handed_over else []:
+            reservation = hand_over(scene, source, puller, key)
+            puller.start(reservation, scene.tokens[key][-1])
+            source.abort(key)
+        while puller.has_work:
+            scene.take(puller.step())
+        scene.check(puller)
+        found = puller.totals().speculation
+        return [found.num_draft_tokens, sum(found.accepted)]
+
+    (drafted, accepted), (drafted_one, accepted_one) = (
+        counts(handed_over=each) for each in (True, False)
+    )
+    assert accepted / drafted == pytest.approx(accepted_one / drafted_one, rel=0.1)
+
+
+def test_a_request_without_speculation_has_no_drafts() -> None:
+    scene = Scene(1)
+    engine = scene.engine(200, runs_ahead=True, rate=1.0)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, speculative=False, ignore_eos=True)
+    request = scene.requests["a/0"] = Request("a", 0, (1, 2, 3), sampling)
+    scene.tokens["a/0"] = []
+    engine.add(request)
+    while engine.has_work:
+        scene.take(engine.step())
+    scene.check(engine)
+    assert engine.totals().speculation.num_draft_tokens == 0
