@@ -109,19 +109,20 @@ class EngineTable:
         caller_id: int = 0,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
-        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        device_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_noted: bool = True,
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
-        `lendable_tokens`: of them, those that others could fetch. `is_constrained`: it is for
+        `device_tokens`: of them, those in front of what is in host memory alone: others could fetch
+        these, and where it is not given nobody has any for that. `is_constrained`: it is for
         engines alone that take constraints. `is_noted`: for a request, not to know whether there is
         a plan.
         """
         costs = self._costs()
-        holders = self._holders(demand.num_tokens, lendable_tokens, avoid)
+        holders = self._holders(demand.num_tokens, device_tokens, avoid)
         states = [
             engine.state(
                 engine.load,
@@ -129,7 +130,8 @@ class EngineTable:
                 caller_id,
                 cached_tokens.get(engine.incarnation, 0),
                 costs.get(engine.fingerprint) if costs else None,
-                self._fetch(engine, holders, cached_tokens) if holders else None,
+                self._fetch(engine, holders, device_tokens) if holders else None,
+                device_tokens.get(engine.incarnation),
             )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
@@ -176,13 +178,13 @@ class EngineTable:
 
     @staticmethod
     def _fetch(
-        engine: LinkedEngine, holders: Mapping[str, Holders], cached_tokens: Mapping[str, int]
+        engine: LinkedEngine, holders: Mapping[str, Holders], device_tokens: Mapping[str, int]
     ) -> Fetch | None:
         of_its_kind = holders.get(engine.fingerprint)
         if of_its_kind is None or not engine.block_bytes or not engine.takes_prompts:
             return None
         token_bytes = engine.block_bytes / engine.member.block_size
-        own_tokens = cached_tokens.get(engine.incarnation, 0)
+        own_tokens = device_tokens.get(engine.incarnation, 0)
         return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
 
     def _costs(self) -> Mapping[str, StepCost]:

@@ -297,8 +297,10 @@ class LinkedEngine:
         cached_tokens: int,
         others_cost: StepCost | None = None,
         fetch: Fetch | None = None,
+        device_tokens: int | None = None,
     ) -> EngineState:
-        """For routing one request of this caller, of which so much should be cached here.
+        """For routing one request of this caller, of which so much should be cached here, and
+        `device_tokens` of that on the device; None: all of it.
 
         `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
         given any. What is about prompts is left out where it takes none, and what is about decodes
@@ -318,11 +320,13 @@ class LinkedEngine:
             takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
             has_place = self._has_place(load, demand, cached_tokens)
+        host_tokens = 0 if device_tokens is None else max(0, cached_tokens - device_tokens)
+        host_s = host_tokens * load.host_block_s / self.member.block_size
         return EngineState._make(
             (
                 *known,
                 *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place, fetch),
+                *(speed, takes_prompt, has_place, fetch, host_tokens, host_s),
             )
         )
 

@@ -43,7 +43,7 @@ class PromptRouter:
                 caller_id=self.caller_id,
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
-                lendable_tokens={} if self.computes_all else self._lendable(cached_tokens),
+                device_tokens={} if self.computes_all else self._on_device(cached_tokens),
             )
         except Unavailable:
             decisions["unavailable"] += 1
@@ -58,15 +58,16 @@ class PromptRouter:
             decisions["least_loaded"] += 1
         return route
 
-    def _lendable(self, cached_tokens: Mapping[str, int]) -> dict[str, int]:
-        """Of them, what other engines could fetch."""
-        lendable: dict[str, int] = {}
+    def _on_device(self, cached_tokens: Mapping[str, int]) -> dict[str, int]:
+        """Of them, those in front of the first block that is in host memory alone."""
+        found: dict[str, int] = {}
         for incarnation, num_tokens in cached_tokens.items():
             engine = self.table.engines[incarnation]
             size = engine.member.block_size
             chain = self.hashes[engine.fingerprint][: num_tokens // size]
-            lendable[incarnation] = self.table.mirror.lendable_blocks(incarnation, chain) * size
-        return lendable
+            in_host = self.table.mirror.first_in_host(incarnation, chain)
+            found[incarnation] = num_tokens if in_host is None else in_host * size
+        return found
 
     def cached_tokens(self, num_tokens: int) -> dict[str, int]:
         """By incarnation, how many tokens each engine is likely to have."""

@@ -15,8 +15,9 @@ How long a prompt takes follows from what its engine measured (core/step_cost.py
 promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
 it is as fast as one without a promise. An engine without a promise does what its role says.
 
-What an engine has cached of the prompt costs nothing; what another has, a pull, if that is quicker
-than to compute it (prefix_sources.py). A prefill engine without credit for the
+What an engine has cached of the prompt on its device costs nothing; what it has in host memory, a
+copy, and what another has, a pull, if that is quicker than to compute it (prefix_sources.py). A
+prefill engine without credit for the
 request comes after every one that has it, but is not left out. A decode engine without a place for
 it, and a prefill engine that has enough of its caller's prompts, are: the request waits here, where
 its queue is fair and a place that becomes free anywhere is the next one's.
@@ -57,8 +58,9 @@ class EngineState(NamedTuple):
     they were opened, by source. `speed`: at which it computes prompts now; None: not known.
     `keeps_promise`: it takes whole requests, whatever its role.
     Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
-    more of it from another engine; `takes_prompt`: it may have another prompt of its caller;
-    `has_place`: for its decodes.
+    more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
+    memory alone, and `host_s` until they are copied back; `takes_prompt`: it may have another
+    prompt of its caller; `has_place`: for its decodes.
     """
 
     incarnation: str
@@ -80,16 +82,29 @@ class EngineState(NamedTuple):
     takes_prompt: bool = True
     has_place: bool = True
     fetch: Fetch | None = None
+    host_tokens: int = 0
+    host_s: float = 0.0
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
-        alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
-        return min(alone_s, self._fetching_seconds(num_tokens))
+        return min(self._own_seconds(num_tokens), self._fetching_seconds(num_tokens))
 
     def worth_fetching(self, num_tokens: int) -> Fetch | None:
         """The fetch, if its prompt is computed sooner by it."""
-        alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
-        return self.fetch if self._fetching_seconds(num_tokens) < alone_s else None
+        own_s = self._own_seconds(num_tokens)
+        return self.fetch if self._fetching_seconds(num_tokens) < own_s else None
+
+    def _own_seconds(self, num_tokens: int) -> float:
+        """With what it has cached itself: what is in host memory is copied, or computed again if
+        that is quicker, as the engine will decide."""
+        copied_s = self.host_s + self._seconds_behind(self.cached_tokens, num_tokens)
+        if not self.host_tokens:
+            return copied_s
+        return min(copied_s, self._seconds_behind(self._device_tokens, num_tokens))
+
+    @property
+    def _device_tokens(self) -> int:
+        return self.cached_tokens - self.host_tokens
 
     def _fetching_seconds(self, num_tokens: int) -> float:
         if self.fetch is None:
@@ -104,7 +119,7 @@ class EngineState(NamedTuple):
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = max(0, num_tokens - self.cached_tokens)
+        num_pulled = max(0, num_tokens - self._device_tokens)
         return self.num_requests * REQUEST_S + num_pulled * PULL_TOKEN_S
 
 

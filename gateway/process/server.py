@@ -31,7 +31,8 @@ from ...core.ports import SystemClock, SystemEntropy
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...prefix_index.mirror import Follower, PrefixMirror
+from ...prefix_index.follower import Follower
+from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.admission import QueueLimit
