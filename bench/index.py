@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import redis
@@ -39,6 +40,7 @@ _ENGINE_BLOCKS = 1_000_000
 _STEP_BLOCKS = 128  # of 16 tokens, stored by a step, which evicts as many
 _BATCH_EVENTS = 250  # of an engine in 50 ms
 _REPEATS = 7
+_PAGE = 800  # blocks of those that a gateway's memory is measured by
 
 
 def random_hashes(count: int) -> list[BlockHash]:
@@ -75,10 +77,10 @@ def look_up() -> list[Figure]:
         samples = []
         for _ in range(_REPEATS):
             fresh = [BlockHash(bytes([*each])) for each in prompt]  # never looked up before
-            samples.append(1e6 * time_s(lambda fresh=fresh: mirror.cached_blocks(names, fresh)))  # type: ignore[misc]
+            samples.append(1e6 * time_s(partial(mirror.cached_blocks, names, fresh)))
             assert set(mirror.cached_blocks(names, fresh).values()) == {_PROMPT_BLOCKS}
-        engines = "1 engine" if num_engines == 1 else f"{num_engines} engines"
-        name = f"look-up of {_PROMPT_BLOCKS:,} blocks that {engines} have, of 1 M blocks"
+        engines = "1 engine has" if num_engines == 1 else f"{num_engines} engines have"
+        name = f"look-up of {_PROMPT_BLOCKS:,} blocks that {engines}, of 1 M blocks"
         figures.append(Figure(name, "us", tuple(samples), target=target))
     return figures
 
@@ -156,9 +158,9 @@ def _mirrored_gb(num_blocks: int) -> float:
         name = incarnation_of(number)
         mirror.add(name, _ENGINE_BLOCKS)
         hashes = set[BlockHash]()
-        for _ in range(-(-num_blocks // num_engines // 960)):
+        for _ in range(num_blocks // num_engines // _PAGE):
             one = StoredBlocks(name)
-            for each in random_hashes(960):
+            for each in random_hashes(_PAGE):
                 one.move(each, Tier.NOWHERE, Tier.DEVICE)
             raw = next(one.encode([0], 0))[1]
             hashes.update(decode_page(raw, name, 0).hashes)

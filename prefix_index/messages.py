@@ -95,24 +95,22 @@ class NetChanges:
     """
 
     def __init__(self) -> None:
-        self._moves: dict[BlockHash, tuple[Tier, Tier]] = {}  # from where, to where
+        # By where they are now: where they were. A step moves hundreds: no loop of ours over them.
+        self._moves: tuple[dict[BlockHash, Tier], ...] = tuple({} for _ in Tier)
 
     def __len__(self) -> int:
-        return len(self._moves)
+        return sum(map(len, self._moves))
 
     def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
-        moves, move = self._moves, (was, now)
-        if moves.keys().isdisjoint(block_hashes):
-            moves.update(dict.fromkeys(block_hashes, move))
+        if all(moves.keys().isdisjoint(block_hashes) for moves in self._moves if moves):
+            self._moves[now].update(dict.fromkeys(block_hashes, was))
             return
         for block_hash in block_hashes:
-            first, _ = moves.setdefault(block_hash, move)
-            if first is now:
-                del moves[block_hash]
-            else:
-                moves[block_hash] = (first, now)
+            first = self._moves[was].pop(block_hash, was)
+            if first is not now:
+                self._moves[now][block_hash] = first
 
     def take(self) -> Changes:
         """Since the last call."""
-        moves, self._moves = self._moves.items(), {}
-        return Changes._make([each for each, (_, now) in moves if now is tier] for tier in Tier)
+        moves, self._moves = self._moves, tuple({} for _ in Tier)
+        return Changes._make(map(list, moves))

@@ -133,7 +133,7 @@ class Survey:
 
 async def survey(cluster: ClusterConfig) -> Survey:
     """Request everything at once. Raises StartupFailed if Redis does not answer."""
-    members, num_bad_entries = await _members(cluster)
+    members, num_bad_entries = await members_of(cluster)
     addresses = sorted({member.address for member in members})
     tls = ClusterTls.of(cluster)
     nodes_members = ([m for m in members if m.address == address] for address in addresses)
@@ -168,8 +168,9 @@ async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> 
     return counts
 
 
-async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
-    """The directory, and how many of its entries are junk or not signed with our secret."""
+async def members_of(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
+    """The directory, and how many of its entries are junk or not signed with our secret. Raises
+    StartupFailed if Redis does not answer."""
     await require_redis(cluster.redis_url)
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
     try:
