@@ -5,7 +5,6 @@ Knows no grpc and no directory: cluster_view.py adds and removes engines.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import MEASURED_ROWS, LinkedEngine
 from .plan_record import PlanRecord
-from .routing import choose_plan
+from .routing_policies import LeastEstimate, Policy
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
@@ -70,17 +69,17 @@ class ChosenEngine:
 class EngineTable:
     """All linked engines by incarnation; what is mirrored of the prefix index is theirs.
 
-    `chance`: what plans that are alike are drawn by; without it gateways that know the same choose
-    the same. `plans`: what is noted of those that are chosen.
+    `policy`: how engines are chosen; without it by the least estimate, and gateways that know the
+    same choose the same. `plans`: what is noted of those that are chosen.
     """
 
     def __init__(
         self,
         mirror: PrefixMirror,
-        chance: random.Random | None = None,
+        policy: Policy | None = None,
         plans: PlanRecord | None = None,
     ) -> None:
-        self._chance = chance
+        self._policy = policy or LeastEstimate()
         self.plans = plans
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
@@ -124,20 +123,22 @@ class EngineTable:
         costs = self._costs()
         holders = self._holders(demand.num_tokens, device_tokens, avoid)
         states = [
-            engine.state(
-                engine.load,
-                demand,
-                caller_id,
-                cached_tokens.get(engine.incarnation, 0),
-                costs.get(engine.fingerprint) if costs else None,
-                self._fetch(engine, holders, device_tokens) if holders else None,
-                device_tokens.get(engine.incarnation),
+            self._policy.seen(
+                engine.state(
+                    engine.load,
+                    demand,
+                    caller_id,
+                    cached_tokens.get(engine.incarnation, 0),
+                    costs.get(engine.fingerprint) if costs else None,
+                    self._fetch(engine, holders, device_tokens) if holders else None,
+                    device_tokens.get(engine.incarnation),
+                )
             )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
         choose = partial(
-            choose_plan, states, demand.num_tokens, fingerprint=fingerprint, chance=self._chance
+            self._policy.choose, states, demand.num_tokens, caller_id, fingerprint=fingerprint
         )
         clear = self.suspects.keep_clear(avoid)
         try:

@@ -42,6 +42,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord
 from ..engines.promise_decider import PromiseDecider
 from ..engines.promise_leader import LEASE_S, PromiseLeader
+from ..engines.routing_policies import make_policy
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat_model import CHAT_MODEL
@@ -104,7 +105,8 @@ class Gateway:
         calls = MemberCalls(secret, security.cluster_tls)
         self._directory = KnownNodes(RedisDirectory(*redis), tuple(Role), calls, secret, clock)
         self._index = index = RedisIndexLink(*redis)
-        self._table = EngineTable(PrefixMirror(clock), random.Random(), PlanRecord(clock))
+        policy = make_policy(config.routing_policy, random.Random())
+        self._table = EngineTable(PrefixMirror(clock), policy, PlanRecord(clock))
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)
