@@ -48,7 +48,7 @@ class PrefixMirror:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._copies: dict[str, _Copy] = {}
         self._new: list[str] = []
         self.added = asyncio.Event()
@@ -58,7 +58,7 @@ class PrefixMirror:
 
     def add(self, incarnation: str, num_blocks: int) -> None:
         """Begin to mirror an engine that can cache at most `num_blocks` blocks, in all tiers."""
-        self._copies[incarnation] = _Copy(num_blocks, self._clock.monotonic_s())
+        self._copies[incarnation] = _Copy(num_blocks, self.clock.monotonic_s())
         self._new.append(incarnation)
         self.added.set()
 
@@ -84,7 +84,7 @@ class PrefixMirror:
         if copy is None:
             self.num_foreign_messages += 1
             return None
-        copy.received_s = self._clock.monotonic_s()
+        copy.received_s = self.clock.monotonic_s()
         match message:
             case Head(_, seq):
                 if copy.seq is not None and seq > copy.seq:
@@ -119,7 +119,7 @@ class PrefixMirror:
         copy.seq = None
 
     def _to_read(self, incarnation: str, copy: _Copy) -> str | None:
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         if copy.seq is not None or now_s < copy.may_read_s:
             return None
         copy.may_read_s = now_s + READ_S
@@ -145,7 +145,7 @@ class PrefixMirror:
             self.num_bad_messages += 1
             return
         copy.hashes, copy.in_host, copy.seq = hashes, in_host, contents.seq
-        copy.received_s = self._clock.monotonic_s()
+        copy.received_s = self.clock.monotonic_s()
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class PrefixMirror:
 
     def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:
         """The copies of these engines that are worth a look: not empty, not stale."""
-        oldest_s = self._clock.monotonic_s() - STALE_S
+        oldest_s = self.clock.monotonic_s() - STALE_S
         for incarnation in incarnations:
             copy = self._copies.get(incarnation)
             if copy is not None and copy.hashes and copy.received_s >= oldest_s:

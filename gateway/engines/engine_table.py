@@ -22,6 +22,7 @@ from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import MEASURED_ROWS, LinkedEngine
 from .plan_record import PlanRecord
+from .prompts_in_flight import PromptsInFlight
 from .routing_policies import LeastEstimate, Policy
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
@@ -83,13 +84,14 @@ class EngineTable:
         self.plans = plans
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
+        self.prompts = PromptsInFlight(mirror.clock)
         self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
         self.released: set[int] = set()  # of all engines: LinkedEngine has what it means
 
     def add(self, engine: LinkedEngine) -> None:
         """The engine's link is up."""
-        engine.released = self.released
+        engine.released, engine.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
         num_blocks = engine.member.num_blocks + engine.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)
@@ -97,6 +99,7 @@ class EngineTable:
     def remove(self, incarnation: str) -> None:
         """The engine's link is down."""
         del self.engines[incarnation]
+        self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
     def choose(
@@ -108,20 +111,23 @@ class EngineTable:
         caller_id: int = 0,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
-        device_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        host_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        in_flight_tokens: int = 0,
         is_noted: bool = True,
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
-        `device_tokens`: of them, those in front of what is in host memory alone: others could fetch
-        these, and where it is not given nobody has any for that. `is_constrained`: it is for
+        `host_tokens`: the last of them, where these are in host memory alone. `lendable_tokens`:
+        the first of them, that others could fetch. `in_flight_tokens`: that some engine computes
+        now. `is_constrained`: it is for
         engines alone that take constraints. `is_noted`: for a request, not to know whether there is
         a plan.
         """
         costs = self._costs()
-        holders = self._holders(demand.num_tokens, device_tokens, avoid)
+        holders = self._holders(demand.num_tokens, lendable_tokens, avoid)
         states = [
             self._policy.seen(
                 engine.state(
@@ -130,8 +136,9 @@ class EngineTable:
                     caller_id,
                     cached_tokens.get(engine.incarnation, 0),
                     costs.get(engine.fingerprint) if costs else None,
-                    self._fetch(engine, holders, device_tokens) if holders else None,
-                    device_tokens.get(engine.incarnation),
+                    self._fetch(engine, holders, cached_tokens, host_tokens) if holders else None,
+                    host_tokens.get(engine.incarnation, 0),
+                    in_flight_tokens,
                 )
             )
             for engine in self.engines.values()
@@ -179,14 +186,18 @@ class EngineTable:
 
     @staticmethod
     def _fetch(
-        engine: LinkedEngine, holders: Mapping[str, Holders], device_tokens: Mapping[str, int]
+        engine: LinkedEngine,
+        holders: Mapping[str, Holders],
+        cached_tokens: Mapping[str, int],
+        host_tokens: Mapping[str, int],
     ) -> Fetch | None:
         of_its_kind = holders.get(engine.fingerprint)
         if of_its_kind is None or not engine.block_bytes or not engine.takes_prompts:
             return None
         token_bytes = engine.block_bytes / engine.member.block_size
-        own_tokens = device_tokens.get(engine.incarnation, 0)
-        return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
+        name = engine.incarnation
+        own_tokens = cached_tokens.get(name, 0) - host_tokens.get(name, 0)
+        return of_its_kind.best_fetch(name, own_tokens, token_bytes)
 
     def _costs(self) -> Mapping[str, StepCost]:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to

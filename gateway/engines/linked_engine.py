@@ -19,6 +19,7 @@ from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
+from .prompts_in_flight import PromptsInFlight
 from .routing import EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary
@@ -158,8 +159,8 @@ class LinkedEngine:
     does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
     `num_host_blocks`: that its host memory may come to have beside its pool. `released`: callers of
     which something ended here, or was answered, so that what waits may find a place; whoever
-    dispatches what waits clears it. `num_index_hits`: dispatches for which the index promised
-    cached tokens; `num_stale_hits`: those of them that found fewer.
+    dispatches what waits clears it. `prompts`: those of all engines. `num_index_hits`: dispatches
+    for which the index promised cached tokens; `num_stale_hits`: those of them that found fewer.
     """
 
     member: Member
@@ -174,6 +175,7 @@ class LinkedEngine:
     own_target_s: float = 0.0
     num_host_blocks: int = 0
     released: set[int] = field(default_factory=set)
+    prompts: PromptsInFlight | None = None
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
@@ -234,6 +236,14 @@ class LinkedEngine:
         ]
         if work is not Work.DECODE:
             self.backlog.sent(keys[0], caller_id, num_tokens, cached_tokens)
+            if self.prompts is not None:
+                self.prompts.sent(
+                    (self.incarnation, keys[0]),
+                    self.fingerprint,
+                    request.cache_salt,
+                    request.prompt_token_ids,
+                    self.member.block_size,
+                )
             if cached_tokens:
                 self._promised[keys[0]] = cached_tokens
         if work is not Work.PREFILL:
@@ -267,6 +277,8 @@ class LinkedEngine:
         """Its prompt is computed: a prefill engine has nothing more to do for it."""
         if not self.backlog.ended(key, is_computed=True):
             return
+        if self.prompts is not None:
+            self.prompts.ended((self.incarnation, key), is_computed=True)
         if not self.places.has(key):
             self._ended(key)
         elif (caller_id := self._callers.get(key)) is not None:
@@ -279,7 +291,8 @@ class LinkedEngine:
             return
         self.released.add(caller_id)
         self._promised.pop(key, None)
-        self.backlog.ended(key, is_computed=False)
+        if self.backlog.ended(key, is_computed=False) and self.prompts is not None:
+            self.prompts.ended((self.incarnation, key), is_computed=False)
         self.places.ended(key, self.clock.monotonic_s())
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
@@ -297,10 +310,11 @@ class LinkedEngine:
         cached_tokens: int,
         others_cost: StepCost | None = None,
         fetch: Fetch | None = None,
-        device_tokens: int | None = None,
+        host_tokens: int = 0,
+        in_flight_tokens: int = 0,
     ) -> EngineState:
-        """For routing one request of this caller, of which so much should be cached here, and
-        `device_tokens` of that on the device; None: all of it.
+        """For routing one request of this caller, of which so much should be cached here, the last
+        `host_tokens` of that in host memory alone. `in_flight_tokens`: see EngineState.
 
         `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
         given any. What is about prompts is left out where it takes none, and what is about decodes
@@ -320,13 +334,12 @@ class LinkedEngine:
             takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
             has_place = self._has_place(load, demand, cached_tokens)
-        host_tokens = 0 if device_tokens is None else max(0, cached_tokens - device_tokens)
         host_s = host_tokens * load.host_block_s / self.member.block_size
         return EngineState._make(
             (
                 *known,
                 *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place, fetch, host_tokens, host_s),
+                *(speed, takes_prompt, has_place, fetch, host_tokens, host_s, in_flight_tokens),
             )
         )
 

@@ -48,6 +48,11 @@ _NO_RATES: Mapping[str, float] = MappingProxyType({})
 # Links below this share of the fastest are another kind of link; above it, measured otherwise.
 SLOW_LINK_SHARE = 0.5
 
+# Of what it takes to compute tokens: what weighs in addition that another engine computes the same
+# at this moment. Without it the second of two equal prompts would be computed again elsewhere, for
+# the time of its own last tokens.
+REPEATED = 0.25
+
 
 class EngineState(NamedTuple):
     """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
@@ -59,7 +64,8 @@ class EngineState(NamedTuple):
     `keeps_promise`: it takes whole requests, whatever its role.
     Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
     more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
-    memory alone, and `host_s` until they are copied back; `takes_prompt`: it may have another
+    memory alone, and `host_s` until they are copied back; `in_flight_tokens`: that some engine is
+    about to have, since it computes them for another prompt; `takes_prompt`: it may have another
     prompt of its caller; `has_place`: for its decodes.
     """
 
@@ -84,6 +90,7 @@ class EngineState(NamedTuple):
     fetch: Fetch | None = None
     host_tokens: int = 0
     host_s: float = 0.0
+    in_flight_tokens: int = 0
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
@@ -115,7 +122,9 @@ class EngineState(NamedTuple):
         speed, num_cached = self.speed or _UNMEASURED, min(cached_tokens, num_tokens - 1)
         num_left = num_tokens - num_cached
         pairs_s = speed.pair_s * pairs_of(num_left, num_cached)
-        return speed.step_s + (self.waiting_tokens + num_left) * speed.token_s + pairs_s
+        repeated_s = REPEATED * max(0, self.in_flight_tokens - num_cached) * speed.token_s
+        computed_s = (self.waiting_tokens + num_left) * speed.token_s + pairs_s
+        return speed.step_s + computed_s + repeated_s
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""

@@ -103,7 +103,9 @@ class InOrder:
 
 
 def _blind(engine: EngineState) -> EngineState:
-    return engine._replace(cached_tokens=0, fetch=None, host_tokens=0, host_s=0.0)
+    return engine._replace(
+        cached_tokens=0, fetch=None, host_tokens=0, host_s=0.0, in_flight_tokens=0
+    )
 
 
 def _in_turn() -> Order:

@@ -85,7 +85,7 @@ class World:
             avoid=Avoid(),
             fingerprint=None,
             cached_tokens=cached,
-            device_tokens=cached if can_lend else {},
+            lendable_tokens=cached if can_lend else {},
         )
 
     def sent(self, route: Route) -> tuple[Request, Request]:
