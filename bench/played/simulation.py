@@ -28,6 +28,7 @@ from baton.core.metrics import TokenTimes
 from baton.core.request.request import (
     PrefixSource,
     Request,
+    RequestOptions,
     SamplingParams,
     Ticket,
     TokenLogprobs,
@@ -218,9 +219,11 @@ class Simulation:
         num_outputs: int,
         caller_id: int | None = None,
         token_ids: array[int] | None = None,
+        cache_salt: str = "",
     ) -> None:
         """A request comes now, to the gateways in turn; without `caller_id` from somebody new.
-        `token_ids`: of its prompt, where it matters which."""
+        `token_ids`: of its prompt, where it matters which; `cache_salt`: as the gateway keyed it.
+        """
         number, now_s = len(self.calls) + self.num_refused, self.clock.now_s
         gateway = self.gateways[number % len(self.gateways)]
         caller_id = number + 1 if caller_id is None else caller_id
@@ -234,16 +237,20 @@ class Simulation:
         sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
         hashes: dict[str, list[BlockHash]] = {}
         if token_ids is not None:
-            hashes[_FINGERPRINT] = self._hashes(token_ids)
+            hashes[_FINGERPRINT] = self._hashes(token_ids, cache_salt)
         prompt = (1,) * num_prompt_tokens if token_ids is None else token_ids
         session = Session(
             self._ids.new_id(),
-            ValidatedRequest(prompt, sampling, "", caller_id=caller_id),
+            ValidatedRequest(
+                prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
+            ),
             deadline_s=now_s + _DEADLINE_S,
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(_Letters(), ()),
             sink=call,
-            router=PromptRouter(gateway.table, hashes, caller_id, token_ids=token_ids or ()),
+            router=PromptRouter(
+                gateway.table, hashes, caller_id, token_ids=token_ids or (), cache_salt=cache_salt
+            ),
             clock=self.clock,
             entropy=self._ids,
             limits=SessionLimits(max_queue_s=self._max_queue_s),
@@ -252,9 +259,9 @@ class Simulation:
         if self._max_queue_s < math.inf and session.is_waiting:
             self.at(now_s + self._max_queue_s, lambda: gateway.sessions._wake(session))
 
-    def _hashes(self, token_ids: array[int]) -> list[BlockHash]:
+    def _hashes(self, token_ids: array[int], cache_salt: str) -> list[BlockHash]:
         size = next(engine.block_size for engine in self.engines.values() if engine.cache)
-        return block_hashes(root_hash(_FINGERPRINT), token_ids, size)
+        return block_hashes(root_hash(_FINGERPRINT, cache_salt), token_ids, size)
 
     def _publish(self, cache: PublishedCache) -> None:
         for message in cache.take_messages():
@@ -380,7 +387,7 @@ class PlayedEngine:
         """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
         without. As node/peers/prefix_fetches.py does."""
         tokens = request.known_token_ids[: source.num_blocks * self.block_size]
-        hashes = block_hashes(root_hash(_FINGERPRINT), tokens, self.block_size)
+        hashes = block_hashes(root_hash(_FINGERPRINT, request.cache_salt), tokens, self.block_size)
         prefix = self.engine.borrow(hashes)
         if prefix is None:
             return False
