@@ -9,6 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import partial
 
+import pytest
+
 from baton.bench import prefix
 from baton.bench.played.simulation import Blocks, EngineSetup, Simulation
 from baton.bench.simulated_goodput import H200_8B
@@ -110,6 +112,7 @@ async def probed(prober: str) -> float:
     return auc([of_probes[n] for n in range(0, 2000, 2)], [of_probes[n] for n in range(1, 2000, 2)])
 
 
+@pytest.mark.slow
 async def test_a_probe_s_time_tells_nothing_of_another_tenant() -> None:
     assert 0.45 < await probed("globex") < 0.55
     assert await probed("acme") < 0.2, "its own is there, and quicker"
