@@ -11,13 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .offline.beam_search import BeamSearchParams
     from .offline.llm import LLM
     from .offline.outputs import CompletionOutput, RequestOutput
     from .offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _MODULES = {
+    "BeamSearchParams": "beam_search",
     "LLM": "llm",
     "CompletionOutput": "outputs",
     "RequestOutput": "outputs",

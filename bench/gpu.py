@@ -59,13 +59,6 @@ _TARGETS_OF_EXPERTS = {
     "prefill 1 x 8192": 132.0,
     "prefill 16 x 512": 100.0,
 }
-_TARGETS_OF_ONE = {"llama-3.1-8b": _TARGETS, "qwen3-30b-a3b": _TARGETS_OF_EXPERTS}
-# By shape and GPUs.
-_TARGETS_OF_SEVERAL = {
-    ("llama-3.1-8b", 2): {"decode 64 x 4096": 7.2},
-    ("llama-3.1-70b", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
-}
-# With quantised weights on one H200, by shape.
 _TARGETS_OF_EXPERTS_IN_FP8 = {
     "decode 1 x 1024": 2.2,
     "decode 64 x 4096": 15.8,
@@ -74,26 +67,33 @@ _TARGETS_OF_EXPERTS_IN_FP8 = {
     "prefill 1 x 8192": 110.0,
     "prefill 16 x 512": 80.0,
 }
-_TARGETS_OF_QUANTISED = {
-    ("llama-3.1-8b", "int4"): {"decode 1 x 1024": 1.8, "decode 64 x 4096": 10.6},
-    ("llama-3.1-8b", "fp8"): {
-        "decode 1 x 1024": 2.6,
-        "decode 64 x 4096": 10.9,
-        "decode 256 x 1024": 12.5,
-        "prefill 1 x 1024": 16.5,
-        "prefill 1 x 8192": 128.0,
-        "prefill 16 x 512": 100.0,
-    },
-    ("llama-3.1-8b", "fp8-block"): {
-        "decode 1 x 1024": 2.6,
-        "decode 64 x 4096": 10.9,
-        "decode 256 x 1024": 12.7,
-        "prefill 1 x 1024": 17.5,
-        "prefill 1 x 8192": 139.0,
-        "prefill 16 x 512": 110.0,
-    },
-    ("qwen3-30b-a3b", "fp8"): _TARGETS_OF_EXPERTS_IN_FP8,
-    ("qwen3-30b-a3b", "fp8-block"): _TARGETS_OF_EXPERTS_IN_FP8,
+_TARGETS_IN_FP8 = {
+    "decode 1 x 1024": 2.6,
+    "decode 64 x 4096": 10.9,
+    "decode 256 x 1024": 12.5,
+    "prefill 1 x 1024": 16.5,
+    "prefill 1 x 8192": 128.0,
+    "prefill 16 x 512": 100.0,
+}
+_TARGETS_IN_BLOCKS = _TARGETS_IN_FP8 | {
+    "decode 256 x 1024": 12.7,
+    "prefill 1 x 1024": 17.5,
+    "prefill 1 x 8192": 139.0,
+    "prefill 16 x 512": 110.0,
+}
+_TARGETS_WITH_KV_IN_FP8 = _TARGETS_IN_FP8 | {"decode 64 x 4096": 7.2, "decode 256 x 1024": 9.0}
+# On H200s, by shape, quantization, type of the KV and GPUs.
+_TARGETS_OF = {
+    ("llama-3.1-8b", None, "auto", 1): _TARGETS,
+    ("llama-3.1-8b", None, "auto", 2): {"decode 64 x 4096": 7.2},
+    ("llama-3.1-70b", None, "auto", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
+    ("llama-3.1-8b", "fp8", "auto", 1): _TARGETS_IN_FP8,
+    ("llama-3.1-8b", "fp8", "fp8", 1): _TARGETS_WITH_KV_IN_FP8,
+    ("llama-3.1-8b", "fp8-block", "auto", 1): _TARGETS_IN_BLOCKS,
+    ("llama-3.1-8b", "int4", "auto", 1): {"decode 1 x 1024": 1.8, "decode 64 x 4096": 10.6},
+    ("qwen3-30b-a3b", None, "auto", 1): _TARGETS_OF_EXPERTS,
+    ("qwen3-30b-a3b", "fp8", "auto", 1): _TARGETS_OF_EXPERTS_IN_FP8,
+    ("qwen3-30b-a3b", "fp8-block", "auto", 1): _TARGETS_OF_EXPERTS_IN_FP8,
 }
 _DECODES = [(1, 1024), (64, 2048), (64, 4096), (256, 1024)]
 _PREFILLS = [(1, 128), (1, 512), (1, 1024), (1, 8192), (16, 512)]
@@ -140,9 +140,16 @@ class Bench:
     """One engine under measurement."""
 
     def __init__(
-        self, shape: Shape, local: LocalEngine, num_gpus: int, *, tells_kernels: bool
+        self,
+        shape: Shape,
+        local: LocalEngine,
+        num_gpus: int,
+        kv_dtype: str,
+        *,
+        tells_kernels: bool,
     ) -> None:
         self._tells_kernels = tells_kernels
+        self._kv_dtype = kv_dtype
         self._shape = shape
         self._num_gpus = num_gpus
         self._engine = local.engine
@@ -167,9 +174,14 @@ class Bench:
         engine.abort(request.key)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
+        """Sampled where there are experts: the likeliest tokens of random weights are few, and so
+        are the experts that they choose."""
         self._num_requests += 1
         prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        temperature = 0.0 if self._loads is None else 1.0
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=self._num_requests
+        )
         return Request(f"{self._num_requests:032x}", 0, prompt, sampling)
 
     def prefill(self, num_prompts: int, num_tokens: int) -> tuple[Figure, Figure]:
@@ -290,12 +302,8 @@ class Bench:
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
-        targets = {} if self._shape.is_kv_8bit else _TARGETS_OF_ONE.get(self._shape.name, {})
-        if self._num_gpus > 1:
-            targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
-        if self._shape.quantization is not None:
-            kind = (self._shape.name, self._shape.quantization)
-            targets = _TARGETS_OF_QUANTISED.get(kind, {}) if self._num_gpus == 1 else {}
+        kind = (self._shape.name, self._shape.quantization, self._kv_dtype, self._num_gpus)
+        targets = _TARGETS_OF.get(kind, {})
         floor_ms /= self._num_gpus
         floor_ms += self._shape.sums_floor_ms(num_tokens, self._num_gpus)
         bound = "bytes and operations" + (", links" if self._num_gpus > 1 else "")
@@ -350,7 +358,9 @@ def main(argv: list[str]) -> int:
     local = LocalEngine.load(config, print)
     runner = local.runner
     print("\n".join(runner.startup_notes), flush=True)
-    bench = Bench(shape, local, arguments.tp, tells_kernels=arguments.kernels)
+    bench = Bench(
+        shape, local, arguments.tp, arguments.kv_cache_dtype, tells_kernels=arguments.kernels
+    )
     decodes = [*_DECODES, *(_GROWTH if arguments.growth else [])]
     figures: list[Figure] = []
     for one in chosen("prefill", _PREFILLS, arguments.only):

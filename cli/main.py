@@ -26,8 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
-        *(_add_up, _add_demo, _add_generate, _add_run_batch, _add_chat, _add_doctor),
-        *(_add_fsck, _add_index, _add_keys, _add_certs),
+        *(_add_up, _add_demo, _add_generate, _add_run_batch, _add_bench, _add_chat),
+        *(_add_doctor, _add_fsck, _add_index, _add_keys, _add_certs),
     ):
         add(commands)
     return parser
@@ -131,6 +131,24 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         arguments.max_concurrent,
     )
     return run_reporting(lambda: batch.run(config, flags.parse(EngineConfig, arguments)))
+
+
+def _add_bench(commands: _Commands) -> None:
+    from .bench_flags import add_flags
+
+    add_flags(
+        _add(commands, "bench", _bench, "measure a server of OpenAI's API under load, any maker's")
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    async def run() -> int:
+        from ..loadgen import benchmark
+        from .bench_flags import plan_of
+
+        return await benchmark.run(plan_of(arguments))
+
+    return run_reporting(run)
 
 
 def _add_chat(commands: _Commands) -> None:

@@ -57,6 +57,12 @@ class GenerateParams(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     tbt_target_ms: float
+    use_beam_search: bool
+    best_of: int
+    length_penalty: float
+    early_stopping: bool | str  # or "never"
+    num_beam_groups: int
+    diversity_penalty: float
     json_schema: str | Mapping[str, Any]  # what the output must look like: one of these four
     regex: str
     choice: Sequence[str]
@@ -155,6 +161,8 @@ def build_request(
             _set(request, name, fields.pop(name))
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
+    if isinstance(is_early := fields.get("early_stopping"), bool):
+        fields["early_stopping"] = json.dumps(is_early)
     if isinstance(fields.get("json_schema"), Mapping):
         fields["json_schema"] = json.dumps(fields["json_schema"])
     if (choice := fields.pop("choice", None)) is not None:

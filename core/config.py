@@ -318,6 +318,11 @@ class GatewayConfig:
         "let the gateway that has the lease on Redis move promises between the engines that began "
         "with one, as the mix of prompts and outputs changes",
     )
+    move_requests: bool = flag(
+        True,
+        "move running requests from an engine whose decodes alone take longer than its promise to "
+        "one that keeps its own with them",
+    )
     slo_ttft_s: float = flag(0.5, "TTFT of a call that slo_good_requests_total counts")
     slo_tbt_s: float = flag(0.05, "longest gap between tokens of such a call")
     otlp_traces_endpoint: str | None = flag(

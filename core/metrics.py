@@ -4,7 +4,7 @@ TTFT         request sent to first non-empty token received, on the observer's c
 TBT (= ITL)  one gap between consecutive tokens: many samples a request
 TPOT         (E2E - TTFT) / (n_out - 1): one sample a request
 hand-off gap first to second token: the gap that contains the KV transfer and decode admission
-goodput      requests/s that meet both SLOs
+goodput      requests/s that keep to every target of an SLO
 """
 
 from __future__ import annotations
@@ -44,10 +44,27 @@ class TokenTimes:
     def e2e_s(self) -> float | None:
         return self.token_s[-1] - self.sent_s if self.token_s else None
 
-    def meets(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
-        """Whether TTFT and every gap are within their targets."""
-        ttft = self.ttft_s
-        return ttft is not None and ttft <= ttft_slo_s and max(self.gaps_s, default=0) <= tbt_slo_s
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What one request is to keep to, in seconds; None: no target. TBT's is one for every gap."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def is_met_by(self, times: TokenTimes) -> bool:
+        """Whether all targets are kept; a request without a token keeps none."""
+        found = (
+            (times.ttft_s, self.ttft_s),
+            (max(times.gaps_s, default=0.0), self.tbt_s),
+            (times.tpot_s, self.tpot_s),
+            (times.e2e_s, self.e2e_s),
+        )
+        return bool(times.token_s) and all(
+            value is None or target is None or value <= target for value, target in found
+        )
 
 
 def percentile(samples: Sequence[float], q: float) -> float | None:
@@ -58,9 +75,6 @@ def percentile(samples: Sequence[float], q: float) -> float | None:
     return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)]
 
 
-def goodput_rps(
-    times: Sequence[TokenTimes], duration_s: float, *, ttft_slo_s: float, tbt_slo_s: float
-) -> float:
-    """Requests per second that meet both SLOs."""
-    good = sum(t.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for t in times)
-    return good / duration_s
+def goodput_rps(times: Sequence[TokenTimes], duration_s: float, slo: Slo) -> float:
+    """Requests per second that keep to the SLO."""
+    return sum(map(slo.is_met_by, times)) / duration_s

@@ -145,4 +145,5 @@ class PromptSpeed:
 
     def tokens_in(self, seconds: float) -> int:
         """What a step as long as this computes."""
-        return int(max(0.0, seconds - self.step_s) / self.token_s)
+        left_s = seconds - self.step_s
+        return int(left_s / self.token_s) if left_s > 0 else 0

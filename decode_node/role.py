@@ -17,6 +17,7 @@ from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from ..engine.engine import Engine
+from ..engine.execution.batch import SampledToken
 from ..engine.scheduling.outputs import Reservation, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import (
     Complete,
@@ -120,6 +121,8 @@ class DecodeRole(EngineRole):
             return
         if entry.ticket is None and token.index == len(entry.request.output_token_ids):
             self._request_io.stamp(entry, Event.FIRST_TOKEN)
+        elif entry.stamps and entry.stamps[-1].event is Event.DECODE_STARTED:
+            self._request_io.stamp(entry, Event.FIRST_DECODE_ENDED)
         self._request_io.emit(entry, token)
         if token.finish_reason is not None:
             self._request_io.end(token.key, None)
@@ -152,15 +155,13 @@ class DecodeRole(EngineRole):
             return
         self._reservations[transfer_id] = reservation
         self._counts.began(transfer_id)
-        self._stamp(intent, Event.TRANSFER_STARTED)
+        for sample in intent.samples:
+            if entry := self._request_io.book.get(sample.key):
+                self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
+                self._request_io.stamp(entry, Event.TRANSFER_STARTED)
         self._puller.feed(
             Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids)
         )
-
-    def _stamp(self, intent: _Intent, event: Event) -> None:
-        for sample in intent.samples:
-            if entry := self._request_io.book.get(sample.key):
-                self._request_io.stamp(entry, event)
 
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
@@ -174,6 +175,9 @@ class DecodeRole(EngineRole):
         )
         self._counts.completed(complete.transfer_id, summary.bytes)
         first, *forks = intent.samples
+        if first.sampling.use_beam_search:
+            self._begin_beams(intent, reservation, state.first, summary)
+            return
         if len(state.fork_token_ids) != len(forks):
             self._engine.drop(reservation)
             self._fail_samples(intent, HandoffFailed("the source sampled another number of forks"))
@@ -182,6 +186,27 @@ class DecodeRole(EngineRole):
             self._begin(sample, reservation, token_id, summary)
         self._begin(first, reservation, state.first_token_id, summary)
         self._engine.drop(reservation)  # if the first sample is over, unlike its forks
+
+    def _begin_beams(
+        self,
+        intent: _Intent,
+        reservation: Reservation,
+        first: SampledToken | None,
+        summary: node_pb2.TransferInfo,
+    ) -> None:
+        """Let beams decode. The gateway is told that they do: their tokens come at the end."""
+        if first is None:
+            self._engine.drop(reservation)
+            self._fail_samples(intent, HandoffFailed("the source sent no candidates"))
+            return
+        self._engine.start_beams(reservation, first)
+        for sample in intent.samples:
+            if entry := self._request_io.book.get(sample.key):
+                entry.transfer = summary
+                self._request_io.stamp(entry, Event.TRANSFER_ENDED)
+                self._request_io.emit_progress(entry)
+            else:
+                self._engine.abort(sample.key)
 
     def _begin(
         self,

@@ -22,11 +22,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
-from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest, PromiseRefused
+from ..core.errors import (
+    BatonError,
+    EngineFailed,
+    HandoffFailed,
+    InvalidRequest,
+    PromiseRefused,
+)
 from ..core.ports import Clock, SystemClock
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, root_hash
 from ..core.step_cost import StepCost, StepShape
+from .beams.beam_search import BeamSearches
 from .engine_ledger import check_owners, engine_ledger
 from .execution.batch import LaunchedStep, Runner, SampledToken
 from .execution.constraints import Constraints, Mask
@@ -133,6 +140,9 @@ class Engine:
             limits, self.pool, self._tables, self._estimator, self._step_costs
         )
         self._sequences: dict[str, Sequence] = {}
+        self._beams = BeamSearches(
+            self._scheduler, self._sequences, runner, eos_token_ids, self._estimator.observe
+        )
         self._num_arrivals = 0
         self._num_prompts = 0  # of them, those to compute here
         self._num_refusals = 0
@@ -149,11 +159,13 @@ class Engine:
 
         A first token that ends the request ends a held one too, and its blocks are given back. Its
         forks' first tokens are output under their own keys: of a held request that is all of them,
-        else each goes on as a request of its own. Until then, they end with it.
+        else each goes on as a request of its own. Until then, they end with it. A search of beams
+        outputs each of its requests whole at its end; a held one brings what another begins with.
         Raises InvalidRequest and its kin: never servable here.
         """
         sequence = self._new_sequence(request, SequenceState.WAITING, is_held=hold)
         self._sequences[request.key] = sequence
+        self._beams.file(sequence)
         self._scheduler.add(sequence)
         self._num_prompts += 1
         self._stalled_at = None
@@ -192,6 +204,7 @@ class Engine:
             self._refused = (request.key, self._scheduler.opportunities)
             return None
         self._sequences[request.key] = sequence
+        self._beams.file(sequence)
         return Reservation(
             request.key,
             tuple(sequence.block_ids),
@@ -212,6 +225,13 @@ class Engine:
         sequence.token_ids.append(token_id)
         sequence.forks = ()
         self._scheduler.start(sequence)
+        self._stalled_at = None
+
+    def start_beams(self, reservation: Reservation, first: SampledToken) -> None:
+        """As `start` for a search: `first` has the candidates behind the known tokens."""
+        sequence = self._sequences[reservation.key]
+        self._scheduler.start(sequence)
+        self._beams.found(sequence, first)
         self._stalled_at = None
 
     def fork(self, reservation: Reservation, request: Request, token_id: int) -> None:
@@ -281,11 +301,12 @@ class Engine:
 
     def abort(self, key: str) -> None:
         """End a request in any state, a held one too, without an output; unknown keys are no error.
+        A search goes on for as long as one of its requests does.
 
         If a step that touches its blocks is in flight, they stay fenced until that has completed.
         """
         sequence = self._sequences.get(key)
-        if sequence is not None:
+        if not self._beams.abort(key) and sequence is not None:
             self._end(sequence)
 
     def measure_first_steps(self, budget_s: float) -> float:
@@ -354,10 +375,11 @@ class Engine:
     ) -> _StepInFlight | None:
         """Schedule and launch a step behind `previous`; None if there is nothing to do."""
         self._poll_host()
+        if self._beams:
+            self._beams.advance(output)
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
-            del self._sequences[sequence.key]
-            output.fail(sequence, error)
+            self._fail(sequence, error, output)
         if not schedule.scheduled:
             return None
         indices = {} if previous is None else previous.index_of()
@@ -368,7 +390,8 @@ class Engine:
         fresh = [one.sequence for one in planned if not one.sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
-            output.started[sequence.key] = sequence.num_cached_tokens
+            keys = self._beams.keys_of(sequence)
+            output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
         shape = step_shape(planned)
         eos = self._eos_token_ids
         batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
@@ -404,8 +427,7 @@ class Engine:
             return found
         for sequence, mask in constrained_masks(self._constraints, planned).items():
             if isinstance(mask, InvalidRequest):
-                output.fail(sequence, mask)
-                self._end(sequence)
+                self._fail(sequence, mask, output)
             else:
                 found[sequence] = mask
         return found
@@ -420,6 +442,8 @@ class Engine:
             if scheduled.sequence in step.fence.sequences:
                 output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
                 self._advance(scheduled, sampled, output)
+        if self._beams and self._beams.advance(output):
+            self._stalled_at = None
 
     def _measure(self, step: _StepInFlight) -> None:
         """A step begins when it is launched, or when the one before it ends."""
@@ -435,18 +459,22 @@ class Engine:
         """Account for one sequence's part of a completed step."""
         sequence = scheduled.sequence
         if sampled is not None and math.isnan(sampled.logprob):
-            output.fail(sequence, EngineFailed("the model's logits are not numbers"))
-            self._end(sequence)
+            self._fail(sequence, EngineFailed("the model's logits are not numbers"), output)
             return
         sequence.num_computed_tokens += scheduled.num_scheduled_tokens
         self._tables.store(sequence)
-        reason = None
-        if sampled is not None:
+        reason = first = None
+        if sampled is not None and sequence.num_candidates:
+            first = sampled
+            if sequence.is_held:
+                self._scheduler.hold(sequence)
+            elif not self._beams.found(sequence, sampled):
+                first = None
+        elif sampled is not None:
             reason = self._append(sequence, sampled, output)
-        if sequence.is_held and reason is None:
-            output.chunks.append(
-                ChunkDone(sequence.key, sequence.num_computed_tokens, is_last=sampled is not None)
-            )
+        if first is not None or (sequence.is_held and reason is None):
+            num_tokens, is_last = sequence.num_computed_tokens, sampled is not None
+            output.chunks.append(ChunkDone(sequence.key, num_tokens, is_last, first))
 
     def _append(
         self, sequence: Sequence, sampled: SampledToken, output: StepOutputBuilder
@@ -610,6 +638,10 @@ class Engine:
         self._num_arrivals += 1
         root = root_hash(self._fingerprint, request.cache_salt)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
+        if request.sampling.use_beam_search:
+            if not is_held:
+                self.limits.check_beams(request)
+            self._beams.begin(sequence, self.limits.max_outputs(request))
         constraint = request.sampling.constraint
         if constraint is not None:
             if self._constraints is None:
@@ -631,5 +663,18 @@ class Engine:
         )
 
     def _end(self, sequence: Sequence) -> None:
+        if (search := self._beams.of(sequence)) is not None:
+            self._beams.end(search)
+            return
         del self._sequences[sequence.key]
         self._scheduler.remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
+        """End it with an error, if the scheduler has not ended it yet."""
+        if (search := self._beams.of(sequence)) is not None:
+            self._beams.fail(search, error, output)
+            return
+        output.fail(sequence, error)
+        del self._sequences[sequence.key]
+        if sequence.state is not SequenceState.ENDED:
+            self._scheduler.remove(sequence)

@@ -95,6 +95,8 @@ class LocalEngine:
             step = self.engine.step()
             for token in step.tokens:
                 outputs[token.key].append(token.token_id)
+            for beam in step.beams:
+                outputs[beam.key] += beam.token_ids
             for _, error in step.failed:
                 raise error
         return outputs

@@ -149,4 +149,4 @@ class _Run:
             if status in _REFUSED or number == _MAX_TRIES:
                 break
             await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, _MAX_RETRY_S))
-        raise Unavailable(f"{line.url} was answered with {status}: {said}")
+        raise Unavailable(f"{line.key}: {line.url} was answered with {status}: {said}")

@@ -28,7 +28,9 @@ from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate
 from ..gateway.http.chat.messages import MESSAGES
 from ..gateway.http.chat.tools import TOOLS, shown_tools
 from ..gateway.text.special_tokens import Spans
+from ..gateway.text.tokenizer import NoTokenizer
 from ..gateway.validation.validation import ValidatedRequest
+from .beam_search import BeamSearchOutput, BeamSearchParams, sequence_of, tokens_of
 from .local_calls import LocalCalls
 from .loop_thread import LoopThread
 from .outputs import RequestOutput, request_output
@@ -108,6 +110,26 @@ class LLM:
         return self._run(
             [_generate_params(p, s) for p, s in zip(listed, params, strict=True)], None, use_tqdm
         )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt; prompts and errors as of `generate`."""
+        outputs = self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm)
+        return [self._beams_of(output, params) for output in outputs]
+
+    def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        tokenizer, sequences = self._calls.model.tokenizer, []
+        for one in output.outputs:
+            tokens, text = tokens_of(output, one, params), ""
+            if not isinstance(tokenizer, NoTokenizer):
+                text = self._thread.run(tokenizer.decode(tokens))
+            sequences.append(sequence_of(one, tokens, text))
+        return BeamSearchOutput(sequences)
 
     def chat(
         self,

@@ -23,9 +23,10 @@ from ..core.ports import SystemClock, SystemEntropy
 from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
-from ..engine.scheduling.outputs import StepOutput, TokenOutput
+from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
+from ..gateway.request.best_of import best_of
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
-from ..gateway.request.output_chunk import ChunkQueue, OutputChunk, merged
+from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import GATEWAY, Session, SessionLimits
 from ..gateway.text.special_tokens import Spans
 from ..gateway.text.text_stream import TextStream
@@ -72,7 +73,7 @@ class LocalCall:
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
-        parts: list[list[OutputChunk]] = [[] for _ in self._sessions]
+        parts: list[list[OutputChunk]] = [[] for _ in range(self.request.options.n)]
 
         def keep(chunk: OutputChunk) -> bool:
             parts[chunk.sample_index].append(chunk)
@@ -156,8 +157,9 @@ class LocalCalls:
         queue = ChunkQueue(_do_nothing)
         arrived = Stamp(Event.ARRIVED, self._clock.unix_ns(), GATEWAY)
         sessions: list[Session] = []
-        for index in reversed(range(request.options.n)):  # the first dispatches for all
-            sessions.insert(0, self._session(request, queue, arrived, index, tuple(sessions)))
+        compared, sink = best_of(request, queue)
+        for index in reversed(range(request.num_samples)):  # the first dispatches for all
+            sessions.insert(0, self._session(compared, sink, arrived, index, tuple(sessions)))
         self._sessions |= {session.request_id: session for session in sessions}
         sessions[0].try_dispatch()
         self._has_news.set()
@@ -168,7 +170,7 @@ class LocalCalls:
     def _session(
         self,
         request: ValidatedRequest,
-        queue: ChunkQueue,
+        sink: ChunkSink,
         arrived: Stamp,
         index: int,
         siblings: Sequence[Session],
@@ -189,7 +191,7 @@ class LocalCalls:
             deadline_s=math.inf,
             arrived=arrived,
             text=text,
-            sink=queue,
+            sink=sink,
             router=self,
             clock=self._clock,
             entropy=self._entropy,
@@ -253,6 +255,8 @@ class LocalCalls:
             )
         for token in step.tokens:
             self._take_token(token)
+        for beam in step.beams:
+            self._take_beam(beam)
         for key, error in step.failed:
             self._take(_output(key, error=error))
 
@@ -274,6 +278,18 @@ class LocalCalls:
                 (token.token_id,),
                 token.finish_reason,
                 logprobs=scores,
+            )
+        )
+
+    def _take_beam(self, beam: FinishedBeam) -> None:
+        session = self._sessions.get(beam.key.partition("/")[0])
+        has_scores = session is not None and session.request.sampling.logprobs is not None
+        self._take(
+            _output(
+                beam.key,
+                token_ids=beam.token_ids,
+                finish_reason=beam.finish_reason,
+                logprobs=beam.logprobs if has_scores else (),
             )
         )
 

@@ -19,6 +19,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -37,6 +38,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None

@@ -128,7 +128,10 @@ class PrefillRole(EngineRole):
             return
         num_tokens, state = chunk.num_computed_tokens, None
         blocks = self._next_blocks(chunk.key, offer, num_tokens, is_last=chunk.is_last)
-        if chunk.is_last:
+        if chunk.first is not None:
+            offer.is_first_token_out = True  # none will be: the puller outputs all
+            state = HandoffState(offer.num_offered_blocks, first=chunk.first)
+        elif chunk.is_last:
             first_token_id, *fork_token_ids = (first_tokens[key] for key in offer.keys)
             state = HandoffState(offer.num_offered_blocks, first_token_id, tuple(fork_token_ids))
         self._source.feed(ChunkReady(offer.ticket.transfer_id, blocks, num_tokens, state))

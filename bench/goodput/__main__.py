@@ -32,12 +32,12 @@ from baton.cli.host.gpu_choice import choose_here
 from baton.core import flags
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.model_dir import read_json, resolve_model_dir
+from baton.loadgen.figures import ReportWindow
 
 from ..floors.figures import ROOT, command_line, commit
 from ..floors.gpu_shapes import SHAPES, Shape
 from ..serve import load, systems
 from ..serve.clients import clocks
-from ..serve.report import ReportWindow
 from . import figures
 from .cells import CELLS, MODES, PROMISING, VLLM, Run, Start, Timing, cell_named, plan
 from .results import Results, key_of

@@ -12,12 +12,12 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from baton.core.metrics import TokenTimes, percentile
+from baton.core.metrics import Slo, TokenTimes, percentile
+from baton.loadgen.figures import ReportWindow
+from baton.loadgen.records import Record
 
 from ..serve import report
-from ..serve.clients.records import Record
 from ..serve.clients.workloads import PROBE
-from ..serve.report import ReportWindow
 
 TTFT_S = 1.0
 KEPT_SHARE = 0.9
@@ -28,7 +28,7 @@ _SPREADS = {
     "tbt_ms": ("p50", "p99", "p99.9"),
     "handoff_gap_ms": ("p50", "p99"),
 }
-_SLO = report.Slo(TTFT_S, 1.0)
+_SLO = Slo(TTFT_S, 1.0)
 
 
 def is_good(record: Record, y_s: float) -> bool:

@@ -75,7 +75,7 @@ _STAGES = [
 ]
 _INT4_TILINGS = [
     Int4Tiling(*one)
-    for one in itertools.product((64, 128, 256), (1, 2, 4, 8, 16), (4, 6), (4, 8))
+    for one in itertools.product((64, 128, 256), (1, 4, 8), (4,), (4, 8))
     if (one[0], one[3]) not in ((64, 8), (256, 4))
 ]
 _INT4_STAGES = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from baton.loadgen.arrivals import BACKGROUND
+
 from ..goodput.figures import goodput
-from ..serve.clients.workloads import BACKGROUND, PROBE
+from ..serve.clients.workloads import PROBE
 from .results import Row, load, number, table
 
 _NAME = "goodput"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .results import bound_of, figures, load, number, source, table, target
+from .results import bound_of, figure_table, figures, load, number, source, table, target
 
 _SUMMARY = {  # README's rows, and the names of their figures
     "decode step, 1 x 1k context": "decode 1 x 1024",
@@ -102,7 +102,8 @@ def _beside(files: dict[str, str], named_by: str) -> str:
     names = [
         name
         for name in of_title[named_by]
-        if ": " not in name and not name.endswith("back to back")
+        if not name.endswith("back to back")
+        and (": " not in name or name.endswith("experts touched"))
     ]
     rows = [
         (name, *(_with_floor(found.get(name)) for found in of_title.values())) for name in names
@@ -116,6 +117,13 @@ def _with_floor(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return ""
     return f"{number(figure['median'])} ({number(bound_of(figure))})"
+
+
+def host_tier() -> str:
+    """Copies to host memory and back, what they save, and what they cost the steps beside them."""
+    found = figures("host_tier").values()
+    shown = figure_table(f for f in found if ": the call" not in f["name"])
+    return shown + "\n" + source("host_tier")
 
 
 def copies() -> str:

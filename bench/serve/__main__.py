@@ -17,12 +17,14 @@ from pathlib import Path
 
 from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.metrics import Slo
 from baton.core.model_dir import read_json, resolve_model_dir
+from baton.loadgen import plots, records
+from baton.loadgen.figures import ReportWindow
 
 from ..floors.figures import ROOT, command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
-from . import idle, load, plots, report, systems
-from .clients import records
+from . import idle, load, report, systems
 from .clients.workloads import DEFAULT_SHAPE, MIXES, LoadShape, Workload, make_workload
 
 
@@ -112,8 +114,8 @@ def _run_load(target: str, arguments: argparse.Namespace, workload: Workload, vo
         num_generators=arguments.generators,
         drain_s=arguments.drain_s,
     )
-    window = report.ReportWindow(workload.warmup_s, workload.duration_s)
-    slo = report.Slo(arguments.ttft_slo_ms / 1e3, arguments.tbt_slo_ms / 1e3)
+    window = ReportWindow(workload.warmup_s, workload.duration_s)
+    slo = Slo(arguments.ttft_slo_ms / 1e3, arguments.tbt_slo_ms / 1e3)
     pairs = (pair.split("=") for pair in arguments.prefill_ms.split(",") if pair)
     summary = report.summarise(found, window, slo, {name: float(ms) / 1e3 for name, ms in pairs})
     text = report.table(summary)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.process.children import bound_to_us
+from baton.loadgen.arrivals import deal
+from baton.loadgen.records import Record, load, merge
 
-from .clients.arrivals import deal
-from .clients.records import Record, load, merge
 from .clients.worker import WorkerPlan
 from .clients.workloads import Workload
 

@@ -30,15 +30,19 @@ from typing import Any
 from baton.client import Result
 from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.metrics import Slo
+from baton.loadgen import plots, records
+from baton.loadgen.arrivals import BACKGROUND
+from baton.loadgen.figures import ReportWindow
 from baton.prefill_node import engine_main
 
 from ..floors.figures import command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
-from . import idle, load, plots, report, systems
-from .clients import clocks, records
-from .clients.workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, LoadShape, make_workload
+from . import idle, load, report, systems
+from .clients import clocks
+from .clients.workloads import DEFAULT_SHAPE, PROBE, LoadShape, make_workload
 
-_SLO = report.Slo(ttft_s=0.5, tbt_s=0.05)
+_SLO = Slo(ttft_s=0.5, tbt_s=0.05)
 _GENERATORS = 4
 
 
@@ -180,7 +184,7 @@ class Suite:
                     vocab_size=self._vocab_size,
                     num_generators=_GENERATORS,
                 )
-            window = report.ReportWindow(shape.warmup_s, shape.duration_s)
+            window = ReportWindow(shape.warmup_s, shape.duration_s)
             num_gpus = _num_gpus(arguments.prefill_gpus)
             num_prefills = max(1, num_gpus // arguments.tensor_parallel_size)
             summary = report.summarise(found, window, _SLO, self._prefill_s(), num_prefills)

@@ -9,6 +9,7 @@ the name of the proto message's field. Made from it: the fields of HTTP bodies a
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,26 @@ class Kind:
     check: Callable[[Any, str, int], Any]
 
 
+def _early_stopping() -> Kind:
+    """A text on the wire; JSON has booleans too."""
+    texts = ("false", "true", "never")
+
+    def read(value: Any, name: str) -> str:
+        text = json.dumps(value)
+        if text not in ("false", "true", '"never"'):
+            raise invalid(name, "true, false or never")
+        return text.strip('"')
+
+    def check(value: str, name: str, vocab_size: int) -> str:
+        if value not in texts:
+            raise invalid(name, "true, false or never")
+        return value
+
+    schema = {"anyOf": [{"type": "boolean"}, {"const": "never"}]}
+    return Kind("true, false or `never`", FieldKind(schema, read), check)
+
+
+EARLY_STOPPING = _early_stopping()
 FLAG = Kind("", BOOLEAN, lambda value, name, vocab_size: value)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .parameters import (
+    EARLY_STOPPING,
     FLAG,
     LIMIT,
     SEED,
@@ -136,6 +137,39 @@ class SamplingParams:
         "at least",
         absent="0: the engine's own",
     )
+    use_beam_search: bool = parameter(
+        False,
+        FLAG,
+        "the `n` best of `best_of` beams, all at the end; not with `seed`, `stop`, filters, a "
+        "temperature but 0 and 1, or a form of the output",
+    )
+    best_of: int = parameter(
+        1,
+        between(1, 16),
+        "as many samples are made, the `n` likeliest are the answer, at the end; with "
+        "`use_beam_search`: how many beams there are",
+        absent="`n`",
+    )
+    length_penalty: float = parameter(
+        1.0,
+        number(-10, 10),
+        "of beams: a finished one's score is divided by its length to this power",
+    )
+    early_stopping: str = parameter(
+        "false",
+        EARLY_STOPPING,
+        "of beams: true ends the search once `best_of` are finished, false once none is likely to "
+        "become better, `never` once none can",
+    )
+    num_beam_groups: int = parameter(
+        1, between(1, 16), "the beams are divided into so many, each a search of its own"
+    )
+    diversity_penalty: float = parameter(
+        0.0,
+        number(0, 100),
+        "of beam groups: subtracted from a token for each beam of the groups before that has "
+        "chosen it in the same step",
+    )
     constraint: Constraint | None = None
 
     @property
@@ -242,6 +276,11 @@ class Request:
     def known_token_ids(self) -> array[int]:
         """Prompt and outputs behind each other, in a column of its own."""
         return column(self.prompt_token_ids) + column(self.output_token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that decode for it: its samples, or the beams of its one search."""
+        return self.sampling.best_of if self.sampling.use_beam_search else 1 + len(self.fork_ids)
 
     @property
     def num_known_tokens(self) -> int:

@@ -1,9 +1,11 @@
 """The life of a request as stamped events. The names are the ones the documentation uses.
 
-    arrived -> routed -> prefill_started -> first_token
-                             └-> transfer_started -> transfer_ended -> decode_started
-                                                         -> finished | failed | cancelled
-A request that ends at its first token has no transfer. Exactly one terminal event, always.
+    arrived -> routed -> prefill_queued -> prefill_started -> first_token
+                 └-> handoff_queued -> transfer_started -> transfer_ended -> decode_started
+                       -> first_decode_ended -> finished | failed | cancelled
+
+`prefill_queued` and `handoff_queued` are when the engine received the request. A request that ends
+at its first token has no transfer. Exactly one terminal event, always.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ class Event(enum.Enum):
 
     ARRIVED = "arrived"
     ROUTED = "routed"
+    PREFILL_QUEUED = "prefill_queued"
     PREFILL_STARTED = "prefill_started"
     FIRST_TOKEN = "first_token"
+    HANDOFF_QUEUED = "handoff_queued"
     TRANSFER_STARTED = "transfer_started"
     TRANSFER_ENDED = "transfer_ended"
     DECODE_STARTED = "decode_started"
+    FIRST_DECODE_ENDED = "first_decode_ended"
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"

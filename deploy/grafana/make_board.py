@@ -91,6 +91,10 @@ DEPLOYMENT = [
     ("max (baton_deployment_requests_waiting)", "waiting"),
 ]
 KV_OF_ALL = [("max (baton_deployment_kv_cache_usage_perc)", "")]
+CACHE = [
+    ("max by (block_size, num_gpu_blocks) (baton_cache_config_info)",
+     "{{num_gpu_blocks}} of {{block_size}} tokens")
+]  # fmt: skip
 INDEX_UP = [(f"min by (instance) (baton_index_up{CALLS})", "{{instance}}")]
 
 # By row: (title, unit, [(query, legend), ...], kind of panel)
@@ -105,6 +109,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("In flight, and of them waiting at the gateway", "short", IN_FLIGHT, "stat"),
         ("In all engines", "short", DEPLOYMENT, "stat"),
         ("KV use of all engines", "percentunit", KV_OF_ALL, "stat"),
+        ("KV blocks for prompts", "short", CACHE, "stat"),
         ("Engines up", "short", [(UP, "{{role}}")], "stat"),
         ("Certificates end", "dateTimeAsIso", [(CERTIFICATES, "{{file}}")], "stat"),
     ],

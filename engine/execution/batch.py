@@ -39,17 +39,28 @@ class SequenceSlice(NamedTuple):
         return len(self.token_ids)
 
 
+class Candidate(NamedTuple):
+    """A token that a beam may go on with. `score` is its log-probability behind bias, penalties and
+    masks, `logprob` that under the model's own distribution."""
+
+    token_id: int
+    score: float
+    logprob: float
+
+
 class SampledToken(NamedTuple):
     """One sampled token and its log-probability under the model's own distribution.
 
     A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
-    likeliest (token id, logprob), as many as were asked for; `forks` the further samples.
+    likeliest (token id, logprob), as many as were asked for; `forks` the further samples;
+    `candidates` those of a beam, best first, equals by id.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     forks: tuple[SampledToken, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 class LaunchedStep(Protocol):

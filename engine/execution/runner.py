@@ -67,7 +67,7 @@ _DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, 
 
 
 # Tokens that differ more than what attention adds to all of them choose different experts.
-_DUMMY_STDS = {"model.embed_tokens.weight": 1.0}
+_DUMMY_STDS = {"model.embed_tokens.weight": 8.0}
 
 
 class ModelRunner:
@@ -374,7 +374,9 @@ def _largest_batch(
         num_left -= more
     table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
     all_allowed = np.full(-(-vocab_size // 32), -1, np.int32)
-    dearest = SampleSpec(_DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed)
+    dearest = SampleSpec(
+        _DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed, num_candidates=20
+    )
     return [
         SequenceSlice(
             [0] * length, 0, table, dearest, prompt_targets=[0] * (length - 1), num_prompt_top=20

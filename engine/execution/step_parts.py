@@ -1,7 +1,8 @@
 """What steps on either device share: the batch as arrays, and extras of few requests.
 
-Further samples, alternatives and the prompt's scores are computed behind the ordinary sampling,
-from the same logits, for those rows alone; they come to the host with the step's own.
+Further samples, alternatives, beams' candidates and the prompt's scores are computed behind the
+ordinary sampling, from the same logits, for those rows alone; they come to the host with the step's
+own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
-from ...kernels.sampling.sampling import sample, token_logprobs, top_logprobs
+from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
-from .batch import SampledToken, SequenceSlice
+from .batch import Candidate, SampledToken, SequenceSlice
 
 Int64s = NDArray[np.int64]
 WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
@@ -93,6 +94,8 @@ class Extras:
     fork_tokens: tuple[Tensor, ...] | None  # ids, logprobs [forks]
     top_tokens: tuple[Tensor, ...] | None  # ids, logprobs [tops, most]
     prompt_tokens: tuple[Tensor, ...] | None  # logprobs [rows]; ids, logprobs of tops
+    beams: list[tuple[int, int]]  # (slice, number of candidates)
+    candidates: tuple[Tensor, ...] | None  # ids, scores, logprobs [beams, most]
 
     def add_to(self, results: list[SampledToken | None]) -> None:
         """Complete the sampled tokens, which are parallel to the batch. The step has completed."""
@@ -107,6 +110,12 @@ class Extras:
                 one = _present(results[index])
                 fork = SampledToken(token_id, logprob, one.top)
                 results[index] = one._replace(forks=(*one.forks, fork))
+
+        if self.candidates is not None:
+            columns = [part.tolist() for part in self.candidates]
+            for row, (index, most) in enumerate(self.beams):
+                found = tuple(map(Candidate, *(column[row][:most] for column in columns)))
+                results[index] = _present(results[index])._replace(candidates=found)
 
     def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
         """By slice, of its `prompt_targets`. The step has completed."""
@@ -148,20 +157,23 @@ def compute_extras(
     specs = [(row, index, spec) for row, index in enumerate(rows) if (spec := batch[index].sample)]
     forks = [(row, index, spec) for row, index, spec in specs for _ in spec.fork_keys]
     tops = [one for one in specs if one[2].params.logprobs]
+    beams = [one for one in specs if one[2].num_candidates]
     prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
-    if not (forks or tops or prompt):
+    if not (forks or tops or beams or prompt):
         return None
 
     def whole(wanted: Sequence[int]) -> Tensor:
         assert logits is not None
         return gather(logits.index_select(0, _index(wanted, logits.device)))
 
-    fork_tokens = top_tokens = None
+    fork_tokens = top_tokens = found = None
     if forks:
         fork_tokens = _sample_forks(specs, [row for row, _, _ in forks], whole)
     num_tops = [spec.params.logprobs or 0 for _, _, spec in tops]
     if tops:
         top_tokens = _find_tops([row for row, _, _ in tops], whole, max(num_tops))
+    if beams:
+        found = _find_candidates([row for row, _, _ in beams], [s for _, _, s in beams], whole)
     parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
     return Extras(
         [index for _, index, _ in forks],
@@ -170,6 +182,8 @@ def compute_extras(
         fork_tokens,
         top_tokens,
         prompt_tokens,
+        [(index, spec.num_candidates) for _, index, spec in beams],
+        found,
     )
 
 
@@ -185,6 +199,15 @@ def _sample_forks(
 def _find_tops(rows: list[int], whole: WholeLogits, most: int) -> tuple[Tensor, ...]:
     """The `most` likeliest of each of the rows."""
     parts = [top_logprobs(whole(rows[part]), most) for part in _parts(len(rows))]
+    return _joined(parts)
+
+
+def _find_candidates(
+    rows: list[int], specs: list[SampleSpec], whole: WholeLogits
+) -> tuple[Tensor, ...]:
+    """The likeliest tokens of each of the rows, by what its spec makes of the logits."""
+    most = max(spec.num_candidates for spec in specs)
+    parts = [candidates(whole(rows[p]), specs[p], most) for p in _parts(len(rows))]
     return _joined(parts)
 
 

@@ -89,17 +89,12 @@ class DoneCopy:
         return self.took_s
 
 
-class CpuCopier:
-    """A pool in host memory, and more of that."""
+class _BlocksInHostMemory:
+    """What copiers have in common."""
 
-    def __init__(self, kv: CpuKvMemory, memory: HostMemory) -> None:
-        self.block_bytes = kv.block_bytes
-        self._pool = kv.tensor.view(kv.num_blocks, -1).view(torch.uint8)
+    def __init__(self, block_bytes: int, memory: HostMemory) -> None:
+        self.block_bytes = block_bytes
         self._memory = memory
-        flat = torch.frombuffer(memory.memory, dtype=torch.uint8)[
-            : memory.num_wanted * self.block_bytes
-        ]
-        self._host = flat.view(memory.num_wanted, self.block_bytes)
 
     @property
     def num_blocks(self) -> int:
@@ -117,6 +112,18 @@ class CpuCopier:
     def wait(self) -> None:
         """Behind `begin`: until there are as many as there will be."""
         self._memory.wait()
+
+
+class CpuCopier(_BlocksInHostMemory):
+    """A pool in host memory, and more of that."""
+
+    def __init__(self, kv: CpuKvMemory, memory: HostMemory) -> None:
+        super().__init__(kv.block_bytes, memory)
+        self._pool = kv.tensor.view(kv.num_blocks, -1).view(torch.uint8)
+        flat = torch.frombuffer(memory.memory, dtype=torch.uint8)[
+            : memory.num_wanted * self.block_bytes
+        ]
+        self._host = flat.view(memory.num_wanted, self.block_bytes)
 
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
@@ -206,34 +213,16 @@ class _Lane:
         copy.num_waiting -= 1
 
 
-class CudaCopier:
+class CudaCopier(_BlocksInHostMemory):
     """A GPU's pool, and pinned memory."""
 
     def __init__(self, kv: CudaKvMemory, memory: HostMemory, device: torch.device) -> None:
-        self.block_bytes = kv.block_bytes
+        super().__init__(kv.block_bytes, memory)
         self._address = kv.address
-        self._memory = memory
         self._device = device
         self._has_batches = cuda_memory.has_batches()
         streams = [torch.cuda.Stream(device) for _ in Direction]  # type: ignore[no-untyped-call]
         self._lanes = dict(zip(Direction, map(_Lane, streams), strict=True))
-
-    @property
-    def num_blocks(self) -> int:
-        return self._memory.num_blocks
-
-    @property
-    def most_blocks(self) -> int:
-        """That there may come to be."""
-        return self._memory.num_wanted
-
-    def begin(self) -> None:
-        """See `HostCopier`."""
-        self._memory.begin()
-
-    def wait(self) -> None:
-        """Behind `begin`: until there are as many as there will be."""
-        self._memory.wait()
 
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]

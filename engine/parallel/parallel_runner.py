@@ -134,6 +134,7 @@ def _sent(spec: SampleSpec) -> tuple[Any, ...]:
         counts,
         spec.fork_keys,
         spec.allowed,
+        spec.num_candidates,
     )
 
 
@@ -163,6 +164,7 @@ def _received(
     counts: list[bytes] | None,
     fork_keys: list[int],
     allowed: bytes | None,
+    num_candidates: int,
 ) -> SampleSpec:
     if len(values) == 1:
         params = SamplingParams(temperature=values[0])
@@ -178,4 +180,5 @@ def _received(
         None if counts is None else _SentCounts(*(np.frombuffer(one, np.int64) for one in counts)),
         tuple(fork_keys),
         None if allowed is None else np.frombuffer(allowed, np.int32),
+        num_candidates,
     )

@@ -129,6 +129,7 @@ class Admission:
         if not candidate.is_held and all(f.is_held for f in footprints):
             return True
         footprints.append(self._footprint(candidate, matched))
+        footprints += self._footprints_of_group(candidate)
         block_size, capacity = self._limits.block_size, self._limits.capacity
         # Thousands of blocks need to be told apart only where it matters.
         if peak_blocks(footprints, block_size, is_bound=True) <= capacity:
@@ -150,6 +151,7 @@ class Admission:
             footprints.append(self._footprint(sequence, block_ids))
             if sequence.forks and not sequence.is_held:
                 footprints += self._footprints_of_forks(sequence.request, len(sequence.forks))
+            footprints += self._footprints_of_group(sequence)
             num_refs += len(block_ids)
             num_new_blocks += 0 if block_ids else limits.blocks_for(sequence.num_slots)
             if num_new_blocks >= capacity:
@@ -181,7 +183,7 @@ class Admission:
     def _footprints_of_pending(self, request: Request) -> list[Footprint]:
         num_slots = request.num_known_tokens + 1
         num_growth = self._num_growth(request, len(request.output_token_ids), num_slots)
-        forks = self._footprints_of_forks(request, len(request.fork_ids))
+        forks = self._footprints_of_forks(request, request.num_sequences - 1)
         return [Footprint(num_slots, num_growth, []), *forks]
 
     def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
@@ -190,6 +192,17 @@ class Admission:
         num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
         num_own = num_tokens % self._limits.block_size + 1
         return [Footprint(num_own, num_growth, [])] * num_forks
+
+    def _footprints_of_group(self, leader: Sequence) -> list[Footprint]:
+        """What the others of its group, that will share its blocks, have of their own: behind the
+        prompt, as if each had chosen other tokens from the first on."""
+        group = leader.group
+        if group is None or group.members[0] is not leader or not group.num_absent:
+            return []
+        num_shared = len(leader.request.prompt_token_ids) // self._limits.block_size
+        num_own = leader.num_tokens - num_shared * self._limits.block_size + 1
+        num_growth = self._num_growth(leader.request, leader.num_outputs, leader.num_tokens + 1)
+        return [Footprint(num_own, num_growth, [])] * group.num_absent
 
     def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
         num_slots = sequence.num_slots

@@ -178,10 +178,24 @@ class BlockTables:
             child.block_ids = []
             self._pool.release(shared)
             return None
+        child.num_stored_blocks = min(parent.num_stored_blocks, num_shared)
+        child.share_hashes(parent, child.num_stored_blocks)
         self.store(child)
         if not num_partial:
             return []
         return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
+
+    def common(self, leader: Sequence, other: Sequence) -> list[int]:
+        """Blocks of the leader, all computed, that the other's tokens but the last begin with."""
+        size, num_same = self._block_size, 0
+        most = min(leader.num_computed_tokens, other.num_tokens - 1) // size * size
+        mine, theirs = leader.token_ids, other.token_ids
+        while num_same < most:
+            end = num_same + size
+            if mine[num_same:end] != theirs[num_same:end]:
+                break
+            num_same = end
+        return leader.block_ids[: num_same // size]
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether its blocks cover all its slots already."""

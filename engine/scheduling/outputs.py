@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ...core.errors import BatonError
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.step_cost import StepShape
+from ..execution.batch import SampledToken
 from ..kv.host_tier import HostCounts
 from .sequence import Sequence
 
@@ -41,6 +42,16 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedBeam:
+    """The whole output of a request that is one of the best beams of its search."""
+
+    key: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Of the prompt's tokens from position `first_index` on; the first token (0) has none."""
 
@@ -53,12 +64,14 @@ class PromptLogprobs:
 class ChunkDone:
     """The KV of a held request's first `num_computed_tokens` tokens is complete.
 
-    `is_last` comes with the first token.
+    `is_last` comes with the first token, or with `first`: what a search of beams begins with, which
+    comes of one that is not held too.
     """
 
     key: str
     num_computed_tokens: int
     is_last: bool
+    first: SampledToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ class StepOutput:
     failed: tuple[tuple[str, BatonError], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     launched: tuple[ChunkLaunched, ...] = ()
+    beams: tuple[FinishedBeam, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +166,7 @@ class StepOutputBuilder:
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     launched: list[ChunkLaunched] = field(default_factory=list)
+    beams: list[FinishedBeam] = field(default_factory=list)
 
     def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """The next of its prompt's tokens, if there are any."""
@@ -173,4 +188,5 @@ class StepOutputBuilder:
             tuple(self.failed),
             tuple(self.prompt_logprobs),
             tuple(self.launched),
+            tuple(self.beams),
         )

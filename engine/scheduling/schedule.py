@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ...core.errors import BatonError
 from ...core.step_cost import StepShape, pairs_of
-from .sequence import Sequence
+from .sequence import Sequence, SequenceState
 
 
 class ScheduledSequence(NamedTuple):
@@ -68,6 +68,10 @@ class Schedule:
         if sequence.is_prefilling:
             self.num_prompt_tokens += num_tokens
             self.prompt_callers.add(sequence.request.caller_id)
+
+    def drop_preempted(self) -> None:
+        """Leave out what was preempted since it was planned."""
+        self.scheduled = [s for s in self.scheduled if s.sequence.state is SequenceState.RUNNING]
 
     def limit_prompts(self, num_tokens: int) -> None:
         """Let the step have no more tokens of prompts than these, though it had room for more."""

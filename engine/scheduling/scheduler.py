@@ -14,10 +14,13 @@ Memory:
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
   if not, it stays the head of the queue, and nobody passes it;
 - an admission whose prompt goes on in host memory waits apart while that is copied;
-- a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
-  (tokens kept, KV swapped to host memory or recomputed later, whichever takes less), never the
-  oldest, so that something always gets on;
-- a held sequence takes all it will ever need at admission, and is never preempted.
+- a decode takes a block when it crosses into one; if there is none, a prompt that is half computed
+  is preempted, which nobody's stream waits for, or else the latest arrival (tokens kept, KV swapped
+  to host memory or recomputed later, whichever takes less), never the oldest, so that something
+  always gets on;
+- a held sequence takes all it will ever need at admission, and is never preempted;
+- the beams of a search are admitted by what all of them need, and preempted as one: the first comes
+  back through the queue, the others behind it share what they have in common with it.
 
 With a promise to its decodes (`tbt_target_s`) a step has no more tokens of prompts than leave it as
 short, by the measured cost of steps.
@@ -42,7 +45,7 @@ from ..kv.limits import EngineLimits
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
 from .block_tables import BlockTables
 from .schedule import Schedule, ScheduledSequence, step_shape
-from .sequence import Sequence, SequenceState
+from .sequence import Sequence, SequenceGroup, SequenceState
 from .step_cost_estimator import StepCostEstimator
 
 
@@ -69,6 +72,7 @@ class Scheduler:
         self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []  # computed, waiting to be released
+        self.groups: list[SequenceGroup] = []  # whose first member has blocks
         self.num_preemptions = 0
         self.num_swaps = 0  # of them, those whose KV went to host memory
         self._num_holds = 0
@@ -99,18 +103,23 @@ class Scheduler:
         matched = self._tables.match(sequence, sequence.num_tokens)
         head = self.waiting.head
         others = self._owners() if head is None else chain(self._owners(), [head])
-        if not self._has_slot() or not self._admission.fits(sequence, matched, others):
+        if not self._has_slot(sequence) or not self._admission.fits(sequence, matched, others):
             return False
         if not self._tables.take(sequence, matched):
             return False
         self.reserved.append(sequence)
+        self._take_in(sequence.group)
         self._tables.write(sequence)  # a second use of what was matched
         return True
 
     def start(self, sequence: Sequence) -> None:
-        """The KV of all known tokens but the last is in place: decode from here."""
+        """The KV of all known tokens but the last is in place: decode from here.
+
+        Of a search's first member it is all of them: it stands until the beams behind are known.
+        """
         self.reserved.remove(sequence)
-        sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens - 1
+        num_computed_tokens = sequence.num_tokens - (sequence.group is None)
+        sequence.num_computed_tokens = sequence.num_prefill_tokens = num_computed_tokens
         sequence.num_launched_tokens = sequence.num_computed_tokens
         self._run(sequence)
 
@@ -119,19 +128,51 @@ class Scheduler:
 
         Its own first token is already in `token_ids`. Returns blocks (source, target) to copy
         before anything else is done. Where there is no room it waits like a preempted one, and
-        finds the full blocks in the prefix cache.
+        finds the full blocks in the prefix cache; one of a group is parked.
         """
         child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
         child.num_launched_tokens = child.num_computed_tokens
         child.state = SequenceState.RUNNING
-        copies = self._tables.fork(parent, child) if self._has_slot() else None
+        has_slot = child.group is not None or self._has_slot()  # a group's are kept for it
+        copies = self._tables.fork(parent, child) if has_slot else None
         if copies is None:
             child.num_computed_tokens = child.num_launched_tokens = 0
-            child.state = SequenceState.WAITING
-            self._come_back(child)
+            child.state = SequenceState.PARKED
+            if child.group is None:
+                child.state = SequenceState.WAITING
+                self._come_back(child)
             return []
         self._run(child)
         return copies
+
+    def rejoin(self, parked: Sequence, leader: Sequence) -> bool:
+        """Let a parked member of a group compute what its blocks lack, behind those that are cached
+        or the leader's, whose tokens are all computed; False if there is no room."""
+        matched = self._tables.match(parked, parked.num_tokens - 1)
+        common = self._tables.common(leader, parked)
+        if not self._tables.take(parked, max(matched, common, key=len)):
+            return False
+        parked.num_prefill_tokens = parked.num_tokens
+        self._run(parked)
+        return True
+
+    def preempt_group(self, group: SequenceGroup) -> None:
+        """Take all blocks of the group: its first member waits for its turn, the others for it."""
+        for sequence in group.members:
+            if sequence.state is SequenceState.RUNNING:
+                self._take_blocks(sequence)
+            sequence.state = SequenceState.PARKED
+        self.groups.remove(group)
+        leader = group.members[0]
+        leader.state = SequenceState.WAITING
+        self._come_back(leader)
+        self.num_preemptions += 1
+
+    def has_all(self, group: SequenceGroup) -> bool:
+        """Whether nothing else has blocks: then none will be released for the group."""
+        return self._pool.num_available + len(distinct_blocks(group.members)) == (
+            self._limits.capacity
+        )
 
     def hold(self, sequence: Sequence) -> None:
         """The held sequence is computed: it no longer runs, and keeps its blocks."""
@@ -150,11 +191,13 @@ class Scheduler:
         }
         if sequence.state is SequenceState.LOADING:
             del self.loading[sequence]
-        else:
+        elif sequence.state is not SequenceState.PARKED:
             queues[sequence.state].remove(sequence)
         sequence.state = SequenceState.ENDED
         self._tables.write(sequence)
         self._tables.give_back(sequence)
+        if (group := sequence.group) in self.groups and group is not None and group.has_ended:
+            self.groups.remove(group)
 
     def finish_loads(self) -> None:
         """Let those run whose blocks have come from host memory; what has not come is computed."""
@@ -232,7 +275,7 @@ class Scheduler:
         its forks, and `num_coming` more like it that the engine does not have yet."""
         others = chain(self.waiting, self.loading, self.running)
         lengths = [one.num_tokens for one in others if not one.is_held]
-        num_more = 1 + len(request.fork_ids) + num_coming
+        num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
         return StepShape(num_decodes=len(lengths) + num_more, keys=keys)
 
@@ -303,19 +346,23 @@ class Scheduler:
         if self._has_outgrown_pool(sequence, schedule):
             return False
         while not self._tables.grow(sequence):
-            victim = self._latest_preemptible()
+            victim = self._next_victim()
             if victim is None:
                 return False  # the rest is held, reserved or fenced, and will be released
             self._preempt(victim)
-            if victim is sequence:
+            if victim.group is not None:
+                schedule.drop_preempted()
+            if sequence.state is not SequenceState.RUNNING:
                 return False
         return True
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
-        while schedule.num_budget_tokens and self._has_slot():
+        while schedule.num_budget_tokens:
             sequence = self.waiting.head
-            if sequence is None or self._refused_at == self.opportunities:
+            if sequence is None or not self._has_slot(sequence):
+                return
+            if self._refused_at == self.opportunities:
                 return
             if self._has_outgrown_pool(sequence, schedule):
                 continue
@@ -343,6 +390,7 @@ class Scheduler:
                 self._refused_at = self.opportunities
                 return
             self.waiting.pop(num_tokens)
+            self._take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
             if in_host:
                 sequence.state = SequenceState.LOADING
@@ -383,9 +431,18 @@ class Scheduler:
         yield from self.held
         yield from (s for s in chain(self.running, self.loading) if s.is_held)
 
-    def _has_slot(self) -> bool:
+    def _has_slot(self, sequence: Sequence | None = None) -> bool:
+        """Whether one more may run, this one with its group."""
         num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
+        num_seqs += sum(group.num_absent for group in self.groups)
+        if sequence is not None and sequence.group is not None:
+            num_seqs += sequence.group.num_absent
         return num_seqs < self._limits.max_num_seqs
+
+    def _take_in(self, group: SequenceGroup | None) -> None:
+        """Its first member has got blocks."""
+        if group is not None:
+            self.groups.append(group)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
@@ -398,26 +455,58 @@ class Scheduler:
         """
         try:
             self._limits.check_fits(sequence.num_slots)
+            if sequence.group is not None and sequence.state is SequenceState.RUNNING:
+                self._check_fits_group(sequence.group)
         except PromptTooLarge as error:
-            if not sequence.num_awaited_tokens:
+            if sequence.group is not None:
+                for member in sequence.group.members:
+                    self.remove(member)
+                schedule.drop_preempted()
+            elif not sequence.num_awaited_tokens:
                 self.remove(sequence)
-                schedule.failed.append((sequence, error))
+            else:
+                return True
+            schedule.failed.append((sequence, error))
             return True
         return False
 
-    def _latest_preemptible(self) -> Sequence | None:
-        """The latest arrival that is not held, unless it is also the oldest."""
-        preemptible = [s for s in self.running if not s.is_held]
-        return preemptible[-1] if len(preemptible) > 1 else None
+    def _next_victim(self) -> Sequence | None:
+        """Not the oldest nor its beams, and nothing held: the latest prompt that is half computed,
+        or the latest arrival. A prompt that was preempted once has aged: it counts as what decodes
+        does."""
+        preemptible = [one for one in self.running if not one.is_held]
+        if not preemptible:
+            return None
+        group = preemptible[0].group
+        others = [one for one in preemptible[1:] if one.group is None or one.group is not group]
+        victims = [one for one in others if one.is_young_prompt] or others
+        return victims[-1] if victims else None
+
+    def _check_fits_group(self, group: SequenceGroup) -> None:
+        """Raise PromptTooLarge if the whole pool could not hold all its sequences' slots."""
+        fresh = [self._limits.blocks_for(s.num_slots) - len(s.block_ids) for s in group.members]
+        num_blocks = len(distinct_blocks(group.members)) + sum(fresh)
+        if num_blocks > self._limits.capacity:
+            raise PromptTooLarge(
+                f"{len(fresh)} beams need {num_blocks} KV blocks; the pool has "
+                f"{self._limits.capacity}"
+            )
 
     def _preempt(self, sequence: Sequence) -> None:
+        if sequence.group is not None:
+            self.preempt_group(sequence.group)
+            return
+        self._take_blocks(sequence)
+        sequence.state = SequenceState.WAITING
+        self._come_back(sequence)
+        self.num_preemptions += 1
+
+    def _take_blocks(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._tables.store(sequence)  # what was pulled for it may not be there yet
         self.num_swaps += self._tables.swap_out(sequence)
         self._tables.give_back(sequence)
-        sequence.state = SequenceState.WAITING
-        self._come_back(sequence)
-        self.num_preemptions += 1
+        sequence.was_preempted = True
 
     def _come_back(self, sequence: Sequence) -> None:
         """Queue it up before all others: it has been served, and its caller charged."""

@@ -11,6 +11,9 @@
          memory's blocks     ▼
                            HELD       any state ──► ENDED: finish, release, drop, abort, failure
 
+The beams of a search are a group: they are preempted and end together. While the first of them
+waits or is computed anew, the others are PARKED; then they take their part of its blocks and run.
+
 Plain bookkeeping: decides nothing, allocates nothing.
 """
 
@@ -34,7 +37,28 @@ class SequenceState(enum.Enum):
     RUNNING = "running"  # scheduled step by step
     HELD = "held"  # computed; keeps its blocks for a puller until released
     RESERVED = "reserved"  # holds blocks that a pull fills
+    PARKED = "parked"  # holds no block, and waits for the first of its group
     ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """Sequences of one search, the first one first; `width`: how many there will be."""
+
+    width: int
+    members: list[Sequence] = field(default_factory=list)
+    is_forked: bool = False  # from its first member, which began alone
+
+    @property
+    def has_ended(self) -> bool:
+        return all(one.state is SequenceState.ENDED for one in self.members)
+
+    @property
+    def num_absent(self) -> int:
+        """Sequences to come, or to come back, beside those that have blocks."""
+        if not self.is_forked:
+            return self.width - 1
+        return sum(one.state is SequenceState.PARKED for one in self.members)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +76,9 @@ class Sequence:
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
     for; the first token has none. `constrained` is its place in its grammar, if it has one.
+
+    A beam asks for `num_candidates` in place of a token. It awaits none, and stands still until its
+    `group` has decided which of them follows; a held one has no group.
     """
 
     request: Request
@@ -68,9 +95,12 @@ class Sequence:
     num_prefill_tokens: int = 0
     num_stored_blocks: int = 0
     has_started: bool = False
+    was_preempted: bool = False
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None
+    num_candidates: int = 0
+    group: SequenceGroup | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
     _counts: TokenCounts | None = None
 
@@ -117,6 +147,11 @@ class Sequence:
         return self.num_awaited_tokens > 0 and self.request.sampling.needs_history
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether it goes on with the token that a step samples before that is known."""
+        return not (self.is_held or self.num_candidates)
+
+    @property
     def num_unlaunched_tokens(self) -> int:
         """Tokens, known or awaited, that no step has been launched for yet."""
         return len(self.token_ids) + self.num_awaited_tokens - self.num_launched_tokens
@@ -125,6 +160,11 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether tokens that were known at its admission are still to launch."""
         return self.num_launched_tokens < self.num_prefill_tokens
+
+    @property
+    def is_young_prompt(self) -> bool:
+        """Whether it is still computed for the first time, and nobody has a token of it."""
+        return self.is_prefilling and not self.num_outputs and not self.was_preempted
 
     @property
     def has_prefill_in_flight(self) -> bool:
@@ -150,6 +190,10 @@ class Sequence:
             tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
             hashes += block_hashes(parent, tokens, block_size)
         return hashes[:num_blocks]
+
+    def share_hashes(self, parent: Sequence, num_blocks: int) -> None:
+        """Those of its first blocks, which are the parent's."""
+        self._hashes = parent._hashes[:num_blocks]
 
     def know_hashes(self, hashes: Iterable[BlockHash]) -> None:
         """Those of its first blocks, where somebody has computed them before."""

@@ -34,7 +34,7 @@ def launch_slice(
     sample = None
     if scheduled.samples:
         sample = _sample_spec(sequence, end, mask, eos_token_ids)
-        sequence.num_awaited_tokens += not sequence.is_held
+        sequence.num_awaited_tokens += sequence.awaits_tokens
     sequence.num_launched_tokens = end
     if not sequence.owes_prompt_logprobs:
         return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
@@ -91,4 +91,5 @@ def _sample_spec(
     if sequence.forks and position == request.num_known_tokens:
         indices = [fork.sample_index for fork in sequence.forks]
         fork_keys = tuple(token_key(params.seed, index, position) for index in indices)
-    return SampleSpec(params, key, forbidden, sequence.counts(), fork_keys, allowed)
+    counts = sequence.counts()
+    return SampleSpec(params, key, forbidden, counts, fork_keys, allowed, sequence.num_candidates)

@@ -19,6 +19,7 @@ from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
+from ..request.best_of import best_of
 from ..request.output_chunk import ChunkQueue, OutputChunk
 from ..request.session import GATEWAY, Session, SessionLimits
 from ..request.session_table import SessionTable
@@ -178,7 +179,8 @@ class FrontDoor:
                 )
                 routed_s = self._clock.monotonic_s()
                 cached, remaining_s = router.cached_tokens(num_tokens), deadline_s - routed_s
-                self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
+                lendable = router.lendable_tokens(num_tokens)
+                self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s, lendable)
             except BatonError as error:
                 self._feed.call_refused(caller, error)
                 raise
@@ -295,7 +297,8 @@ class FrontDoor:
         )
         seed = self._entropy.new_seed()
         request = complete_request(request, wire, prompt, limits, drawn_seed=seed)
-        max_output_tokens = request.options.n * request.sampling.max_tokens
+        num_outputs = max(request.options.n, request.sampling.best_of)
+        max_output_tokens = num_outputs * request.sampling.max_tokens
         admission.charge(len(request.prompt_token_ids) + max_output_tokens)
         salt = self._tenancy.cache_salt(caller, request.options.cache_salt)
         options = replace(request.options, cache_salt=salt)
@@ -347,6 +350,7 @@ class FrontDoor:
     ) -> list[Session]:
         """One for each sample; the first leads the others."""
         options, sampling = request.options, request.sampling
+        request, sink = best_of(request, queue)
 
         def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
             detokenizer = self.model.tokenizer.detokenizer(
@@ -363,7 +367,7 @@ class FrontDoor:
                     min_tokens=sampling.min_tokens,
                     includes_stop=options.include_stop_str_in_output,
                 ),
-                sink=queue,
+                sink=sink,
                 router=router,
                 clock=self._clock,
                 entropy=self._entropy,
@@ -373,5 +377,5 @@ class FrontDoor:
                 siblings=siblings,
             )
 
-        siblings = [session(index) for index in range(1, options.n)]
+        siblings = [session(index) for index in range(1, request.num_samples)]
         return [session(0, siblings), *siblings]

@@ -20,7 +20,7 @@ from ...prefix_index.prefix_sources import Fetch, Holders
 from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
-from .linked_engine import MEASURED_ROWS, LinkedEngine
+from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .prompts_in_flight import PromptsInFlight
 from .routing_policies import LeastEstimate, Policy
@@ -87,6 +87,7 @@ class EngineTable:
         self.prompts = PromptsInFlight(mirror.clock)
         self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
+        self.moves: Counter[str] = Counter()  # of running requests, by how they ended
         self.released: set[int] = set()  # of all engines: LinkedEngine has what it means
 
     def add(self, engine: LinkedEngine) -> None:
@@ -134,10 +135,10 @@ class EngineTable:
                     engine.load,
                     demand,
                     caller_id,
-                    cached_tokens.get(engine.incarnation, 0),
+                    cached_tokens.get(engine.incarnation, 0) if cached_tokens else 0,
                     costs.get(engine.fingerprint) if costs else None,
                     self._fetch(engine, holders, cached_tokens, host_tokens) if holders else None,
-                    host_tokens.get(engine.incarnation, 0),
+                    host_tokens.get(engine.incarnation, 0) if host_tokens else 0,
                     in_flight_tokens,
                 )
             )
@@ -202,9 +203,8 @@ class EngineTable:
     def _costs(self) -> Mapping[str, StepCost]:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to
         borrow one."""
-        engines = self.engines.values()
-        loads = [engine.load for engine in engines if engine.load is not None]
-        if min((load.max_rows for load in loads), default=MEASURED_ROWS) >= MEASURED_ROWS:
+        engines = [engine for engine in self.engines.values() if engine.load is not None]
+        if all(engine.is_measured for engine in engines):
             return {}
         found: dict[str, StepCost] = {}
         for engine in engines:
@@ -213,6 +213,12 @@ class EngineTable:
             if cost is not None and (best is None or cost.max_rows > best.max_rows):
                 found[engine.fingerprint] = cost
         return found
+
+    def note_move(self, to: str, how: str) -> None:
+        """A running request's move to the engine of that name ended: see request/move.py."""
+        self.moves[how] += 1
+        if self.plans is not None:
+            self.plans.note_move(to, how)
 
     def why_not_ready(self) -> str:
         """What is missing before any request can be served; empty if nothing is."""
@@ -238,20 +244,30 @@ class EngineTable:
         num_tokens: int,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         held: Mapping[int, int] = _NOTHING_HELD,
+        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
     ) -> float:
         """How long until a prompt's first token, at the engine that would have it soonest, if all
         queues are fair between callers. `held`: tokens that wait for a place, by caller.
+        `lendable_tokens`: as of `choose`.
 
         0 where nothing is ahead of it, or an engine's cost is not known.
         """
         prefill = [e for e in self.engines.values() if e.takes_prompts and e.is_ready]
         parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
-        waits_s = []
-        for engine in prefill:
-            own = num_tokens - cached_tokens.get(engine.incarnation, 0)
+        holders = self._holders(num_tokens, lendable_tokens, Avoid())
+
+        def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
             speed = engine.backlog.speed
-            waits_s.append(speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0)
+            return speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0
+
+        waits_s = []
+        for engine in prefill:
+            num_cached = cached_tokens.get(engine.incarnation, 0)
+            waits_s.append(seconds(engine, num_tokens - num_cached))
+            if fetch := self._fetch(engine, holders, cached_tokens, _NOTHING_CACHED):
+                fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
+                waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)
 
     @property

@@ -181,7 +181,8 @@ class LinkedEngine:
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
     _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
     _num_promised: int = _MANY  # decodes of a step that keeps its promise
-    _has_refused: bool = False  # since its last heartbeat
+    is_measured: bool = False  # its steps of prompts, by its last heartbeat
+    _has_refused: bool = False  # since then
     _known: tuple[ReportedLoad | None, tuple[object, ...]] = (None, ())  # by heartbeat, for `state`
 
     def __post_init__(self) -> None:
@@ -213,6 +214,7 @@ class LinkedEngine:
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
         self.load, self._has_refused = load, False
+        self.is_measured = load.max_rows >= MEASURED_ROWS
         self.backlog.heartbeat(
             Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
         )
@@ -248,7 +250,9 @@ class LinkedEngine:
                 self._promised[keys[0]] = cached_tokens
         if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
-            num_blocks = self.blocks_for(num_tokens - cached_tokens, num_left, len(keys))
+            num_blocks = self.blocks_for(
+                num_tokens - cached_tokens, num_left, request.num_sequences
+            )
             self.places.sent(keys, num_blocks, self.clock.monotonic_s())
         self._callers.update(dict.fromkeys(keys, caller_id))
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
@@ -267,7 +271,9 @@ class LinkedEngine:
             if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):
                 self.num_index_hits += 1
                 self.num_stale_hits += output.cached_tokens < promised
-            if output.token_ids:
+            # Beams' tokens come at their end, but that their prompt is computed is reported.
+            has_prompt = output.cached_tokens is not None and not output.prompt_logprobs
+            if output.token_ids or has_prompt:
                 self._answered(key)
             self._has_refused |= isinstance(output.error, PromiseRefused)
             if output.finish_reason is not None or output.error is not None:
@@ -297,9 +303,9 @@ class LinkedEngine:
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
         """Of the KV of samples of one prompt, with what each is expected to grow by."""
-        expected = self.load.output_tokens if self.load is not None else 0
-        num_growth = min(max_output_tokens, expected or max_output_tokens)
-        size = self.member.block_size
+        size, num_growth = self.member.block_size, max_output_tokens
+        if self.load is not None and 0 < self.load.output_tokens < num_growth:
+            num_growth = self.load.output_tokens
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
     def state(
@@ -329,19 +335,16 @@ class LinkedEngine:
         if is_prefill or load.takes_whole:
             backlog = self.backlog
             waiting_tokens, speed = backlog.tokens_ahead, backlog.speed
-            if others_cost is not None and load.max_rows < MEASURED_ROWS:
+            if others_cost is not None and not self.is_measured:
                 speed = load.prompt_speed_by(others_cost)
             takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
             has_place = self._has_place(load, demand, cached_tokens)
-        host_s = host_tokens * load.host_block_s / self.member.block_size
-        return EngineState._make(
-            (
-                *known,
-                *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place, fetch, host_tokens, host_s, in_flight_tokens),
-            )
-        )
+        host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
+        num_requests, num_dispatched = self.places.num_requests, self.num_dispatched
+        of_now = (num_requests, num_dispatched, waiting_tokens, cached_tokens)
+        of_prompt = (fetch, host_tokens, host_s, in_flight_tokens)
+        return EngineState._make(known + of_now + (speed, takes_prompt, has_place) + of_prompt)
 
     def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
         """The first fields of an EngineState: those that its heartbeat decides."""

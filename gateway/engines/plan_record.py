@@ -4,7 +4,7 @@ take: for people who look. Decides nothing."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...core.membership import Role
@@ -13,7 +13,8 @@ from .routing import REQUEST_S, EngineState
 
 SPAN_S = 10
 _ESTIMATE_EVERY_S = 0.05  # to estimate the next best takes about as long as to choose
-PAIR, ALONE = "pair", "alone"
+PAIR, ALONE, MOVE = "pair", "alone", "move"
+_MOVED = "moved"
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class _Sums:
     num_next: int = 0
     next_s: float = 0.0
     prefixes_from: Counter[str] = field(default_factory=Counter)  # by the source's name
+    moves: Counter[str] = field(default_factory=Counter)  # by the target's name, or why it failed
 
 
 @dataclass(eq=False)
@@ -47,10 +49,7 @@ class PlanRecord:
         """A request of so many tokens goes to these, of those engines, after it got a prefix from
         the engine of that name, if any."""
         now_s = self.clock.monotonic_s()
-        if not self._seconds or self._seconds[-1][0] != int(now_s):
-            self._seconds.append((int(now_s), {PAIR: _Sums(), ALONE: _Sums()}))
-            self._forget(now_s)
-        sums = self._seconds[-1][1][ALONE if prefill == decode else PAIR]
+        sums = self._sums(ALONE if prefill == decode else PAIR, now_s)
         sums.num += 1
         if prefix_from:
             sums.prefixes_from[prefix_from] += 1
@@ -61,14 +60,28 @@ class PlanRecord:
             if next_s is not None:
                 sums.num_next, sums.next_s = sums.num_next + 1, sums.next_s + next_s
 
+    def note_move(self, to: str, how: str) -> None:
+        """A running request went to the engine of that name, or did not, and why not."""
+        sums = self._sums(MOVE, self.clock.monotonic_s())
+        sums.num += how == _MOVED
+        sums.moves[to if how == _MOVED else how] += 1
+
+    def _sums(self, kind: str, now_s: float) -> _Sums:
+        """Of this second."""
+        if not self._seconds or self._seconds[-1][0] != int(now_s):
+            self._seconds.append((int(now_s), {PAIR: _Sums(), ALONE: _Sums(), MOVE: _Sums()}))
+            self._forget(now_s)
+        return self._seconds[-1][1][kind]
+
     def rows(self) -> list[dict[str, object]]:
         """For JSON, one a kind: how many a second, means of the estimates in seconds, and how many
-        a second got their prefix from which engine."""
+        a second got their prefix from which engine. Of moves: how many a second went to which
+        engine, or failed for what."""
         now_s = self.clock.monotonic_s()
         self._forget(now_s)
         span_s = max(SPAN_S, now_s - self._seconds[0][0] if self._seconds else 0.0)
         found: list[dict[str, object]] = []
-        for kind in (PAIR, ALONE):
+        for kind in (PAIR, ALONE, MOVE):
             sums = [second[kind] for _, second in self._seconds]
             num_estimated, num_next = (
                 sum(one.num_estimated for one in sums),
@@ -82,10 +95,8 @@ class PlanRecord:
                     if num_estimated
                     else None,
                     "next_s": sum(one.next_s for one in sums) / num_next if num_next else None,
-                    "prefixes_from": {
-                        name: num / span_s
-                        for name, num in sum((one.prefixes_from for one in sums), Counter()).items()
-                    },
+                    "prefixes_from": _per_s((one.prefixes_from for one in sums), span_s),
+                    "moves": _per_s((one.moves for one in sums), span_s),
                 }
             )
         return found
@@ -93,6 +104,10 @@ class PlanRecord:
     def _forget(self, now_s: float) -> None:
         while self._seconds and self._seconds[0][0] <= now_s - SPAN_S - 1:
             self._seconds.popleft()
+
+
+def _per_s(counts: Iterable[Counter[str]], span_s: float) -> dict[str, float]:
+    return {name: num / span_s for name, num in sum(counts, Counter()).items()}
 
 
 def estimates(

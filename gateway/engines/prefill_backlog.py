@@ -50,6 +50,7 @@ class PrefillBacklog:
         self._clock = clock
         self._sent: dict[Key, _Sent] = {}
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
+        self._num_own_tokens = 0  # of all callers
         self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._answered_s = 0.0  # when one of ours was last answered
         self._reported = Backlog()
@@ -94,6 +95,7 @@ class PrefillBacklog:
         uncached = num_tokens - cached_tokens
         self._sent[key] = _Sent(caller_id, num_tokens, uncached, self._clock.monotonic_s())
         self._own_tokens[caller_id] += uncached
+        self._num_own_tokens += uncached
 
     def ended(self, key: Key, *, is_computed: bool) -> bool:
         """Its first token is here, or it will not come. False: it had ended already."""
@@ -102,6 +104,7 @@ class PrefillBacklog:
             return False
         self._answered[sent.caller_id] += sent.num_tokens
         self._own_tokens[sent.caller_id] -= sent.uncached_tokens
+        self._num_own_tokens -= sent.uncached_tokens
         if not self._own_tokens[sent.caller_id]:
             del self._own_tokens[sent.caller_id]
         if is_computed:
@@ -134,12 +137,15 @@ class PrefillBacklog:
         """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
         ours, whichever is more, less what has been computed since the step on the device began. Two
         engines that compute a prompt each are not equals: one of them is done sooner."""
-        reported = self._reported.waiting_tokens
-        if reported:
-            reported -= self._computed_since(self._step_began_s)
-        if not self._sent:
-            return max(0, reported)
-        return max(reported, sum(self._own_tokens.values()) - self._own_computed)
+        ahead, speed = self._reported.waiting_tokens, self.speed
+        if not ahead and not self._sent:
+            return 0
+        now_s = self._clock.monotonic_s()
+        if ahead and speed is not None:
+            ahead -= speed.tokens_in(now_s - self._step_began_s)
+        if self._sent:
+            ahead = max(ahead, self._num_own_tokens - self._own_computed(now_s))
+        return max(0, ahead)
 
     def fair_tokens_ahead(
         self, caller_id: int, num_tokens: int, held: Mapping[int, float]
@@ -161,19 +167,17 @@ class PrefillBacklog:
         if self._others_unlisted:  # of callers with less each than the least that is listed
             least = self._least_listed
             ahead += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
-        computed = min(others, self._computed_since(self._step_began_s))
-        return max(0.0, ahead - max(computed, self._own_computed))
+        now_s = self._clock.monotonic_s()
+        computed = min(others, self._computed_in(now_s - self._step_began_s))
+        return max(0.0, ahead - max(computed, self._own_computed(now_s)))
 
-    @property
-    def _own_computed(self) -> int:
+    def _own_computed(self, now_s: float) -> int:
         """Tokens of our first prompt there that should be computed by now."""
         if not self._sent:
             return 0
         first = next(iter(self._sent.values()))
-        computed = self._computed_since(max(first.at_s, self._answered_s))
+        computed = self._computed_in(now_s - max(first.at_s, self._answered_s))
         return min(first.uncached_tokens, computed)
 
-    def _computed_since(self, begin_s: float) -> int:
-        if self.speed is None:
-            return 0
-        return self.speed.tokens_in(self._clock.monotonic_s() - begin_s)
+    def _computed_in(self, seconds: float) -> int:
+        return 0 if self.speed is None else self.speed.tokens_in(seconds)

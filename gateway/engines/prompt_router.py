@@ -37,7 +37,7 @@ class PromptRouter:
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
         listed = self._listed_tokens(demand.num_tokens)
-        lendable = {} if self.computes_all else self._lendable(listed)
+        lendable = self._lendable(listed)
         in_flight = {} if self.computes_all else self._in_flight(demand.num_tokens)
         cached_tokens = _most(listed, in_flight)
         in_host = {
@@ -70,6 +70,23 @@ class PromptRouter:
         else:
             decisions["least_loaded"] += 1
         return route
+
+    def lendable_tokens(self, num_tokens: int) -> dict[str, int]:
+        """By incarnation, what other engines could fetch: what the index lists, in front of the
+        first block that is in host memory alone."""
+        return self._lendable(self._listed_tokens(num_tokens))
+
+    def _lendable(self, listed: Mapping[str, int]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        if self.computes_all:
+            return found
+        for incarnation, num_tokens in listed.items():
+            engine = self.table.engines[incarnation]
+            size = engine.member.block_size
+            chain = self.hashes[engine.fingerprint][: num_tokens // size]
+            in_host = self.table.mirror.first_in_host(incarnation, chain)
+            found[incarnation] = num_tokens if in_host is None else in_host * size
+        return found
 
     def cached_tokens(self, num_tokens: int) -> dict[str, int]:
         """By incarnation, how many tokens each engine is likely to have."""
@@ -106,18 +123,6 @@ class PromptRouter:
             )
             for incarnation, num_blocks in common.items():
                 found[incarnation] = min(num_blocks, (num_tokens - 1) // size) * size
-        return found
-
-    def _lendable(self, listed: Mapping[str, int]) -> dict[str, int]:
-        """Of them, what other engines could fetch: what is in front of the first block that is in
-        host memory alone."""
-        found: dict[str, int] = {}
-        for incarnation, num_tokens in listed.items():
-            engine = self.table.engines[incarnation]
-            size = engine.member.block_size
-            chain = self.hashes[engine.fingerprint][: num_tokens // size]
-            in_host = self.table.mirror.first_in_host(incarnation, chain)
-            found[incarnation] = num_tokens if in_host is None else in_host * size
         return found
 
 

@@ -94,7 +94,10 @@ class EngineState(NamedTuple):
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
-        return min(self._own_seconds(num_tokens), self._fetching_seconds(num_tokens))
+        own_s = self._own_seconds(num_tokens)
+        if self.fetch is None:
+            return own_s
+        return min(own_s, self._fetching_seconds(num_tokens))
 
     def worth_fetching(self, num_tokens: int) -> Fetch | None:
         """The fetch, if its prompt is computed sooner by it."""
@@ -107,11 +110,8 @@ class EngineState(NamedTuple):
         copied_s = self.host_s + self._seconds_behind(self.cached_tokens, num_tokens)
         if not self.host_tokens:
             return copied_s
-        return min(copied_s, self._seconds_behind(self._device_tokens, num_tokens))
-
-    @property
-    def _device_tokens(self) -> int:
-        return self.cached_tokens - self.host_tokens
+        on_device = self.cached_tokens - self.host_tokens
+        return min(copied_s, self._seconds_behind(on_device, num_tokens))
 
     def _fetching_seconds(self, num_tokens: int) -> float:
         if self.fetch is None:
@@ -119,17 +119,19 @@ class EngineState(NamedTuple):
         return self.fetch.seconds + self._seconds_behind(self.fetch.num_tokens, num_tokens)
 
     def _seconds_behind(self, cached_tokens: int, num_tokens: int) -> float:
-        speed, num_cached = self.speed or _UNMEASURED, min(cached_tokens, num_tokens - 1)
-        num_left = num_tokens - num_cached
-        pairs_s = speed.pair_s * pairs_of(num_left, num_cached)
-        repeated_s = REPEATED * max(0, self.in_flight_tokens - num_cached) * speed.token_s
+        speed = self.speed or _UNMEASURED
+        num_left = max(1, num_tokens - cached_tokens)
+        pairs_s = speed.pair_s * pairs_of(num_left, num_tokens - num_left)
         computed_s = (self.waiting_tokens + num_left) * speed.token_s + pairs_s
-        return speed.step_s + computed_s + repeated_s
+        if self.in_flight_tokens > cached_tokens:
+            computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
+        return speed.step_s + computed_s
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = max(0, num_tokens - self._device_tokens)
-        return self.num_requests * REQUEST_S + num_pulled * PULL_TOKEN_S
+        num_pulled = num_tokens - self.cached_tokens + self.host_tokens
+        pull_s = num_pulled * PULL_TOKEN_S if num_pulled > 0 else 0.0
+        return self.num_requests * REQUEST_S + pull_s
 
 
 class Plan(NamedTuple):
@@ -191,25 +193,22 @@ def choose_plan(
     model. `chance`: draws from plans that are alike; without it the first of them is taken. Raises
     Unavailable, naming the missing role or link, or MustWait.
     """
-    usable = [
-        engine
-        for engine in engines
-        if not engine.is_draining
-        and engine.incarnation not in avoid.incarnations
-        and fingerprint in (None, engine.fingerprint)
-    ]
-    prefill = [engine for engine in usable if engine.role is Role.PREFILL]
-    decode = _linked([e for e in usable if e.role is Role.DECODE], prefill, avoid)
+    usable = [engine for engine in engines if not engine.is_draining]
+    if avoid.incarnations:
+        usable = [engine for engine in usable if engine.incarnation not in avoid.incarnations]
+    if fingerprint is not None:
+        usable = [engine for engine in usable if engine.fingerprint == fingerprint]
+    role = Role.PREFILL
+    prefill = [engine for engine in usable if engine.role is role]
+    decode = _linked([e for e in usable if e.role is not role], prefill, avoid)
     alone = [engine for engine in usable if engine.keeps_promise]
     if not decode and not alone:
         raise Unavailable(_what_is_missing(usable))
     decode = [engine for engine in decode if engine.has_place]
-    alone = [engine for engine in alone if engine.has_place]
-    if not decode and not alone:
+    if not decode and not any(engine.has_place for engine in alone):
         raise MustWait(Blocked.PLACE)
-    sources, ones = _prompt_parts(
-        [e for e in usable if e.role is Role.PREFILL or e.keeps_promise], num_tokens
-    )
+    takers = [engine for engine in prefill if not engine.keeps_promise] + alone
+    sources, ones = _prompt_parts(takers, num_tokens)
     pairs = _Pairs(sources, [_puller(engine, num_tokens) for engine in decode], avoid)
     pair, one = pairs.best(), min(ones, default=None)
     if pair is None and one is None:
@@ -239,6 +238,7 @@ class _Pairs:
         self._sources = sorted(sources)
         self._pullers = sorted(pullers)
         self._avoided = avoid.pairs
+        self._found: dict[str, list[_Puller]] = {}  # linked to it, by source
 
     def best(self) -> _Pair | None:
         """With credit if any has it; of those, with blocks; of those, the one with the least
@@ -278,7 +278,15 @@ class _Pairs:
 
     def _linked(self, source: str) -> list[_Puller]:
         """Those that are linked to the source, with what kind of link that is."""
-        linked = [puller for puller in self._pullers if self._is_linked(source, puller[5])]
+        found = self._found.get(source)
+        if found is None:
+            found = self._found[source] = self._find_linked(source)
+        return found
+
+    def _find_linked(self, source: str) -> list[_Puller]:
+        linked = [puller for puller in self._pullers if source in puller[5].links]
+        if self._avoided:
+            linked = [p for p in linked if (source, p[5].incarnation) not in self._avoided]
         rates = [puller[5].link_gbytes_per_s.get(source, 0.0) for puller in linked]
         least = SLOW_LINK_SHARE * max(rates, default=0.0)
         if min(rates, default=0.0) >= least:

@@ -68,6 +68,10 @@ OPERATIONS: Mapping[str, Operation] = {
         event=response_items.Event,
         statuses=_CALL_ERRORS,
     ),
+    "/v1/responses/{response_id}": Operation(
+        response_items.ResponseBody, statuses=(400, *_READ_ERRORS)
+    ),
+    "DELETE /v1/responses/{response_id}": Operation(response_items.DeletedResponse),
     "/v1/messages": Operation(
         message_blocks.MessageBody,
         message_input.FIELDS,
@@ -128,13 +132,14 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
         body["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _STRING}]
-    known = OPERATIONS.get(path)
+    known = OPERATIONS.get(f"{route.method} {path}") or OPERATIONS.get(path)
     if known is None:
         body["responses"] = {"default": {"description": summary}}
         return body
     content = _json_content(_ref(known.answer))
     if known.event is not None:
-        content["text/event-stream"] = {"schema": _ref(known.event)}
+        events = [_ref(known.event), _ref(answers.Error)]  # one that fails ends with the error
+        content["text/event-stream"] = {"schema": {"anyOf": events}}
     body["responses"]["200"] = {"description": "OK", "content": content}
     if path in _NOT_READY:
         body["responses"]["503"] = {"description": "Not ready", "content": content}

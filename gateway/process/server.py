@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import random
+import socket
 import sys
 from typing import Any
 
@@ -31,6 +32,7 @@ from ...core.ports import SystemClock, SystemEntropy
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
+from ...core.version import version
 from ...prefix_index.follower import Follower
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
@@ -42,6 +44,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord
 from ..engines.promise_decider import PromiseDecider
 from ..engines.promise_leader import LEASE_S, PromiseLeader
+from ..engines.request_mover import RequestMover
 from ..engines.routing_policies import make_policy
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
@@ -53,6 +56,8 @@ from ..request.session import SessionLimits
 from ..request.session_table import DispatchQueue, SessionTable
 from ..security.gate import Gate, Security
 from ..telemetry.call_feed import Telemetry
+from ..telemetry.window.redis_windows import RedisWindows
+from ..telemetry.window.window_share import About, WindowShare
 from ..validation.validation import ServedModel
 from .startup_message import startup_lines
 
@@ -122,11 +127,14 @@ class Gateway:
             security.cluster_tls,
         )
         self._leader = None
+        name = SystemEntropy().new_id()
         if config.move_promises:
-            name = SystemEntropy().new_id()
             lease = RedisLease(*redis[:2], "promises", name, LEASE_S, clock)
             decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
             self._leader = PromiseLeader(decider, lease, name)
+        self._mover = None
+        if config.move_requests:
+            self._mover = RequestMover(self._table, self._sessions, clock)
         self._telemetry = Telemetry.of(
             config,
             self._model.limits.model,
@@ -137,6 +145,8 @@ class Gateway:
             lambda: len(queue),
             security.certificate_ends_s,
         )
+        store = RedisWindows(*redis)
+        self._share = WindowShare(self._telemetry.window, store, name, self._about, clock)
         self._certificates = security.certificates
         self._door = FrontDoor(
             self._model,
@@ -169,6 +179,7 @@ class Gateway:
             config,
             started_unix_s,
             self._telemetry,
+            self._share.scope,
         )
         app = build_app(parts, Access(security.gate, security.sessions, config))
         self._knows_chats = app[CHAT_MODEL].template is not None
@@ -196,6 +207,11 @@ class Gateway:
     def _can_serve(self) -> bool:
         return self._is_ready.is_set() and not self._door.is_draining
 
+    def _about(self) -> About:
+        port = self.http_port if self.own_http_port is None else self.own_http_port
+        name = f"{socket.gethostname()}:{port}"
+        return About(name, version(), self._can_serve(), self._door.is_draining)
+
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
         server, door, gate, table = self._server, self._door, self._gate, self._table
@@ -213,9 +229,12 @@ class Gateway:
             asyncio.create_task(self._follower.run()),
             asyncio.create_task(self._publish_readiness()),
             asyncio.create_task(watch_ends(self._certificates)),
+            asyncio.create_task(self._share.run()),
         ]
         if self._leader is not None:
             self._tasks.append(asyncio.create_task(self._leader.run()))
+        if self._mover is not None:
+            self._tasks.append(asyncio.create_task(self._mover.run()))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until a linked pair of engines can serve; raises Unavailable after `timeout_s`."""
@@ -256,6 +275,7 @@ class Gateway:
             await asyncio.wait(self._tasks)
         if self._leader is not None:
             await self._leader.close()
+        await self._share.close()
         await self._view.close()
         await self._telemetry.close()
         await self._directory.close()

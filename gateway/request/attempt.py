@@ -27,10 +27,20 @@ _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
 
 
 class Attempt:
-    """Owned by its session. `base_index`: how many tokens were streamed before it."""
+    """Owned by its session. `base_index`: how many tokens were streamed before it. `is_search`: of
+    beams, whose tokens all come from the decode engine, at the end."""
 
-    def __init__(self, number: int, route: Route, base_index: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        route: Route,
+        base_index: int,
+        max_tokens: int,
+        *,
+        is_search: bool = False,
+    ) -> None:
         self.number = number
+        self._is_search = is_search
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_handed_over = route.is_local  # nothing is to be
@@ -51,12 +61,19 @@ class Attempt:
         return prefill.name if incarnation == prefill.incarnation else decode.name
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether the second engine, or the one, goes on by itself; nothing is in doubt."""
+        return self.is_handed_over and self._total is None and self.doubt is None
+
+    @property
     def is_complete(self) -> bool:
         """The last position is known and all tokens up to it are in order."""
         return self._total is not None and self._splice.next_index >= self._total
 
     @property
     def _has_first_token(self) -> bool:
+        if self._is_search:
+            return self.is_handed_over
         return self._splice.next_index > self._base_index
 
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ...core.errors import BatonError, EngineFailed
 from ...core.request.request import FinishReason, TokenLogprobs
@@ -126,6 +126,14 @@ class OutputChunk:
     sample_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class ChunkSink(Protocol):
+    """What sessions give their chunks to; see ChunkQueue."""
+
+    def emit(self, chunk: OutputChunk) -> bool: ...
+
+    def fail(self, error: BatonError) -> None: ...
 
 
 class ChunkQueue:

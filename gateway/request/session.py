@@ -7,7 +7,8 @@
 
 An *attempt* is one dispatch to a prefill and a decode engine. When one fails, the tokens already
 streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
-still comes from them is dropped by its attempt number. Of several samples of one prompt the first
+still comes from them is dropped by its attempt number. A running request may be moved to another
+engine (move.py), by a second attempt beside the first. Of several samples of one prompt the first
 dispatches for all, once; from then on each is a session like any other. When a waiting session
 tries to dispatch is its owner's choice, but for a retry, which goes first (session_table.py). Sees
 clock, entropy, engines and the client only through Protocols; never blocks: the owner calls `tick`
@@ -17,7 +18,7 @@ at `next_wakeup_s`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.errors import (
@@ -48,7 +49,8 @@ from .engine_link import (
     TransferSummary,
     Work,
 )
-from .output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
+from .move import Move, MovePause, MoveStep
+from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult
 from .suspects import EngineDeaths, Suspects
 
 GATEWAY = "gateway"
@@ -79,7 +81,8 @@ class Session:
     """One request: one sample of a prompt. All methods are calls of the owner's single thread.
 
     `siblings` are the prompt's further samples, of the indices that follow: this session dispatches
-    for them the first time, and until then they wait for it (`is_led`).
+    for them the first time, and until then they wait for it (`is_led`). With beams the samples are
+    the best hypotheses of one search; a retry searches anew for its own.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Session:
         deadline_s: float,
         arrived: Stamp,
         text: TextStream,
-        sink: ChunkQueue,
+        sink: ChunkSink,
         router: Router,
         clock: Clock,
         entropy: Entropy,
@@ -121,6 +124,9 @@ class Session:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_refusals = 0  # of them: attempts that came to nothing at once
+        self._num_rounds = 0  # of them: of moves
+        self._move: Move | None = None
+        self._move_pause = MovePause()
         self._suspects = Suspects() if suspects is None else suspects
         self._deaths = EngineDeaths(request_id, self._suspects, limits.max_engine_failures)
         self._fingerprint: str | None = None
@@ -142,6 +148,8 @@ class Session:
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take what an engine sent; anything of another attempt is dropped."""
+        if self._move is not None and self._go_on_moving(self._move, incarnation, output):
+            return
         attempt = self._attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
             return
@@ -173,6 +181,7 @@ class Session:
         attempt = self._attempt
         if (
             attempt is None
+            or self._move is not None
             or self._fingerprint is None
             or self._deaths.is_suspect
             or self._text.is_searched
@@ -190,7 +199,9 @@ class Session:
 
         `has_died`: its supervisor lives and reports that the engine process ended.
         """
-        attempt = self._attempt
+        move, attempt = self._move, self._attempt
+        if move is not None and move.has_source and incarnation in move.target.pair:
+            self._fail_move(move, "lost")
         if attempt is None or incarnation not in attempt.pair:
             if has_died and not self.is_over:
                 self._blame_late(incarnation)
@@ -211,11 +222,19 @@ class Session:
         """What the next dispatch needs."""
         return Demand(
             num_tokens=len(self.request.prompt_token_ids) + len(self._output_ids),
-            num_sequences=1 if self.is_retry else 1 + len(self._siblings),
+            num_sequences=self._num_sequences,
             max_output_tokens=self.request.sampling.max_tokens - len(self._output_ids),
             is_retry=self.is_retry,
             tbt_target_s=self.request.sampling.tbt_target_ms / 1000,
         )
+
+    @property
+    def _num_sequences(self) -> int:
+        """That decode for it, and for those it dispatches for."""
+        sampling = self.request.sampling
+        if sampling.use_beam_search:
+            return sampling.best_of
+        return 1 if self.is_retry else 1 + len(self._siblings)
 
     @property
     def was_dispatched(self) -> bool:
@@ -225,7 +244,11 @@ class Session:
     @property
     def is_retry(self) -> bool:
         """Whether it was dispatched before, and taken."""
-        return self._num_attempts > self._num_refusals
+        return self._num_taken > 0
+
+    @property
+    def _num_taken(self) -> int:
+        return self._num_attempts - self._num_refusals - self._num_rounds
 
     def cancel(self, error: BatonError) -> None:
         """End early: `Cancelled`, or what made the gateway give up on the client."""
@@ -236,7 +259,8 @@ class Session:
     def next_wakeup_s(self) -> float:
         """When `tick` has something to do, on the monotonic clock."""
         if self._attempt is not None:
-            return min(self._deadline_s, self._attempt.doubt_until_s)
+            move_until_s = math.inf if self._move is None else self._move.deadline_s
+            return min(self._deadline_s, self._attempt.doubt_until_s, move_until_s)
         waits = [self._deadline_s]
         if self._waits_for_its_first_place:
             waits.append(self._queue_until_s)
@@ -260,6 +284,8 @@ class Session:
             self._fail_attempt(
                 attempt, attempt.doubt or HandoffFailed("no message came"), blamed=None
             )
+        elif self._move is not None and now_s >= self._move.deadline_s:
+            self._fail_move(self._move, "late")
         elif self._waits_for_its_first_place:
             if now_s >= self._queue_until_s:
                 longest_s = self._limits.max_queue_s
@@ -315,23 +341,40 @@ class Session:
         self._send(attempt, now_s, tuple(sibling.request_id for sibling in siblings))
 
     def _begin_attempt(self, route: Route) -> Attempt:
-        attempt = Attempt(
-            number=self._num_attempts,
-            route=route,
-            base_index=len(self._output_ids),
-            max_tokens=self.request.sampling.max_tokens,
-        )
-        self._num_attempts += 1
-        self._attempt = attempt
+        self._attempt = attempt = self._new_attempt(route)
         self._deaths.attempt_began(self.call_id, attempt.pair)
         self._is_led = False
         self._stamp(Event.ROUTED)
         return attempt
 
+    def _new_attempt(self, route: Route) -> Attempt:
+        """The next, from the tokens so far on."""
+        self._num_attempts += 1
+        return Attempt(
+            number=self._num_attempts - 1,
+            route=route,
+            base_index=len(self._output_ids),
+            max_tokens=self.request.sampling.max_tokens,
+            is_search=self.request.sampling.use_beam_search,
+        )
+
     def _send(self, attempt: Attempt, now_s: float, fork_ids: tuple[str, ...]) -> None:
         """Hand the attempt to its two engines, or to the one."""
         prefill, decode = attempt.route.prefill, attempt.route.decode
-        request = Request(
+        request = self._wire_request(attempt, fork_ids, may_refuse=self._may_refuse)
+        remaining_s = self._deadline_s - now_s
+        if attempt.route.is_local:
+            decode.dispatch(request, Work.LOCAL, None, remaining_s)
+            return
+        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
+        prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
+        decode.dispatch(request, Work.DECODE, ticket, remaining_s)
+
+    def _wire_request(
+        self, attempt: Attempt, fork_ids: tuple[str, ...] = (), *, may_refuse: bool
+    ) -> Request:
+        """The attempt as engines get it."""
+        return Request(
             request_id=self.request_id,
             attempt=attempt.number,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -341,15 +384,8 @@ class Session:
             sample_index=self.sample_index,
             fork_ids=fork_ids,
             caller_id=self.request.caller_id,
-            may_refuse=self._may_refuse,
+            may_refuse=may_refuse,
         )
-        remaining_s = self._deadline_s - now_s
-        if attempt.route.is_local:
-            decode.dispatch(request, Work.LOCAL, None, remaining_s)
-            return
-        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
-        prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
-        decode.dispatch(request, Work.DECODE, ticket, remaining_s)
 
     def _wanted_sampling(self) -> SamplingParams:
         """Without what is known already, or another sample's to request."""
@@ -361,8 +397,7 @@ class Session:
     @property
     def _may_refuse(self) -> bool:
         """Whether an engine may send it back: not for ever, and not once it was taken."""
-        was_taken = self._num_attempts - 1 > self._num_refusals
-        return not was_taken and not self._siblings and self._num_refusals < _MAX_REFUSALS
+        return self._num_taken == 1 and not self._siblings and self._num_refusals < _MAX_REFUSALS
 
     def _was_refused(self, attempt: Attempt, incarnation: str) -> None:
         """It would break an engine's promise: plan once more without that one, then wait in the
@@ -395,6 +430,8 @@ class Session:
         """Give this attempt up; try again if that can help. `blamed` None: the pair."""
         attempt.cancel(self.request_id)
         self._attempt = None
+        if self._move is not None and attempt is self._move.target:
+            self._end_move(self._move, "lost")
         if blamed is None:
             self._avoid = Avoid(self._avoid.incarnations, self._avoid.pairs | {attempt.pair})
         else:
@@ -410,7 +447,8 @@ class Session:
             # All tokens are out: only the message that ends it was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])
         elif error.is_retryable and self._may_try_again:
-            self._try_dispatch()
+            if not self._has_moved_in_time():
+                self._try_dispatch()
         else:
             self._end_badly(error)
 
@@ -427,8 +465,88 @@ class Session:
 
     @property
     def _may_try_again(self) -> bool:
-        num_taken = self._num_attempts - self._num_refusals
-        return num_taken < self._limits.max_attempts and not self._deaths.is_convicted
+        is_left = self._num_taken < self._limits.max_attempts
+        return is_left and not self._deaths.is_convicted
+
+    # --- moves ------------------------------------------------------------------------------------
+
+    @property
+    def movable_from(self) -> str | None:
+        """The engine that it decodes on, if it may be moved from there now. Samples of one prompt
+        share blocks, and stay."""
+        attempt = self._attempt
+        if attempt is None or not attempt.is_decoding or self._move is not None:
+            return None
+        is_alone = not self._siblings and not self.sample_index
+        may_move = is_alone and self._output_ids and not self._deaths.is_suspect
+        if not may_move or not self._move_pause.is_over(self._clock.monotonic_s()):
+            return None
+        return attempt.pair[1]
+
+    def begin_move(self, route: Route, on_over: Callable[[str], None]) -> None:
+        """To another engine of this model, while `movable_from`; move.py has what follows."""
+        now_s = self._clock.monotonic_s()
+        assert self._attempt is not None and route.decode.fingerprint == self._fingerprint
+        self._move_pause.begin(now_s)
+        self._move = Move(route, self._attempt, now_s, on_over)
+        self._begin_round(self._move)
+
+    def _begin_round(self, move: Move) -> None:
+        target = self._new_attempt(move.route)
+        self._num_rounds += 1
+        link = move.begin_round(target, self.request_id, len(self._output_ids))
+        request = self._wire_request(target, may_refuse=True)
+        remaining_s = self._deadline_s - self._clock.monotonic_s()
+        link.dispatch(request, Work.LOCAL, None, remaining_s)
+
+    def _go_on_moving(self, move: Move, incarnation: str, output: EngineOutput) -> bool:
+        """Whether the output was the move's."""
+        step = move.take(incarnation, output, self._output_ids, self._clock.monotonic_s())
+        if step is MoveStep.NEXT_ROUND:
+            self._begin_round(move)
+        elif step is MoveStep.ARRIVED:
+            self._arrive(move)
+        elif step is MoveStep.FAILED:
+            self._fail_move(move, move.failure)
+        return step is not MoveStep.NOT_ITS
+
+    def _arrive(self, move: Move) -> None:
+        """The old engine is not needed any more."""
+        if move.has_source and self._attempt is not None:
+            self._attempt.cancel(self.request_id)
+        self._attempt, self._move = move.target, None
+        move.over("moved")
+        self._advance(move.target, move.fresh)
+
+    def _fail_move(self, move: Move, how: str) -> None:
+        """Stay on the old engine; without it, try again as ever."""
+        if not move.has_source:
+            error = HandoffFailed("the engine that a request was moved to did not go on with it")
+            self._fail_attempt(move.target, error, blamed=None)
+            return
+        self._move_pause.failed()
+        self._end_move(move, how)
+        for incarnation, output in move.kept_back:
+            self.engine_output(incarnation, output)
+
+    def _end_move(self, move: Move, how: str) -> None:
+        self._move = None
+        move.target.cancel(self.request_id)
+        move.over(how)
+
+    def _has_moved_in_time(self) -> bool:
+        """The old engine failed: whether the new one goes on instead of a retry. Not where the
+        request may be what killed it: suspects are tried one at a time."""
+        move = self._move
+        if move is None:
+            return False
+        if self._deaths.is_suspect:
+            self._end_move(move, "lost")
+            return False
+        move.lose_source()
+        self._attempt = move.target
+        self._num_rounds -= 1  # it counts as the retry
+        return True
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -495,7 +613,7 @@ class Session:
             prefill_node=attempt.route.prefill.name,
             decode_node=attempt.route.decode.name if attempt.is_handed_over else None,
             transfer=self._transfer,
-            attempts=self._num_attempts - self._num_refusals,
+            attempts=self._num_taken,
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )
@@ -516,6 +634,8 @@ class Session:
         assert not self.is_over, "a request ends once"
         self.is_over = True
         self._attempt = None
+        if self._move is not None:
+            self._end_move(self._move, "ended")
         self._deaths.ended()
         self._stamp(event)
 

@@ -24,7 +24,7 @@ from functools import partial
 from ...core.errors import BatonError, Cancelled, Overloaded
 from ...core.fair_queue import FairQueue
 from ...core.ports import Clock
-from .engine_link import Blocked, EngineOutput, PlainToken
+from .engine_link import Blocked, EngineOutput, PlainToken, Route
 from .session import Session
 
 SEQUENCE_TOKENS = 256  # what a place weighs against prompt tokens: about what is generated in it
@@ -291,6 +291,18 @@ class SessionTable:
         """End a session early; one that is over stays as it ended."""
         self._do(session, session.cancel, error)
         self._dispatch_due()
+
+    def movable(self) -> dict[str, list[Session]]:
+        """What decodes and may be moved, by engine."""
+        found: dict[str, list[Session]] = {}
+        for session in self._sessions.values():
+            if (incarnation := session.movable_from) is not None:
+                found.setdefault(incarnation, []).append(session)
+        return found
+
+    def move(self, session: Session, route: Route, on_over: Callable[[str], None]) -> None:
+        """Begin to move one of those that are `movable`."""
+        self._do(session, session.begin_move, route, on_over)
 
     def end_all(self, error: BatonError) -> None:
         """End every session with the error. Nothing that waits is dispatched."""

@@ -50,6 +50,7 @@ from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
 from ..text.special_tokens import Spans
 from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
+from .beams import complete_search
 
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
@@ -87,17 +88,26 @@ class ValidatedRequest:
     tenant: str = ""
     caller_id: int = 0
 
+    @property
+    def num_samples(self) -> int:
+        """Sessions of the call: its answers, or those that the best of are the answers."""
+        n, sampling = self.options.n, self.sampling
+        return n if sampling.use_beam_search else max(n, sampling.best_of)
+
+    @property
+    def has_spare_samples(self) -> bool:
+        return self.num_samples > self.options.n
+
 
 def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> ValidatedRequest:
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
     check_model(wire.model, limits)
     check_label(wire.request_id, "request_id")
-    return ValidatedRequest(
-        prompt_token_ids=_prompt(wire, limits.vocab_size),
-        sampling=check_sampling(wire.sampling, limits.vocab_size),
-        options=RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size)),
-        label=wire.request_id,
-    )
+    prompt = _prompt(wire, limits.vocab_size)
+    options = RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size))
+    sampling = check_sampling(wire.sampling, limits.vocab_size)
+    sampling = complete_search(sampling, wire.sampling, options.n)
+    return ValidatedRequest(prompt, sampling, wire.request_id, options)
 
 
 def complete_request(

@@ -6,8 +6,6 @@ FP8 norms and activations quantise what they compute.
 
 from __future__ import annotations
 
-import functools
-import logging
 from types import ModuleType
 
 import torch
@@ -22,6 +20,7 @@ from ..experts.experts_triton import compute_experts
 from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import multiply
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
+from ..products.gluon_kernels import gluon_kernels
 from ..products.int4_product import Dequantised
 from ..products.int4_product import choose as choose_int4
 from ..products.int4_product import multiply_by as multiply_int4
@@ -32,25 +31,12 @@ from ..row_room import empty_rows
 from .ops import Ops
 from .quantise_triton import quantise, silu_and_mul_quantised, store_quantised, way_of
 
-log = logging.getLogger(__name__)
-
 _ACTIVATION_BLOCK = 1024
 _TILE_HEADS = 8
 
 
-@functools.cache
 def _streamed(device: torch.device) -> ModuleType | None:
-    """What multiplies 33 to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    try:
-        from ..products import streamed_product_gluon
-    except (ImportError, AttributeError) as error:
-        log.warning(
-            "products of 33 to 64 rows go by cuBLAS: this Triton has another Gluon: %s", error
-        )
-        return None
-    return streamed_product_gluon
+    return gluon_kernels("streamed_product_gluon", device)
 
 
 def send_product(

@@ -8,8 +8,6 @@ What is fastest was measured (`python -m baton.bench.kernels.quantised_products`
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,10 +17,9 @@ import torch
 from torch import Tensor
 
 from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
+from .gluon_kernels import gluon_kernels
 from .way_table import look_up
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
-
-log = logging.getLogger(__name__)
 
 MAX_FEW_ROWS = 64
 _ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
@@ -49,7 +46,7 @@ def multiply(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """The same in the way that is said."""
-    if isinstance(way, Fp8Stages) and (module := streamed(x.data.device)):
+    if isinstance(way, Fp8Stages) and (module := _streamed(x.data.device)):
         product: Tensor = module.fp8_streamed_product(x, weight, bias, way)
         return product
     if isinstance(way, ScaledMm):
@@ -94,7 +91,7 @@ def can_stream(x: Fp8Rows, weight: Fp8Weight) -> bool:
     num_outputs, num_inputs = weight.shape
     is_small = len(x) <= MAX_FEW_ROWS and x.room in (16, 32, 64) and x.dtype == torch.bfloat16
     is_whole = num_inputs % BLOCK == 0 and num_outputs % 32 == 0
-    return is_small and is_whole and streamed(x.data.device) is not None
+    return is_small and is_whole and _streamed(x.data.device) is not None
 
 
 def can_scale(x: Fp8Rows, weight: Fp8Weight) -> bool:
@@ -127,17 +124,8 @@ def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     return out if bias is None else out.add_(bias)
 
 
-@functools.cache
-def streamed(device: torch.device) -> ModuleType | None:
-    """What multiplies up to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    try:
-        from . import fp8_streamed_gluon
-    except (ImportError, AttributeError) as error:
-        log.warning("products in FP8 go by Triton: this Triton has another Gluon: %s", error)
-        return None
-    return fp8_streamed_gluon
+def _streamed(device: torch.device) -> ModuleType | None:
+    return gluon_kernels("fp8_streamed_gluon", device)
 
 
 def _look_up(

@@ -8,8 +8,6 @@ What is fastest was measured (`python -m baton.bench.kernels.quantised_products`
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
@@ -19,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..row_room import ROWS_AT_ONCE, has_room
+from .gluon_kernels import gluon_kernels
 from .int4_triton import Int4Stages, Int4Tiling, dequantised, int4_product
 from .int4_weights import CHUNK, Int4Weight
 from .way_table import look_up
-
-log = logging.getLogger(__name__)
 
 MAX_FEW_ROWS = 256
 _USUAL_FEW_ROWS = 128  # where nothing was measured
@@ -57,7 +54,7 @@ def multiply_by(
         return F.linear(x, dequantised(weight, x.dtype), bias)
     if isinstance(way, Int4Tiling):
         return int4_product(x, weight, bias, way, is_gated=is_gated)
-    module = streamed(x.device)
+    module = _streamed(x.device)
     assert module is not None
     product: Tensor = module.int4_streamed_product(x, weight, bias, way, is_gated=is_gated)
     return product
@@ -84,20 +81,11 @@ def can_stream(x: Tensor, weight: Int4Weight) -> bool:
     is_small = len(x) <= ROWS_AT_ONCE and x.itemsize == 2 and has_room(x)
     is_whole = weight.group_size == CHUNK and weight.data.is_contiguous()
     is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) * 4 % _ALIGNED)
-    return is_small and is_whole and is_aligned and streamed(x.device) is not None
+    return is_small and is_whole and is_aligned and _streamed(x.device) is not None
 
 
-@functools.cache
-def streamed(device: torch.device) -> ModuleType | None:
-    """What multiplies up to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    try:
-        from . import int4_streamed_gluon
-    except (ImportError, AttributeError) as error:
-        log.warning("products in int4 go by Triton: this Triton has another Gluon: %s", error)
-        return None
-    return int4_streamed_gluon
+def _streamed(device: torch.device) -> ModuleType | None:
+    return gluon_kernels("int4_streamed_gluon", device)
 
 
 def usual_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Int4Tiling:

@@ -31,7 +31,7 @@ class SampleSpec(NamedTuple):
     `forbidden_ids` must not be chosen (min_tokens). `counts` is there if the parameters have any
     penalty, and valid until `launch` returns. Each of `fork_keys` asks for one more sample from the
     same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i may be chosen;
-    None: each may.
+    None: each may. `num_candidates`: of a beam, how many of its likeliest tokens are wanted.
     """
 
     params: SamplingParams
@@ -40,6 +40,7 @@ class SampleSpec(NamedTuple):
     counts: Counts | None = None
     fork_keys: tuple[int, ...] = ()
     allowed: NDArray[np.int32] | None = None
+    num_candidates: int = 0
 
     @property
     def changes_logits(self) -> bool:

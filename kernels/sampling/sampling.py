@@ -140,6 +140,23 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return top_ids, logits.gather(-1, top_ids) - logits.logsumexp(-1, keepdim=True)
 
 
+def candidates(logits: Tensor, specs: Sequence[SampleSpec], k: int) -> tuple[Tensor, ...]:
+    """The k likeliest tokens of each row by its adjusted logits: ids [rows, k] int64, scores [rows,
+    k] float32, and their log-probabilities [rows, k] float32 under the unadjusted distribution.
+
+    Scores are log-probabilities under the adjusted one, temperature 1; order as of top_logprobs.
+    """
+    logits = logits.float()
+    changed = [i for i, spec in enumerate(specs) if spec.changes_logits]
+    if not changed:
+        ids, scores = top_logprobs(logits, k)
+        return ids, scores, scores
+    index = _on_device(changed, logits.device)
+    adjusted = adjust_logits(logits.index_select(0, index), [specs[i] for i in changed])
+    ids, scores = top_logprobs(logits.index_copy(0, index, adjusted), k)
+    return ids, scores, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+
+
 def _noisy(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """The rows' scaled, filtered logits plus their noise."""
     device, vocab_size = logits.device, logits.shape[-1]

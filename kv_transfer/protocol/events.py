@@ -17,6 +17,7 @@ from typing import TypeAlias
 from ...core.errors import BatonError
 from ...core.request.request import Ticket
 from ...core.request.token_ids import BlockHash
+from ...engine.execution.batch import SampledToken
 from ...engine.kv.block_pool import BlockRef
 from ..window.network_address import PoolAccess
 from ..window.transport import BlockPairs, PullOutcome
@@ -78,6 +79,7 @@ class HandoffState:
     num_blocks: int  # of the whole sequence
     first_token_id: int = 0  # of a prompt; a prefix has none
     fork_token_ids: tuple[int, ...] = ()  # the first tokens of the dispatch's further samples
+    first: SampledToken | None = None  # of a search of beams, which has no first token yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ well-formed messages. Knows no stream and no framing.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Collection
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, assert_never
 from ...core.channels.addresses import HOST_ID_BYTES
 from ...core.errors import HandoffFailed
 from ...core.request.token_ids import BlockHash
+from ...engine.execution.batch import Candidate, SampledToken
 from ...engine.kv.block_pool import BlockRef
 from ...proto import codec
 from ...proto.v1 import handoff_pb2 as pb
@@ -36,6 +38,7 @@ MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
 MAX_RENEWALS = 16_384
 MAX_BLOCKS = 65_536  # in one manifest: a million tokens in blocks of 16
 MAX_FORKS = 64  # samples of one prompt
+MAX_CANDIDATES = 1024  # of a search of beams: its width, and all ids that may end a hypothesis
 MAX_LEASE_S = 3600.0
 
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -112,7 +115,18 @@ def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
             num_blocks=state.num_blocks,
             first_token_id=state.first_token_id,
             fork_token_ids=state.fork_token_ids,
+            candidates=None if state.first is None else _candidates_to_wire(state.first),
         ),
+    )
+
+
+def _candidates_to_wire(first: SampledToken) -> pb.Candidates:
+    return pb.Candidates(
+        token_ids=[one.token_id for one in first.candidates],
+        scores=[one.score for one in first.candidates],
+        logprobs=[one.logprob for one in first.candidates],
+        top_ids=[token_id for token_id, _ in first.top],
+        top_logprobs=[logprob for _, logprob in first.top],
     )
 
 
@@ -151,7 +165,8 @@ def _manifest(wire: pb.Manifest) -> Manifest:
     state = None
     if wire.HasField("state"):
         forks = tuple(_at_most(MAX_FORKS, wire.state.fork_token_ids))
-        state = HandoffState(wire.state.num_blocks, wire.state.first_token_id, forks)
+        first = _candidates(wire.state.candidates) if wire.state.HasField("candidates") else None
+        state = HandoffState(wire.state.num_blocks, wire.state.first_token_id, forks, first)
     return Manifest(
         _id(wire.transfer_id),
         wire.seq,
@@ -161,6 +176,19 @@ def _manifest(wire: pb.Manifest) -> Manifest:
         state,
         wire.step,
     )
+
+
+def _candidates(wire: pb.Candidates) -> SampledToken:
+    ids = _at_most(MAX_CANDIDATES, wire.token_ids)
+    top_ids = _at_most(MAX_CANDIDATES, wire.top_ids)
+    is_whole = len(ids) == len(wire.scores) == len(wire.logprobs)
+    if not ids or not is_whole or len(top_ids) != len(wire.top_logprobs):
+        raise HandoffFailed("a peer sent candidates whose columns differ")
+    if any(map(math.isnan, (*wire.scores, *wire.logprobs))):
+        raise HandoffFailed("a peer sent candidates whose scores are not numbers")
+    candidates = tuple(map(Candidate, ids, wire.scores, wire.logprobs))
+    top = tuple(zip(top_ids, wire.top_logprobs, strict=True))
+    return SampledToken(candidates[0].token_id, candidates[0].logprob, top, candidates=candidates)
 
 
 def _blocks(wire: pb.Manifest) -> tuple[BlockRef, ...]:

@@ -19,7 +19,7 @@ from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Event, NodeStamp
-from ...engine.scheduling.outputs import PromptLogprobs, TokenOutput
+from ...engine.scheduling.outputs import FinishedBeam, PromptLogprobs, TokenOutput
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..channels.mailboxes import Outbox
@@ -69,6 +69,10 @@ class RequestIO:
         """Note that `event` happens now; the request's next output carries it."""
         entry.stamps.append(NodeStamp(event, self._now_ns()))
 
+    def stamp_accepted(self, entry: Entry, event: Event) -> None:
+        """Note that `event` happened when the request came."""
+        entry.stamps.append(NodeStamp(event, entry.accepted_ns))
+
     def begin_step(self) -> None:
         """A step is about to run: what starts in it starts now, though it is reported later."""
         self._step_began_ns = self._now_ns()
@@ -97,6 +101,19 @@ class RequestIO:
             logprobs = TokenLogprobs(token.logprob, token.top)
             output.logprobs.append(codec.logprobs_to_wire(logprobs))
         self._outbox.to_gateway(entry.gateway, output)
+
+    def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
+        """Queue the whole output of a request."""
+        output = self._output(entry)
+        output.token_ids.extend(beam.token_ids)
+        output.finish_reason = codec.finish_to_wire(beam.finish_reason)
+        if entry.request.sampling.logprobs is not None:
+            output.logprobs.extend(map(codec.logprobs_to_wire, beam.logprobs))
+        self._outbox.to_gateway(entry.gateway, output)
+
+    def emit_progress(self, entry: Entry) -> None:
+        """Queue what has waited for an output."""
+        self._outbox.to_gateway(entry.gateway, self._output(entry))
 
     def emit_prompt(self, prompt: PromptLogprobs) -> None:
         """Queue what is known of a request's prompt; of one that is over, nothing."""

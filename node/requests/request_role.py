@@ -98,9 +98,22 @@ class EngineRole(ABC):
         if entry.ticket is not None:
             self._take_up(entry, entry.ticket, samples)
             return
+        if entry.request.sampling.use_beam_search:
+            self._begin_search(entry, samples)
+            return
         for sample in samples:
             if self._request_io.book.get(sample.key) is not None:
                 self._engine.add(replace(sample, fork_ids=()))
+
+    def _begin_search(self, entry: Entry, samples: Sequence[Request]) -> None:
+        """One of all samples that are not over."""
+        is_over = [self._request_io.book.get(sample.key) is None for sample in samples]
+        if all(is_over):
+            return
+        self._engine.add(entry.request)
+        for sample, over in zip(samples, is_over, strict=True):
+            if over:
+                self._engine.abort(sample.key)
 
     @property
     def _num_coming(self) -> int:
@@ -144,13 +157,21 @@ class EngineRole(ABC):
         for key, cached_tokens in output.started.items():
             if entry := self._request_io.book.get(key):
                 event = self._start_of(entry)
-                self._request_io.stamp_started(entry, event)
                 if event is Event.PREFILL_STARTED:
+                    self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
                     entry.cached_tokens = cached_tokens
+                self._request_io.stamp_started(entry, event)
         for prompt in output.prompt_logprobs:
             self._request_io.emit_prompt(prompt)
         for token in output.tokens:
             self._on_token(token)
+        for chunk in output.chunks:
+            if chunk.first is not None and (entry := self._request_io.book.get(chunk.key)):
+                self._request_io.emit_progress(entry)  # its prompt is computed
+        for beam in output.beams:
+            if entry := self._request_io.book.get(beam.key):
+                self._request_io.emit_beam(entry, beam)
+                self._request_io.end(beam.key, None)
 
     def tick(self) -> float | None:
         """Expire what is due; returns the next deadline on the monotonic clock."""
@@ -182,7 +203,7 @@ class EngineRole(ABC):
         counters.MergeFrom(self._puller.fetches.counts)
         pending = (*handed, *self._puller.fetches.requests)
         return Vitals(
-            num_pending=sum(1 + len(request.fork_ids) for request in pending),
+            num_pending=sum(request.num_sequences for request in pending),
             pending=pending,
             links=self._puller.windows.links(),
             counters=counters,

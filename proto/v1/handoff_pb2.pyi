@@ -108,14 +108,30 @@ class Manifest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., step: _Optional[int] = ...) -> None: ...
 
 class HandoffState(_message.Message):
-    __slots__ = ("num_blocks", "first_token_id", "fork_token_ids")
+    __slots__ = ("num_blocks", "first_token_id", "fork_token_ids", "candidates")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FORK_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     first_token_id: int
     fork_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_blocks: _Optional[int] = ..., first_token_id: _Optional[int] = ..., fork_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    candidates: Candidates
+    def __init__(self, num_blocks: _Optional[int] = ..., first_token_id: _Optional[int] = ..., fork_token_ids: _Optional[_Iterable[int]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ...) -> None: ...
+
+class Candidates(_message.Message):
+    __slots__ = ("token_ids", "scores", "logprobs", "top_ids", "top_logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Revoked(_message.Message):
     __slots__ = ("transfer_id", "error")

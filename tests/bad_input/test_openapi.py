@@ -22,7 +22,16 @@ _GENERATING = (
     *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
 )
 _READING = (
-    *("/v1/models", "/v1/models/{model}", "/server_info", "/load", "/version", "/live", "/ready"),
+    *(
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/responses/{response_id}",
+        "/server_info",
+        "/load",
+        "/version",
+        "/live",
+        "/ready",
+    ),
 )
 _CHECKS = (
     checks.not_a_server_error,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from bad_input.cases.fronts import LEAKS, Target, read_answer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
@@ -10,7 +12,8 @@ ROUTES = {
     "/live": "GET", "/ready": "GET", "/load": "GET", "/health": "GET", "/version": "GET",
     "/v1/models": "GET", "/v1/models/{model}": "GET", "/server_info": "GET",
     "/v1/completions": "POST", "/v1/chat/completions": "POST",
-    "/v1/responses": "POST", "/v1/messages": "POST", "/v1/messages/count_tokens": "POST",
+    "/v1/responses": "POST", "/v1/responses/{response_id}": "GET DELETE",
+    "/v1/messages": "POST", "/v1/messages/count_tokens": "POST",
     "/tokenize": "POST", "/detokenize": "POST",
     "/openapi.json": "GET", "/metrics": "GET",
     "/dashboard": "GET", "/dashboard/": "GET", "/dashboard/{path}": "GET",
@@ -28,11 +31,18 @@ ABSENT = [
     "/resume", "/sleep", "/wake_up", "/collective_rpc", "/load_lora_adapter",
     "/v1/load_lora_adapter",
     "/reset_prefix_cache", "/flush_cache", "/start_profile", "/stop_profile", "/generate",
-    "/get_server_info", "/v1/embeddings", "/v1/responses/resp_1", "/v1/files", "/v1/batches",
+    "/get_server_info", "/v1/embeddings", "/v1/responses/", "/v1/responses/resp_1/input_items",
+    "/v1/files", "/v1/batches",
     "/register_instance", "/bootstrap", "/docs", "/redoc", "/.env", "/.git/config", "/debug/pprof",
     "/dashboard/../app.py", "/dashboard/%2e%2e/app.py", "/dashboard/..%2f..%2fapp.py",
     "/dashboard/index.html%00.js", "/dashboard//etc/passwd", "/live/", "/live/x", "/live;x",
 ]  # fmt: skip
+
+POOLING = [
+    f"{prefix}/{name}"
+    for prefix in ("", "/v1")
+    for name in ("embeddings", "embed", "score", "rerank", "pooling", "classify")
+] + ["/v2/rerank", "/api/embed"]
 
 
 def test_these_routes_and_no_others(target: Target) -> None:
@@ -60,13 +70,11 @@ def test_absent_paths(target: Target, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/v1/responses/resp_1/cancel", "only POST /v1/responses"),
+        ("/v1/responses/resp_1/cancel", "GET and DELETE /v1/responses/{response_id}"),
         ("/v1/messages/batches", "no files"),
         ("/messages", "the path is /v1/messages"),
         ("/api/chat", "POST /v1/chat/completions"),
-        ("/v1/embeddings", "no embeddings"),
-        ("/v1/score", "no scores"),
-        ("/rerank", "no scores"),
+        *((path, "no embeddings and no scores") for path in POOLING),
         ("/v1/audio/speech", "generates text"),
         ("/v1/threads/x/runs", "nothing is kept"),
         ("/v1/batches", "no files"),
@@ -89,8 +97,21 @@ def test_other_methods_of_routes(target: Target) -> None:
     for path, methods in ROUTES.items():
         for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}:
             if method not in methods.split():
-                answer = target.http(method, path.replace("{model}", "x").replace("{path}", "x"))
+                answer = target.http(method, re.sub(r"{\w+}", "x", path))
                 assert (answer.status, answer.code) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("name", ["x", "resp_" + "0" * 32, "a" * 5000, "%00", "..%2f..", "%f0%9f"])
+def test_responses_that_are_not_kept(target: Target, name: str) -> None:
+    """B90: by their ids."""
+    for method in ("GET", "DELETE"):
+        answer = target.http(method, f"/v1/responses/{name}")
+        assert (answer.status, answer.code) in (
+            (404, "previous_response_not_found"), (404, "not_found"),
+        ), answer  # fmt: skip
+        assert len(answer.text) < 600 and not LEAKS.search(answer.text)
+    answer = target.http("GET", f"/v1/responses/{name}?stream=true")
+    assert answer.status in (400, 404)
 
 
 def test_these_services_and_no_others(target: Target) -> None:

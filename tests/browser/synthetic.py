@@ -61,7 +61,7 @@ class SyntheticGateway:
         self, *, tenant: str = "acme", model: str = "Qwen3-8B", scale: float = 1.0
     ) -> None:
         self.clock = TravelClock()
-        self.clock.at_s = time.monotonic() - 320
+        self.clock.at_s = time.monotonic() - 3700
         self.window = TelemetryWindow(self.clock)
         targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
         self.calls = CallFeed(self.clock, targets, self.window, store)
@@ -71,11 +71,28 @@ class SyntheticGateway:
         self.model, self.tenant, self.scale = model, tenant, scale
         self._random = random.Random(7)
         self._num_calls = 0
+        self.num_gateways, self.is_shared = 1, True
         roster = EngineRoster(self.table, lambda: list(self.members.values()), self.clock)
-        self.feed = SnapshotFeed(self.window, roster, self._about, targets, self.clock)
+        self.feed = SnapshotFeed(self.window, roster, self._about, targets, self.clock, self._scope)
 
     def _about(self) -> dict[str, Any]:
         return {"model": self.model, "version": "0.1.0", "is_ready": True, "is_draining": False}
+
+    def _scope(self) -> dict[str, Any]:
+        """As `WindowShare.scope` has it."""
+        own = {"gateway": "0" * 32, "is_own": True, "name": "host-a:8000", "num_running": 3}
+        figures = {"began_per_s": 3.1, "output_tokens_per_s": 340.0}
+        state = {"version": "0.1.0", "is_ready": True, "is_draining": False}
+        rows = [own | figures | state]
+        for index in range(1, self.num_gateways):
+            other = {"gateway": f"{index:032x}", "is_own": False, "name": f"host-b:{8000 + index}"}
+            rows.append(rows[0] | other)
+        alone_s = None if self.is_shared else time.time() - 75
+        return {
+            "is_shared": self.is_shared,
+            "alone_since_unix_s": alone_s,
+            "gateways": rows if self.is_shared else rows[:1],
+        }
 
     def add_engine(self, name: str, role: Role, links: frozenset[str] = frozenset()) -> Member:
         incarnation = f"{self._random.getrandbits(128):032x}"
@@ -160,7 +177,10 @@ class SyntheticGateway:
         num_tokens: int,
         cached: int,
     ) -> RequestResult:
-        events = list(Event)[:7]
+        events = (
+            *(Event.ARRIVED, Event.ROUTED, Event.PREFILL_STARTED, Event.FIRST_TOKEN),
+            *(Event.TRANSFER_STARTED, Event.TRANSFER_ENDED, Event.DECODE_STARTED),
+        )
         where = ["gateway", "gateway", *[nodes[0]] * 2, *[nodes[1]] * 3]
         timeline = [
             Stamp(event, record.arrived_unix_ns + round(at_s * 1e9), node)

@@ -71,12 +71,13 @@ def test_by_keyboard(busy: PageServer, open_page: Callable[..., Any]) -> None:
     page = open_page(busy.url)
     page.wait_for_selector(LIVE)
     seen = []
-    for _ in range(6):
+    for _ in range(8):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", seen
-    assert seen == ["skip", "open-definitions", "theme", "ttft-target", "tbt-target", seen[5]]
+    head = ["skip", "span-300", "span-3600", "open-definitions", "theme"]
+    assert seen == [*head, "ttft-target", "tbt-target", seen[7]]
     page.locator("#open-definitions").focus()
     page.keyboard.press("Enter")
     definitions = page.locator("dialog[open]")
@@ -101,6 +102,49 @@ def test_targets_are_kept_in_the_address(busy: PageServer, open_page: Callable[.
     page.keyboard.press("Enter")
     assert page.locator("#ttft-target").get_attribute("aria-invalid") == "true"
     assert "ttft_ms=0.001" in page.url
+
+
+def test_the_hour_is_kept_when_the_page_is_loaded_again(
+    serve: Callable[..., PageServer], open_page: Callable[..., Any]
+) -> None:
+    gateway = SyntheticGateway()
+    gateway.add_usual_engines()
+    gateway.live_through(1500, 0.5)
+    page = open_page(serve(gateway, 5).url)
+    wait_text(page, "#span-note", "last 5 min")
+    requests = "() => Number(document.querySelector('#stats').innerText.match(/([\\d,]+) requests/)"
+    few = page.evaluate(f"{requests}[1].replace(',', ''))")
+    page.locator("#span-3600").click()
+    wait_text(page, "#span-note", "last hour")
+    assert page.evaluate(f"{requests}[1].replace(',', ''))") > 3 * few
+    assert "span_s=3600" in page.url
+    page.reload()
+    wait_text(page, "#span-note", "last hour")
+    assert page.locator("#span-3600").get_attribute("aria-pressed") == "true"
+    page.locator("#ttft-lines summary").click()
+    wait_text(page, "#ttft-lines tbody", r"\d\d:\d\d:\d\d")
+    times = page.locator("#ttft-lines tbody td:first-child").all_inner_texts()
+    seconds = [int(time[-2:]) for time in times if time]
+    assert len(seconds) > 3
+    assert len({second % 15 for second in seconds}) == 1  # a row every quarter of a minute
+
+
+def test_several_gateways_and_one_alone(
+    serve: Callable[..., PageServer], open_page: Callable[..., Any]
+) -> None:
+    gateway = SyntheticGateway()
+    gateway.num_gateways = 3
+    gateway.add_usual_engines()
+    gateway.live_through(30, 5)
+    page = open_page(serve(gateway, 5).url)
+    wait_text(page, "#span-note", "3 gateways")
+    assert page.locator(".card.gateway").count() == 3
+    assert page.locator(".edge.ask").count() == 6
+    assert page.locator("#alone").is_hidden()
+    gateway.is_shared = False
+    page.wait_for_selector("#alone:not([hidden])")
+    assert re.search(r"Since \d\d:\d\d:\d\d .* this gateway", text_of(page, "#alone"))
+    assert page.locator(".card.gateway").count() == 1
 
 
 def test_a_gateway_that_hangs(

@@ -288,3 +288,50 @@ def test_prompt_logprobs_by_token_id(demo: Subject) -> None:
     own = [place[str(token)]["logprob"] for place, token in zip(told[1:], prompt[1:], strict=True)]
     assert own == pytest.approx(wanted, abs=1e-3)
     assert json.dumps(told)
+
+
+def test_beams_over_http(demo: Subject) -> None:
+    """Streamed too: each of the best comes as one event, at the end."""
+    extra = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.0, "early_stopping": True}
+    create = demo.client.completions.create
+    whole = create(model="demo", prompt=CODE, max_tokens=10, n=2, extra_body=extra)
+    stream = create(model="demo", prompt=CODE, max_tokens=10, n=2, stream=True, extra_body=extra)
+    texts = {choice.index: choice.text for chunk in stream for choice in chunk.choices}
+    sampling = SamplingParams(
+        max_tokens=10,
+        temperature=0.0,
+        use_beam_search=True,
+        best_of=3,
+        length_penalty=0.0,
+        early_stopping="true",
+    )
+    wanted = [
+        demo.tokenizer.decode(tokens) for tokens in demo.local_tokens(demo.ids(CODE), sampling, n=2)
+    ]
+    assert [choice.text for choice in whole.choices] == wanted
+    assert [texts[index] for index in sorted(texts)] == wanted
+    chat = demo.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=6,
+        n=2,
+        extra_body={"use_beam_search": True},
+    )
+    assert len({choice.message.content for choice in chat.choices}) == 2
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(model="demo", prompt=CODE, seed=1, n=2, extra_body=extra)
+    assert refused.value.param == "seed"
+
+
+def test_the_best_of_several_samples_over_http(demo: Subject) -> None:
+    create = demo.client.completions.create
+    shared: Any = {"model": "demo", "prompt": CODE, "max_tokens": 5, "seed": 3}
+    every = create(n=4, logprobs=0, **shared)
+
+    def likelihood(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs))
+
+    ranked = [choice.text for choice in sorted(every.choices, key=likelihood, reverse=True)]
+    best = create(n=2, best_of=4, **shared)
+    assert [choice.text for choice in best.choices] == ranked[:2]
+    assert best.choices[0].logprobs is None

@@ -133,3 +133,42 @@ def test_every_sampling_parameter_at_once(subject: Subject) -> None:
     told += [one.logprob for one in results[1].logprobs]
     assert told == pytest.approx(theirs, abs=1e-3)
     subject.system.wait_idle()
+
+
+def test_beams_of_one_hand_off(subject: Subject) -> None:
+    """Beside other requests: the beams of one process, with scores, whole at the end."""
+    settings = {"max_tokens": 14, "length_penalty": 0.4, "early_stopping": "never", "logprobs": 2}
+    with Client(subject.system.address) as client, ThreadPoolExecutor(4) as threads:
+        prompts = [prompt_of(length, subject.vocab_size, 11) for length in (16, 100)]
+        others = [threads.submit(generate, client, prompts[0], max_tokens=16) for _ in range(3)]
+        streams = [
+            client.generate(
+                prompt_token_ids=prompt,
+                n=3,
+                best_of=4,
+                use_beam_search=True,
+                **settings,  # type: ignore[arg-type]
+            )
+            for prompt in prompts
+        ]
+        results = [stream.results for stream in streams]
+        for other in others:
+            other.result()
+    sampling = SamplingParams(
+        use_beam_search=True,
+        best_of=4,
+        temperature=0.0,
+        **settings,  # type: ignore[arg-type]
+    )
+    for prompt, found in zip(prompts, results, strict=True):
+        request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
+        request = dataclasses.replace(request, fork_ids=("1" * 32, "2" * 32))
+        wanted = subject.local.generate([request])
+        assert [list(one.token_ids) for one in found] == list(wanted.values())
+        for one in found:
+            assert [len(each.top) for each in one.logprobs] == [2] * len(one.token_ids)
+            assert one.decode_node is not None and one.attempts == 1
+            told = [each.logprob for each in one.logprobs]
+            theirs = subject.oracle.logprobs([*prompt, *one.token_ids])[len(prompt) - 1 :]
+            assert told == pytest.approx(theirs, abs=1e-3)
+    subject.system.wait_idle()

@@ -8,13 +8,14 @@ missing, stale or overwritten is found at once, and any wrong position changes t
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from baton.core.request.request import SamplingParams, TokenLogprobs, mix64, token_key
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import Candidate, SampledToken, SequenceSlice
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 _SLOT = struct.Struct("<QQ")  # token id, chain
@@ -28,6 +29,20 @@ def _extend_chain(chain: int, token_id: int) -> int:
 def _sample(chain: int, key: int, params: SamplingParams, vocab_size: int) -> int:
     noise = 0 if params.is_greedy else key
     return mix64(chain ^ noise) % vocab_size
+
+
+def next_logprobs(tokens: Sequence[int], vocab_size: int) -> list[float]:
+    """Of every token behind these, as beams are told them."""
+    chain = 0
+    for token_id in tokens:
+        chain = _extend_chain(chain, token_id)
+    return _logprobs(chain, vocab_size)
+
+
+def _logprobs(chain: int, vocab_size: int) -> list[float]:
+    logits = [mix64(chain ^ mix64(1000 + i)) % 4096 / 1024 for i in range(vocab_size)]
+    total = math.log(sum(map(math.exp, logits)))
+    return [logit - total for logit in logits]
 
 
 def expected_tokens(
@@ -103,6 +118,7 @@ class FakeRunner:
     ) -> None:
         self.on_completed = on_completed
         self.num_launched = 0
+        self.num_copied = 0  # blocks
         self.block_bytes = block_size * _SLOT.size
         self.batch_sizes: list[list[int]] = []
         self.on_execute = on_execute
@@ -177,6 +193,7 @@ class FakeRunner:
         return None if one.sample is None else self._sampled(chain, one.sample)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.num_copied += len(pairs)
         for source, target in pairs:
             self.write_block(target, self.read_block(source))
 
@@ -189,7 +206,14 @@ class FakeRunner:
                 token_id = int(allowed_ids[token_id % len(allowed_ids)])
             return SampledToken(token_id, logprob=-float(token_id), top=((token_id, 0.0),))
 
-        return draw(spec.key)._replace(forks=tuple(map(draw, spec.fork_keys)))
+        candidates = ()
+        if spec.num_candidates:
+            logprobs = _logprobs(chain, self._vocab_size)
+            best = sorted(range(self._vocab_size), key=lambda i: (-logprobs[i], i))
+            wanted = best[: spec.num_candidates]
+            candidates = tuple(Candidate(i, logprobs[i], logprobs[i]) for i in wanted)
+        forks = tuple(map(draw, spec.fork_keys))
+        return draw(spec.key)._replace(forks=forks, candidates=candidates)
 
     def _read(self, one: SequenceSlice, position: int) -> tuple[int, int]:
         return _SLOT.unpack_from(self._kv, self._offset(one, position))

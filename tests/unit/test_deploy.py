@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -17,6 +18,7 @@ from baton.core.membership import Role
 from baton.gateway.telemetry.metrics.metric_table import ALL
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+SCHEMAS = Path(__file__).resolve().parent / "schemas"
 BOARD = DEPLOY / "grafana" / "baton.json"
 RULES = DEPLOY / "prometheus" / "rules.yml"
 PARSERS = {
@@ -149,6 +151,43 @@ def test_every_command_line_is_one_that_our_programs_take() -> None:
 )
 def test_yaml_parses(path: Path) -> None:
     assert list(yaml.safe_load_all(path.read_text()))
+
+
+def test_compose_is_by_its_specification() -> None:
+    """compose-spec/compose-spec at 170098b, whose licence lies beside it."""
+    schema = json.loads((SCHEMAS / "compose-spec.json").read_text())
+
+    def faults() -> list[str]:
+        return [fault.message for fault in jsonschema.Draft7Validator(schema).iter_errors(compose)]
+
+    compose = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())
+    assert faults() == []
+    compose["services"]["gateway"]["port"] = ["8000:8000"]
+    assert len(faults()) == 1 and "'port'" in faults()[0]
+
+
+def test_compose_starts_what_its_parts_name() -> None:
+    """Every target of Prometheus and every source of Grafana is a service, at a port it has."""
+    services = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    sources = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())
+    named = [t for job in scraped["scrape_configs"] for s in job["static_configs"]
+             for t in s["targets"]]  # fmt: skip
+    named += [source["url"].partition("//")[2] for source in sources["datasources"]]
+    assert len(named) == 2
+    for service, port in (target.split(":") for target in named):
+        assert any(p.endswith(f":{port}") for p in services[service]["ports"]), service
+    mounted = {
+        volume.split(":")[1]: volume.split(":")[0]
+        for service in services.values()
+        for volume in service.get("volumes", ())
+    }
+    assert {DEPLOY / mounted[rules] for rules in scraped["rule_files"]} == {RULES}
+    boards = yaml.safe_load((provisioning / "dashboards" / "baton.yml").read_text())
+    folders = {provider["options"]["path"] for provider in boards["providers"]}
+    [board] = [inside for inside, outside in mounted.items() if DEPLOY / outside == BOARD]
+    assert {str(Path(board).parent)} == folders
 
 
 def test_what_compose_mounts_is_there() -> None:

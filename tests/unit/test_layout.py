@@ -40,9 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {"core", "proto", "constraints", "cluster", "prefix_index"},
     "client": {"core", "proto"},
     "offline": {"core", "proto", "engine", "gateway", "client"},
+    "loadgen": {"core"},
     "cli": {
         *("core", "proto", "cluster", "prefix_index", "node", "gateway", "client", "engine"),
-        "offline",
+        *("offline", "loadgen"),
     },
 }
 
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
     "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", ""),
-    "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
+    "engine": ("", "beams", "parallel", "scheduling", "execution", "model", "kv"),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),

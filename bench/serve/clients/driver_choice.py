@@ -1,8 +1,8 @@
 """Which driver goes with a target, and the one over Baton's own client.
 
 grpc://HOST:PORT       Baton's gateway, through its SDK
-http://HOST:PORT       any server of OpenAI's completions over HTTP  (openai_driver.py); several
-                       behind commas are dealt to in turn
+http://HOST:PORT       any server of OpenAI's completions over HTTP; several behind commas are
+                       dealt to in turn  (loadgen/openai_driver.py)
 nodes:REDIS_URL        Baton's engines without a gateway, dealt to in turn  (node_driver.py)
 """
 
@@ -14,8 +14,7 @@ from typing import Any
 
 from baton.client import AsyncClient
 from baton.core.errors import BatonError
-
-from .driver import Driver, DriverError
+from baton.loadgen.driver import Driver, DriverError
 
 
 class GrpcDriver:
@@ -51,7 +50,7 @@ def connect(
     if kind == "grpc":
         return _connect_grpc(address.removeprefix("//"))
     if kind in ("http", "https"):
-        from .openai_driver import connect_openai  # aiohttp is not everybody's
+        from baton.loadgen.openai_driver import connect_openai  # aiohttp is not everybody's
 
         return connect_openai(target.split(","), model, first, fields)
     if kind == "nodes":

@@ -22,10 +22,9 @@ from baton.core.channels.admission import GATEWAY, dial
 from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.membership import Member
 from baton.core.request.request import Request, SamplingParams
+from baton.loadgen.driver import Driver, DriverError
 from baton.proto import codec
 from baton.proto.v1 import node_pb2
-
-from .driver import Driver, DriverError
 
 CLUSTER = "bench"
 _SECRET_VARIABLE = "BATON_CLUSTER_SECRET"  # not on a command line

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import generator, records
-from .arrivals import Arrival, Prompt
+from baton.loadgen import generator, records
+from baton.loadgen.arrivals import Arrival, Background, Prompt
+
 from .driver_choice import connect
-from .workloads import Background
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,31 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baton.loadgen.arrivals import Arrival, Background, from_trace, poisson
+
 from ...floors.figures import ROOT
-from .arrivals import Arrival, Prompt, from_trace, poisson
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation_120s.jsonl"
-BACKGROUND, PROBE = "background", "probe"
-
-
-@dataclass(frozen=True, slots=True)
-class Background:
-    """Streams that run all the time: one that ends begins anew with its own prompt.
-
-    The first outputs are shortened by different parts, or all would end in one moment.
-    """
-
-    num_streams: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-    def prompt(self, stream: int) -> Prompt:
-        """Each stream's own, the same in every run: begun anew, it costs no prefill to speak of."""
-        return Prompt.drawn(self.num_prompt_tokens, 1_000_000 + stream)
-
-    def first_output_tokens(self, stream: int) -> int:
-        share = (stream + 1) / self.num_streams
-        return max(1, int(self.num_output_tokens * share))
+PROBE = "probe"
 
 
 @dataclass(frozen=True, slots=True)

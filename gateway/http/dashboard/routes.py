@@ -23,9 +23,10 @@ from ....core.errors import InvalidRequest
 from ....core.ports import Clock
 from ....core.version import version
 from ...telemetry.calls.call_record import SloTargets
+from ...telemetry.window.window import HOUR_S, SPAN_S
 from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal
-from .snapshot import EngineRoster, SnapshotFeed, Update
+from .snapshot import EngineRoster, SnapshotFeed, Update, View
 
 ROUTES = web.RouteTableDef()
 
@@ -75,7 +76,7 @@ def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
 
     roster = EngineRoster(parts.table, parts.view.members, clock)
     targets = SloTargets(parts.config.slo_ttft_s, parts.config.slo_tbt_s)
-    return SnapshotFeed(parts.telemetry.window, roster, about, targets, clock)
+    return SnapshotFeed(parts.telemetry.window, roster, about, targets, clock, parts.scope)
 
 
 def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
@@ -116,8 +117,9 @@ async def file(request: web.Request) -> web.Response:
 
 @ROUTES.get("/api/snapshot")
 async def snapshot(request: web.Request) -> web.Response:
-    """The whole snapshot for the targets `ttft_ms` and `tbt_ms`, at most a second old."""
-    data = request.app[FEED].whole(_targets(request))
+    """The whole snapshot for the targets `ttft_ms` and `tbt_ms`, at most a second old; with
+    `span_s=3600` of the last hour."""
+    data = request.app[FEED].whole(_view(request))
     response = web.Response(body=data, content_type="application/json", headers=_DATA_HEADERS)
     response.enable_compression()
     return response
@@ -126,20 +128,18 @@ async def snapshot(request: web.Request) -> web.Response:
 @ROUTES.get("/api/stream", allow_head=False)
 async def stream(request: web.Request) -> web.StreamResponse:
     """Events `snapshot`, then `update` every second; ends after a while, and the page returns."""
-    targets = _targets(request)
+    view = _view(request)
     feed = request.app[FEED]
     if feed.num_viewers >= MAX_VIEWERS:
         raise Refusal(503, "too_many_viewers", f"{MAX_VIEWERS} others are watching this gateway")
     feed.num_viewers += 1
     try:
-        return await _send(request, feed, targets)
+        return await _send(request, feed, view)
     finally:
         feed.num_viewers -= 1
 
 
-async def _send(
-    request: web.Request, feed: SnapshotFeed, targets: SloTargets
-) -> web.StreamResponse:
+async def _send(request: web.Request, feed: SnapshotFeed, view: View) -> web.StreamResponse:
     response = web.StreamResponse(headers=_DATA_HEADERS | {"X-Accel-Buffering": "no"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
@@ -148,7 +148,7 @@ async def _send(
     pinged_s = loop.time()
     try:
         await response.write(b"retry: %d\n\n" % _RETRY_MS)
-        async for update in feed.follow(targets):
+        async for update in feed.follow(view):
             async with asyncio.timeout(_SLOWEST_WRITE_S):
                 await response.write(_event(update))
                 if loop.time() - pinged_s >= PING_S:
@@ -169,13 +169,16 @@ def _event(update: Update) -> bytes:
     return head + update.data + b"\n\n"
 
 
-def _targets(request: web.Request) -> SloTargets:
-    """The gateway's own, where the viewer names none; raises InvalidRequest."""
+def _view(request: web.Request) -> View:
+    """The gateway's own targets, where the viewer names none; raises InvalidRequest."""
     targets = request.app[FEED].targets
     for name, field in (("ttft_ms", "ttft_slo_s"), ("tbt_ms", "tbt_slo_s")):
         if (text := request.query.get(name)) is not None:
             targets = replace(targets, **{field: target_s(text, name)})
-    return targets
+    span_s = request.query.get("span_s", str(SPAN_S))
+    if span_s not in (str(SPAN_S), str(HOUR_S)):
+        raise InvalidRequest(f"span_s is {SPAN_S} or {HOUR_S}", "span_s")
+    return View(targets, of_hour=span_s == str(HOUR_S))
 
 
 def target_s(text: str, name: str) -> float:

@@ -2,7 +2,7 @@
 
     tick ──► whole snapshot   to who is new, or has missed a tick
          └─► update           to all others: series, heat maps and recent calls since the last tick
-All viewers with the same SLO targets are sent the same bytes. Knows no HTTP.
+All viewers of the same span with the same SLO targets are sent the same bytes. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SERIES = frozenset(
     + [f"{name}_p{q}_s" for name in ("ttft", "tbt", "handoff_gap") for q in (50, 90, 99)]
     + [f"{stage}_mean_s" for stage in STAGES]
 )
+_ROWS_AGAIN = 4  # of an update: another gateway's share of a second may come late
 _TICK_AT_S = 0.25  # behind each whole second: that second's row is complete by then
 _TIMES_BEGIN_S = 1e6  # no duration is as long, every unix time is longer
 
@@ -44,8 +45,17 @@ class Update:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a viewer looks at: the last minutes, or the last hour."""
+
+    targets: SloTargets
+    of_hour: bool = False
+
+
 class SnapshotFeed:
-    """`run` ticks until cancelled; `about` describes the gateway itself.
+    """`run` ticks until cancelled; `about` describes the gateway itself, `scope` whose calls the
+    window has (`WindowShare.scope`).
 
     `targets`: the gateway's own, for viewers who name none. `num_viewers` follow now.
     """
@@ -57,16 +67,18 @@ class SnapshotFeed:
         about: Callable[[], dict[str, Any]],
         targets: SloTargets,
         clock: Clock,
+        scope: Callable[[], dict[str, Any]],
     ) -> None:
         self.targets = targets
         self.num_viewers = 0
         self._window = window
         self._roster = roster
         self._about = about
+        self._scope = scope
         self._clock = clock
         self._number = 0
         self._previous_unix_s, self._now_unix_s = 0.0, clock.unix_ns() / 1e9
-        self._made: dict[tuple[SloTargets, bool], bytes] = {}
+        self._made: dict[tuple[View, bool], bytes] = {}
         self._ticked = asyncio.Event()
 
     async def run(self) -> None:
@@ -85,36 +97,42 @@ class SnapshotFeed:
         self._ticked.set()
         self._ticked = asyncio.Event()
 
-    def whole(self, targets: SloTargets) -> bytes:
+    def whole(self, view: View) -> bytes:
         """Everything of the window, at most a second old."""
-        return self._make(targets, is_whole=True)
+        return self._make(view, is_whole=True)
 
-    async def follow(self, targets: SloTargets) -> AsyncIterator[Update]:
+    async def follow(self, view: View) -> AsyncIterator[Update]:
         """A whole snapshot, then an update a tick; whole again for a viewer who was too slow."""
         sent: int | None = None
         while True:
             is_whole = sent != self._number - 1
             kind = "snapshot" if is_whole else "update"
             sent, ticked = self._number, self._ticked
-            yield Update(sent, kind, self._make(targets, is_whole=is_whole))
+            yield Update(sent, kind, self._make(view, is_whole=is_whole))
             if sent == self._number:
                 await ticked.wait()
 
-    def _make(self, targets: SloTargets, *, is_whole: bool) -> bytes:
-        made = self._made.get((targets, is_whole))
+    def _make(self, view: View, *, is_whole: bool) -> bytes:
+        made = self._made.get((view, is_whole))
         if made is None:
-            made = json.dumps(self._snapshot(targets, is_whole), separators=(",", ":")).encode()
-            self._made[targets, is_whole] = made
+            made = json.dumps(self._snapshot(view, is_whole), separators=(",", ":")).encode()
+            self._made[view, is_whole] = made
         return made
 
-    def _snapshot(self, targets: SloTargets, is_whole: bool) -> dict[str, Any]:
+    def _snapshot(self, view: View, is_whole: bool) -> dict[str, Any]:
         since_unix_s = None if is_whole else self._previous_unix_s
-        snapshot = window_snapshot(self._window, targets, since_unix_s)
+        snapshot = window_snapshot(
+            self._window,
+            view.targets,
+            since_unix_s,
+            of_hour=view.of_hour,
+            num_again=0 if view.of_hour else _ROWS_AGAIN,
+        )
         series, recent = snapshot["series"], snapshot["recent"]
         snapshot["series"] = {name: _drawn(series[name]) for name in series.keys() & SERIES}
         snapshot["recent"] = recent[:MAX_RECENT]
         snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
-        snapshot["plans"] = self._roster.plans()
+        snapshot |= {"plans": self._roster.plans(), "scope": self._scope()}
         if is_whole:
             snapshot["definitions"] = definitions()
         compact: dict[str, Any] = _compact(snapshot)

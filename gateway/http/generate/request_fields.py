@@ -68,14 +68,11 @@ COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of both endpoints 
 # and are let pass).
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "bad_words": ([],),
-    "best_of": (1,),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "early_stopping": (False,),
     "echo": (False,),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
@@ -88,7 +85,6 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "use_beam_search": (False,),
     **dict.fromkeys(
         (
             *("allowed_token_ids", "audio", "chat_template", "enable_thinking", "function_call"),
@@ -116,7 +112,6 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "structured_outputs bounds what can come, logit_bias favours tokens",
     "bad_words": "logit_bias of -100 keeps a token out",
-    "best_of": "n gives several samples",
     "chat_template": "the model's own template is used; /v1/completions takes a finished prompt",
     "chat_template_kwargs": "/v1/chat/completions takes them",
     "enable_thinking": "/v1/chat/completions takes it",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -17,7 +18,8 @@ from ...telemetry.call_feed import Telemetry
 
 @dataclass(frozen=True, slots=True)
 class AppState:
-    """`is_ready`: a linked pair of engines can serve, and the gateway is not draining."""
+    """`is_ready`: a linked pair of engines can serve, and the gateway is not draining. `scope`:
+    whose calls the live page shows."""
 
     door: FrontDoor
     table: EngineTable
@@ -26,6 +28,7 @@ class AppState:
     config: GatewayConfig
     started_unix_s: int
     telemetry: Telemetry
+    scope: Callable[[], dict[str, Any]]
 
 
 APP_STATE = web.AppKey("parts", AppState)

@@ -57,11 +57,11 @@ _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not
 _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("chat", "api/chat", "interactions"), _CHAT),
     "messages/batches": _NO_FILES,
-    "responses": "a response cannot be read, cancelled or deleted again: only POST /v1/responses",
+    "responses": "of a response that is kept there are GET and DELETE /v1/responses/{response_id}",
     **dict.fromkeys(("complete", "generate", "generate_stream", "invocations", "infer"), _TEXT),
     **dict.fromkeys(("api/generate", "engines", "inference"), _TEXT),
     **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _NO_VECTORS),
-    **dict.fromkeys(("pooling", "score", "rerank", "classify"), _NO_VECTORS),
+    **dict.fromkeys(("pooling", "score", "rerank", "v2/rerank", "classify"), _NO_VECTORS),
     "moderations": _TEXT_ALONE,
     **dict.fromkeys(("audio", "images", "videos", "realtime"), _TEXT_ALONE),
     **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),

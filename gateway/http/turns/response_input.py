@@ -7,7 +7,7 @@ function_call_output                                 a tool's message
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....core.errors import InvalidRequest
@@ -28,6 +28,7 @@ from ..chat.tools import TOOL_CHOICE, TOOLS, ToolChoice
 from ..generate.request_fields import FRONT, GENERATION, MAX_TOKENS, SAMPLING, UNSUPPORTED
 from ..generate.structured import STRUCTURED
 
+_BETWEEN = "__"  # of a namespace and a function's name, as MCP's clients have it
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -53,7 +54,8 @@ def _item(value: Any, name: str) -> Message:
             message = {"role": value.get("role"), "content": _texts(value.get("content"), name)}
             return read_message(message, name)
         case "function_call":
-            function = {"name": value.get("name"), "arguments": value.get("arguments")}
+            called = _called(value.get("namespace"), value.get("name"), name)
+            function = {"name": called, "arguments": value.get("arguments")}
             call_id = STRING.read(value.get("call_id"), f"{name}.call_id")
             call = {"id": call_id, "type": "function", "function": function}
             return read_message({"role": "assistant", "tool_calls": [call]}, name)
@@ -118,27 +120,63 @@ def _join(into: Message, message: Message) -> None:
 
 
 def _tools(value: Any, name: str) -> Any:
-    """As a chat has them: what describes the function is one level deeper there."""
-    if not isinstance(value, list):
-        raise invalid(name, "a list of tools")
-    nested = []
-    for i, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(kind, str):
-            raise invalid(f"{name}[{i}]", 'like {"type": "function", "name": ...}')
-        if kind != "function":
-            raise InvalidRequest(
-                f"{name}[{i}]: only functions are called here, not {kind[:32]!r}",
-                f"{name}[{i}]",
-                "unsupported_parameter",
-            )
-        nested.append({"type": kind, "function": {k: v for k, v in tool.items() if k != "type"}})
+    """As a chat has them: what describes the function is one level deeper there, and there are no
+    namespaces."""
+    found = list(_functions(value, name))
+    nested = [{"type": "function", "function": function} for function, _ in found]
     try:
         return TOOLS.read(nested, name)
     except InvalidRequest as error:
-        error.message = error.message.replace("].function", "]")
-        error.param = (error.param or name).replace("].function", "]")
+        for i, (_, where) in enumerate(found):
+            for inner in (f"{name}[{i}].function", f"{name}[{i}]"):
+                if error.param is not None and error.param.startswith(inner):
+                    error.message = error.message.replace(inner, where)
+                    error.param = where + error.param.removeprefix(inner)
+                    raise
         raise
+
+
+def _functions(
+    value: Any, name: str, namespace: str | None = None
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Of each function what describes it, and where it stands in the request."""
+    if not isinstance(value, list):
+        raise invalid(name, "a list of tools")
+    for i, tool in enumerate(value):
+        where = f"{name}[{i}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise invalid(where, 'like {"type": "function", "name": ...}')
+        if kind == "namespace" and namespace is None:
+            inside = STRING.read(tool.get("name"), f"{where}.name")
+            yield from _functions(tool.get("tools"), f"{where}.tools", inside)
+        elif kind == "function":
+            called = _called(namespace, tool.get("name"), where)
+            yield {**{k: v for k, v in tool.items() if k != "type"}, "name": called}, where
+        else:
+            raise InvalidRequest(
+                f"{where}: only functions are called here, not {kind[:32]!r}",
+                where,
+                "unsupported_parameter",
+            )
+
+
+def _called(namespace: Any, function: Any, name: str) -> Any:
+    """What the model knows a function by."""
+    if namespace is None:
+        return function
+    space = STRING.read(namespace, f"{name}.namespace")
+    return f"{space}{_BETWEEN}{STRING.read(function, f'{name}.name')}"
+
+
+def namespaces(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Of a request's own tools, by the name that the model knows: the namespace and the name."""
+    return {
+        f"{space['name']}{_BETWEEN}{tool['name']}": (space["name"], tool["name"])
+        for space in tools
+        if space["type"] == "namespace"
+        for tool in space["tools"]
+    }
 
 
 def _tool_choice(value: Any, name: str) -> ToolChoice:
@@ -170,6 +208,13 @@ def _only(*harmless: str) -> FieldKind:
 
 _ITEM = {"type": "object"}
 _TOOL = record({"type": {"const": "function"}, "name": STRING.schema})
+_SPACE = record(
+    {
+        "type": {"const": "namespace"},
+        "name": STRING.schema,
+        "tools": {"type": "array", "items": _TOOL},
+    }
+)
 FIELDS: Mapping[str, FieldKind] = {
     **{name: FRONT[name] for name in ("model", "stream", "user", "metadata")},
     **{name: kind for name, kind in SAMPLING.items() if name != "prompt_logprobs"},
@@ -179,7 +224,7 @@ FIELDS: Mapping[str, FieldKind] = {
     ),
     "instructions": STRING,
     "max_output_tokens": MAX_TOKENS,
-    "tools": FieldKind({"type": "array", "items": _TOOL}, _tools),
+    "tools": FieldKind({"type": "array", "items": {"anyOf": [_TOOL, _SPACE]}}, _tools),
     "tool_choice": FieldKind(
         {"anyOf": [{"enum": ["none", "auto", "required"]}, _TOOL]}, _tool_choice
     ),

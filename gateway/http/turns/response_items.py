@@ -30,6 +30,7 @@ class Item(Struct, kw_only=True):
     content: list[Part] | UnsetType = UNSET
     summary: tuple[()] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
@@ -82,6 +83,12 @@ class ResponseBody(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     background: bool = False
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
 class Event(Struct, kw_only=True):

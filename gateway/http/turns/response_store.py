@@ -1,6 +1,6 @@
-"""Conversations behind the ids of the Responses API, for `previous_response_id`.
+"""Responses behind their ids: the conversation for `previous_response_id`, and the answer itself.
 
-    tenant ── put(id, messages) ──► [oldest ... newest] ── get(id) ──► messages, of this tenant
+    tenant ── put(id, ...) ──► [oldest ... newest] ── messages(id), body(id) ──► of this tenant
 Bounded in bytes over all tenants: where it is full, the one with the most bytes loses its oldest.
 In this process's memory alone: no other gateway knows them, and a restart forgets them.
 """
@@ -21,12 +21,13 @@ _ENTRY_BYTES = 512  # of each entry, beside its messages
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    data: bytes  # JSON of the messages
+    messages: bytes  # JSON
+    body: bytes  # JSON of the answer
     expires_s: float
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data) + _ENTRY_BYTES
+        return len(self.messages) + len(self.body) + _ENTRY_BYTES
 
 
 class ResponseStore:
@@ -44,11 +45,11 @@ class ResponseStore:
         """At most `max_bytes`."""
         return sum(self._bytes_of.values())
 
-    def put(self, tenant: str, response_id: str, messages: Sequence[Message]) -> None:
-        """Keep a conversation; one that is larger than all of the store is not kept."""
+    def put(self, tenant: str, response_id: str, messages: Sequence[Message], body: bytes) -> None:
+        """Keep a response; one that is larger than all of the store is not kept."""
         now_s = self._clock.monotonic_s()
         self._drop_expired(now_s)
-        entry = _Entry(json.dumps(messages).encode(), now_s + self._ttl_s)
+        entry = _Entry(json.dumps(messages).encode(), body, now_s + self._ttl_s)
         if entry.num_bytes > self._max_bytes:
             return
         while self.num_bytes + entry.num_bytes > self._max_bytes:
@@ -56,8 +57,23 @@ class ResponseStore:
         self._of_tenant.setdefault(tenant, OrderedDict())[response_id] = entry
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + entry.num_bytes
 
-    def get(self, tenant: str, response_id: str) -> list[Message]:
-        """Raises ResponseNotFound: foreign ids, expired ones and such as never were look alike."""
+    def messages(self, tenant: str, response_id: str) -> list[Message]:
+        """The whole conversation, the answer its last message. Raises ResponseNotFound: foreign
+        ids, expired ones and such as never were look alike."""
+        found: list[Message] = json.loads(self._entry(tenant, response_id).messages)
+        return found
+
+    def body(self, tenant: str, response_id: str) -> bytes:
+        """The answer as it was given, JSON. Raises ResponseNotFound."""
+        return self._entry(tenant, response_id).body
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forget a response; those that went on from it stay. Raises ResponseNotFound."""
+        entry = self._entry(tenant, response_id)
+        del self._of_tenant[tenant][response_id]
+        self._uncount(tenant, entry)
+
+    def _entry(self, tenant: str, response_id: str) -> _Entry:
         self._drop_expired(self._clock.monotonic_s())
         entry = self._of_tenant.get(tenant, OrderedDict()).get(response_id)
         if entry is None:
@@ -66,8 +82,7 @@ class ResponseStore:
                 "another gateway has it; send the whole conversation as input",
                 param="previous_response_id",
             )
-        found: list[Message] = json.loads(entry.data)
-        return found
+        return entry
 
     def _drop_expired(self, now_s: float) -> None:
         for tenant in list(self._of_tenant):
@@ -78,6 +93,9 @@ class ResponseStore:
 
     def _drop_oldest(self, tenant: str) -> None:
         _, entry = self._of_tenant[tenant].popitem(last=False)
+        self._uncount(tenant, entry)
+
+    def _uncount(self, tenant: str, entry: _Entry) -> None:
         self._bytes_of[tenant] -= entry.num_bytes
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant], self._bytes_of[tenant]

@@ -1,27 +1,30 @@
-"""POST /v1/responses: OpenAI's Responses API over a chat."""
+"""/v1/responses: OpenAI's Responses API over a chat."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 from msgspec import Raw, Struct
 
-from ....core.errors import BatonError
+from ....core.errors import BatonError, InvalidRequest, ResponseNotFound
 from ....core.request.request import FinishReason, SamplingParams
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message
 from ..generate.request_fields import read_fields, require
 from ..generate.responses import rename
+from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object
-from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields
+from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
 from .response_items import (
     ArgumentsEvent,
     CachedDetails,
+    DeletedResponse,
     Incomplete,
     Item,
     ItemEvent,
@@ -65,7 +68,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         require({} if found.get(name) == "" else found, name)
     earlier: Sequence[Message] = ()
     if (previous := found.get("previous_response_id")) is not None:
-        earlier = request.app[RESPONSE_STORE].get(caller_of(request).tenant, previous)
+        earlier = request.app[RESPONSE_STORE].messages(caller_of(request).tenant, previous)
     conversation = [*earlier, *found["input"]]
     fields = chat_fields(found, conversation)
     try:
@@ -73,6 +76,43 @@ async def responses(request: web.Request) -> web.StreamResponse:
         return await _Response(request, fields, prepared, body, conversation).run()
     except BatonError as error:
         rename(error, _NAMES)
+        raise
+
+
+@ROUTES.get("/v1/responses/{response_id}")
+async def kept_response(request: web.Request) -> web.Response:
+    """A response that is kept, as it was answered."""
+    for name in ("stream", "starting_after"):
+        if request.query.get(name, "false") not in ("false", "0"):
+            raise InvalidRequest(
+                f"{name} is not supported: a response that is kept is complete",
+                name,
+                "unsupported_parameter",
+            )
+    with _renamed_id():
+        body = request.app[RESPONSE_STORE].body(*_kept(request))
+    return web.Response(body=body, content_type="application/json")
+
+
+@ROUTES.delete("/v1/responses/{response_id}")
+async def delete_response(request: web.Request) -> web.Response:
+    """Forget a response."""
+    with _renamed_id():
+        request.app[RESPONSE_STORE].delete(*_kept(request))
+    return answer(DeletedResponse(request.match_info["response_id"]))
+
+
+def _kept(request: web.Request) -> tuple[str, str]:
+    return caller_of(request).tenant, request.match_info["response_id"]
+
+
+@contextmanager
+def _renamed_id() -> Iterator[None]:
+    """The id is in the path."""
+    try:
+        yield
+    except ResponseNotFound as error:
+        error.param = "response_id"
         raise
 
 
@@ -90,6 +130,7 @@ class _Response(Turn):
         super().__init__(request, found, prepared)
         self._asked = asked
         self._conversation = conversation
+        self._namespaces = namespaces(asked.get("tools") or [])
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -99,7 +140,7 @@ class _Response(Turn):
         return [ResponseEvent(type=name, response=body) for name in names]
 
     def block_begun(self, block: Block) -> Sequence[Struct]:
-        item = _item(block, "in_progress")
+        item = self._item(block, "in_progress")
         events: list[Struct] = [
             ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
         ]
@@ -121,12 +162,12 @@ class _Response(Turn):
         done = ItemEvent(
             type="response.output_item.done",
             output_index=block.index,
-            item=_item(block, "completed"),
+            item=self._item(block, "completed"),
         )
         where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
             name = "response.function_call_arguments.done"
-            where |= {"name": block.name, "arguments": block.text}
+            where |= {"name": done.item.name, "arguments": block.text}
             return [ArgumentsEvent(type=name, **where), done]
         event = TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.done", **where, text=block.text)
         if block.kind is BlockKind.TEXT:
@@ -148,15 +189,16 @@ class _Response(Turn):
     # --- whole ------------------------------------------------------------------------------------
 
     def body(self, result: RequestResult) -> ResponseBody:
-        """Keeps the conversation too, before the client can go on with it."""
-        self._keep()
+        """Keeps it too, before the client can go on with it."""
         is_cut = result.finish_reason is FinishReason.LENGTH
         body = self._body("incomplete" if is_cut else "completed")
         body.incomplete_details = Incomplete() if is_cut else None
-        body.output = [_item(block, "completed") for block in self.blocks]
+        body.output = [self._item(block, "completed") for block in self.blocks]
         if is_cut and body.output:
             body.output[-1].status = "incomplete"
         body.usage = self._response_usage()
+        if self._found.get("store", True):
+            self._keep(body)
         return body
 
     def _body(self, status: str) -> ResponseBody:
@@ -183,6 +225,21 @@ class _Response(Turn):
             user=asked.get("user"),
         )
 
+    def _item(self, block: Block, status: str) -> Item:
+        """As much of it as there is."""
+        item = Item(id=_id(block), type=_TYPE[block.kind], status=status)
+        if block.kind is BlockKind.CALL:
+            item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
+            if (found := self._namespaces.get(block.name)) is not None:
+                item.namespace, item.name = found
+            return item
+        item.content = [_content(block)]
+        if block.kind is BlockKind.TEXT:
+            item.role = "assistant"
+        else:
+            item.summary = ()
+        return item
+
     def _response_usage(self) -> ResponseUsage:
         usage, num_reasoning = self._usage(), self.sample.num_reasoning_tokens or 0
         return ResponseUsage(
@@ -193,12 +250,10 @@ class _Response(Turn):
             usage.total_tokens,
         )
 
-    def _keep(self) -> None:
-        if not self._found.get("store", True):
-            return
-        store = self.app[RESPONSE_STORE]
+    def _keep(self, body: ResponseBody) -> None:
         messages = [*self._conversation, *map(_message, self.blocks)]
-        store.put(caller_of(self._request).tenant, self._envelope["id"], messages)
+        tenant, data = caller_of(self._request).tenant, json_text(body).encode()
+        self.app[RESPONSE_STORE].put(tenant, body.id, messages, data)
 
 
 def _raw(value: Any) -> Raw:
@@ -207,20 +262,6 @@ def _raw(value: Any) -> Raw:
 
 def _id(block: Block) -> str:
     return _ID_PREFIX[block.kind] + block.id
-
-
-def _item(block: Block, status: str) -> Item:
-    """As much of it as there is."""
-    item = Item(id=_id(block), type=_TYPE[block.kind], status=status)
-    if block.kind is BlockKind.CALL:
-        item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
-        return item
-    item.content = [_content(block)]
-    if block.kind is BlockKind.TEXT:
-        item.role = "assistant"
-    else:
-        item.summary = ()
-    return item
 
 
 def _content(block: Block) -> Part:

@@ -1,15 +1,26 @@
-"""Spans of a call and its stages for OpenTelemetry, made when the call is over. Extra `otel`.
+"""Spans of a call, at the gateway and at its nodes, for OpenTelemetry: made when the call is over.
+Extra `otel`.
 
-    <operation> <model>                           arrival ........................... end
-      gateway  prefill_queue  prefill             where each stage ran, from its stamps
-                     kv_transfer  decode          a pull may begin beside the prefill
+    <operation> <model>                            arrival .......................... end
+      gateway   prefill                            where each part ran, by its stamps
+                  prefill_queue  prefill_compute
+                    handoff  (begins beside the prefill)
+                      handoff_attach  handoff_copy
+                                               decode
+                                                 decode_queue  decode_first_step
 
-Attributes follow the GenAI semantic conventions. A caller's trace goes on (W3C traceparent and
-tracestate), and its sampling decision holds; calls without one are sampled at a rate.
+Nodes send no spans: their times travel with a request's outputs, and the gateway puts them on its
+clock (engines/wire.py). A node is a service of its own: `baton-prefill` or `baton-decode`, by its
+name. Attributes follow the GenAI semantic conventions. A caller's trace goes on (W3C traceparent
+and tracestate), and its sampling decision holds; calls without one are sampled at a rate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -22,18 +33,53 @@ from .call_record import CallFigures, CallRecord, times_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, Tracer
 
 _OPERATION = "text_completion"
 _PROVIDER = "baton"
 _CLOSE_MS = 2000
-_SPANS = (
-    ("gateway", Event.ARRIVED, Event.ROUTED),
-    ("prefill_queue", Event.ROUTED, Event.PREFILL_STARTED),
-    ("prefill", Event.PREFILL_STARTED, Event.FIRST_TOKEN),
-    ("kv_transfer", Event.TRANSFER_STARTED, Event.TRANSFER_ENDED),
-    ("decode", Event.DECODE_STARTED, Event.FINISHED),
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A span from the first of `begins` that was stamped to the first of `ends`."""
+
+    name: str
+    begins: tuple[Event, ...]
+    ends: tuple[Event, ...]
+    parts: tuple[_Part, ...] = ()
+
+
+_PREFILL = _Part(
+    "prefill",
+    (Event.PREFILL_QUEUED, Event.ROUTED),
+    (Event.FIRST_TOKEN,),
+    (
+        _Part("prefill_queue", (Event.PREFILL_QUEUED, Event.ROUTED), (Event.PREFILL_STARTED,)),
+        _Part("prefill_compute", (Event.PREFILL_STARTED,), (Event.FIRST_TOKEN,)),
+    ),
 )
+_HANDOFF = _Part(
+    "handoff",
+    (Event.HANDOFF_QUEUED, Event.TRANSFER_STARTED),
+    (Event.TRANSFER_ENDED,),
+    (
+        _Part("handoff_attach", (Event.HANDOFF_QUEUED,), (Event.TRANSFER_STARTED,)),
+        _Part("handoff_copy", (Event.TRANSFER_STARTED,), (Event.TRANSFER_ENDED,)),
+    ),
+)
+_DECODE = _Part(
+    "decode",
+    (Event.TRANSFER_ENDED, Event.FIRST_TOKEN),
+    (Event.FINISHED,),
+    (
+        _Part("decode_queue", (Event.TRANSFER_ENDED,), (Event.DECODE_STARTED,)),
+        _Part("decode_first_step", (Event.DECODE_STARTED,), (Event.FIRST_DECODE_ENDED,)),
+    ),
+)
+_GATEWAY = _Part("gateway", (Event.ARRIVED,), (Event.ROUTED,))
+_MAX_SERVICES = 256  # whose spans are told apart; nodes' names are few
 
 
 class CallTraces:
@@ -51,13 +97,22 @@ class CallTraces:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create({"service.name": "baton-gateway", "service.version": version()})
+        self._processor = BatchSpanProcessor(exporter)  # one queue and thread for all services
         sampler = ParentBased(TraceIdRatioBased(ratio))
-        self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+
+        def tracer(service: str, instance: str | None) -> Tracer:
+            named = {"service.name": f"baton-{service}", "service.version": version()}
+            if instance is not None:
+                named["service.instance.id"] = instance
+            resource = Resource.create(named)
+            provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
+            provider.add_span_processor(self._processor)
+            return provider.get_tracer("baton.gateway", version())
+
+        self._tracer_of = lru_cache(_MAX_SERVICES)(tracer)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
-        self._tracer = self._provider.get_tracer("baton.gateway", version())
+        self._tracer = tracer(GATEWAY, None)
 
     def call_ended(self, record: CallRecord, figures: CallFigures) -> None:
         """Make the spans of a call that is over, if it is sampled."""
@@ -80,22 +135,49 @@ class CallTraces:
         span.end(_ended_unix_ns(record))
 
     def _stages(self, parent: Any, result: RequestResult) -> None:
-        times = times_of(result.timeline)
-        for name, first, last in _SPANS:
-            bounds_ns = times.between_ns(first, last)
-            if bounds_ns is None:
-                continue
-            span = self._tracer.start_span(name, context=parent, start_time=bounds_ns[0])
-            span.set_attribute("baton.node", _node_of(name, result))
-            if name == "kv_transfer" and result.transfer is not None:
-                span.set_attribute("baton.kv_transfer.bytes", result.transfer.num_bytes)
-                span.set_attribute("baton.kv_transfer.window.transport", result.transfer.transport)
-            span.end(bounds_ns[1])
+        times = times_of(result.timeline).by_event
+        prefill_node = result.prefill_node
+        decode_node = result.decode_node or prefill_node
+        prefill = self._tracer_of("prefill", prefill_node)
+        decode = self._tracer_of("decode", decode_node) if result.decode_node else prefill
+        self._part(self._tracer, GATEWAY, _GATEWAY, times, parent)
+        self._part(prefill, prefill_node, _PREFILL, times, parent)
+        if result.transfer is not None:
+            moved = result.transfer
+            attributes = {
+                "baton.kv_transfer.bytes": moved.num_bytes,
+                "baton.kv_transfer.cached_tokens": moved.cached_tokens,
+                "baton.kv_transfer.transport": moved.transport,
+                "baton.kv_transfer.source": prefill_node,
+            }
+            self._part(decode, decode_node, _HANDOFF, times, parent, attributes)
+        attributes = {"gen_ai.usage.output_tokens": result.completion_tokens}
+        self._part(decode, decode_node, _DECODE, times, parent, attributes)
+
+    def _part(
+        self,
+        tracer: Tracer,
+        node: str,
+        part: _Part,
+        times: Mapping[Event, int],
+        parent: Any,
+        attributes: Mapping[str, Any] = _NOTHING,
+    ) -> None:
+        """One span, and those of its parts; none where a stamp is missing."""
+        begin_ns, end_ns = _first(times, part.begins), _first(times, part.ends)
+        if begin_ns is None or end_ns is None:
+            return
+        span = tracer.start_span(part.name, context=parent, start_time=begin_ns)
+        span.set_attributes({"baton.node": node, **attributes})
+        inside = self._trace.set_span_in_context(span)
+        for each in part.parts:
+            self._part(tracer, node, each, times, inside)
+        span.end(max(begin_ns, end_ns))
 
     def close(self) -> None:
         """Send what waits; blocks for a moment at most."""
-        self._provider.force_flush(_CLOSE_MS)
-        self._provider.shutdown()
+        self._processor.force_flush(_CLOSE_MS)
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def open_traces(endpoint: str, ratio: float) -> CallTraces:
@@ -145,12 +227,8 @@ def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
     return values
 
 
-def _node_of(stage: str, result: RequestResult) -> str:
-    if stage == "gateway":
-        return GATEWAY
-    if stage in ("kv_transfer", "decode"):
-        return result.decode_node or result.prefill_node
-    return result.prefill_node
+def _first(times: Mapping[Event, int], events: Sequence[Event]) -> int | None:
+    return next((times[event] for event in events if event in times), None)
 
 
 def _ended_unix_ns(record: CallRecord) -> int:

@@ -1,4 +1,5 @@
-"""The whole deployment's load as three numbers, for routers and autoscalers in front of it.
+"""The whole deployment's load as three numbers, and its KV cache as two, for routers and
+autoscalers in front of it.
 
 Engines report theirs each with its role and name; a router that has one value for a server would
 take that of any one of them.
@@ -6,9 +7,11 @@ take that of any one of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ....core.membership import Role
 from ...engines.linked_engine import LinkedEngine
 
 
@@ -37,3 +40,13 @@ def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> Deploym
         sum(load.num_waiting for _, load in loads) + num_queued,
         max(used.values(), default=0.0),
     )
+
+
+def prompt_blocks(engines: Iterable[LinkedEngine]) -> tuple[int, int] | None:
+    """The tokens of a KV block, and how many blocks the engines have whose caches prompts find:
+    those of prefill nodes. None: there is no such engine."""
+    blocks: Counter[int] = Counter()
+    for engine in engines:
+        if engine.member.role is Role.PREFILL:
+            blocks[engine.member.block_size] += engine.pool_blocks
+    return max(blocks.items(), key=lambda item: item[1]) if blocks else None

@@ -158,6 +158,13 @@ DECISIONS = Metric(
     "least_loaded, retry (after a failed attempt); unavailable: none could be.",
     ("reason",),
 )
+MOVES = Metric(
+    "request_moves_total",
+    "Moves of running requests from an engine whose promise was broken: moved; or the request "
+    "stayed: refused (it would break the other engine's promise), failed, late, differs (another "
+    "token), lost (the other engine), ended (the request, meanwhile).",
+    ("outcome",),
+)
 LOOKUP = Metric(
     "index_lookup_seconds",
     "Hashing a prompt and asking the local mirror of the prefix index.",
@@ -257,6 +264,12 @@ EXPERT_RANK_IMBALANCE = Metric(
     _NODE,
 )
 
+CACHE_CONFIG = Metric(
+    "cache_config_info",
+    "1: the tokens of a KV block, and how many the engines that compute prompts have.",
+    ("block_size", "num_gpu_blocks"),
+)
+
 GROUPS: Mapping[str, Sequence[Metric]] = {
     "Calls": (
         *(TTFT, INTER_TOKEN, HANDOFF_GAP, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, STAGE),
@@ -265,7 +278,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(SUCCESSES, FAILURES, REJECTIONS, CONNECTIONS_REFUSED, RETRIES, IN_FLIGHT),
         *(SLO_JUDGED, SLO_GOOD, TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
     ),
-    "Routing": (QUEUED, DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
+    "Routing": (QUEUED, DECISIONS, MOVES, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
     "Engines": (
         *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
         *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
@@ -276,7 +289,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),
         *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
     ),
-    "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE),
+    "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE, CACHE_CONFIG),
     "Certificates": (CERTIFICATE_EXPIRES,),
 }
 ALL = tuple(chain.from_iterable(GROUPS.values()))

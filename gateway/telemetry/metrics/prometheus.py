@@ -21,7 +21,7 @@ from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
 from . import metric_table as table
-from .deployment_load import DeploymentLoad, deployment_load
+from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
 from .metric_table import Metric
 from .tally import MetricStore
 
@@ -157,11 +157,16 @@ class Exporter:
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
         for reason, count in self._engines.decisions.items():
             self._store.set(table.DECISIONS, reason, value=count)
+        for outcome, count in self._engines.moves.items():
+            self._store.set(table.MOVES, outcome, value=count)
         self._store.set(table.QUEUED, value=self._num_queued())
         load = self.load()
         self._store.set(table.DEPLOYMENT_RUNNING, value=load.num_running)
         self._store.set(table.DEPLOYMENT_WAITING, value=load.num_waiting)
         self._store.set(table.DEPLOYMENT_KV_USAGE, value=load.kv_usage)
+        self._store.forget(table.CACHE_CONFIG)
+        if (blocks := prompt_blocks(self._engines.engines.values())) is not None:
+            self._store.set(table.CACHE_CONFIG, *map(str, blocks), value=1)
         self._store.set(table.INDEX_UP, value=self._is_index_up())
         for file, ends_s in self._certificate_ends_s().items():
             self._store.set(table.CERTIFICATE_EXPIRES, file, value=ends_s)

@@ -1,7 +1,7 @@
 """The window as JSON: one object that a page can draw without knowing anything else.
 
 Owns the schema that docs/dashboard.md describes. Durations in seconds, times in unix seconds,
-None where there is no sample. Only whole seconds are in the series.
+None where there is no sample. Only whole rows are in the series.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from ..calls.call_record import STAGES, CallFigures, CallRecord, SloTargets, description
+import msgspec
+
+from ..calls.call_record import STAGES, SloTargets
 from ..metrics import metric_table as table
 from ..metrics.tally import Histogram, Tally, middle
-from .window import LATENCIES, Second, TelemetryWindow, counts_of, microseconds
+from .recent_call import RecentCall
+from .rows import Row, Rows
+from .window import LATENCIES, TelemetryWindow, counts_of
 
 VERSION = 1
 RATE_SPAN_S = 10  # what "now" means for rates
@@ -28,49 +32,75 @@ HEATMAP_EDGES_S = [
 _US = 1_000_000
 _SERIES_LATENCIES = ("ttft", "tbt", "handoff_gap")
 _HEATMAPS = ("ttft", "tbt")
-_EMPTY = Second(0)
+_EMPTY = Row()
 
 
 def window_snapshot(
-    window: TelemetryWindow, targets: SloTargets, since_unix_s: float | None = None
+    window: TelemetryWindow,
+    targets: SloTargets,
+    since_unix_s: float | None = None,
+    *,
+    of_hour: bool = False,
+    num_again: int = 0,
 ) -> dict[str, Any]:
     """All of the window, ready for JSON: docs/dashboard.md has the schema.
 
     `since_unix_s`: series and recent calls only from behind that moment, for a page that has what
-    was before; take the last snapshot's `now_unix_s`.
+    was before; take the last snapshot's `now_unix_s`. `num_again`: rows before it that come once
+    more, since another gateway's share may have come late. `of_hour`: its rows are longer.
     """
+    span = window.last_hour if of_hour else window.last_minutes
+    total = span.total
     now_us = window.now_us()
-    since_us = None if since_unix_s is None else window.from_unix_s(since_unix_s)
-    total = window.total()
-    seconds = {second.number: second for second in window.seconds}
     now = now_us // _US
-    oldest = max(now - window.span_s, int(window.began_s))
-    first = oldest if since_us is None else max(oldest, since_us // _US)
-    numbers = range(first, now)  # the second that runs is not whole
-    offset_s = window.to_unix_s(0)
+    since_us = None if since_unix_s is None else window.from_unix_s(since_unix_s)
     return {
         "version": VERSION,
         "now_unix_s": window.to_unix_s(now_us),
-        "span_s": window.span_s,
-        "covered_s": window.covered_s,
-        "num_running": window.num_running,
+        "span_s": span.span_s,
+        "row_s": span.row_s,
+        "covered_s": window.covered_s(span),
+        "num_running": window.num_running + window.num_running_elsewhere,
         "counts": counts_of(total),
         "errors": {code: number for (code,), number in total.labelled(table.FAILURES)},
         "refusals": {code: number for (code,), number in total.labelled(table.REJECTIONS)},
-        "rates": _rates(window, seconds, now),
+        "rates": _rates(window, now),
         "latency": {name: _summary(total.histogram(of)) for name, of in LATENCIES.items()},
         "stages": {name: _summary(total.histogram(table.STAGE, name)) for name in STAGES},
-        "slo": _slo(window, targets),
+        "slo": _slo(span, window.covered_s(span), targets),
         "prefix": _prefix(total),
         "transfers": _transfers(total),
-        "series": _series(seconds, numbers, offset_s, targets),
-        "heatmaps": _heatmaps(seconds, numbers, offset_s),
+        **_columns(window, span, now, since_us, num_again, targets),
         "recent": [
-            _recent(record, figures, offset_s)
-            for record, figures in reversed(window.recent)
-            if since_us is None or microseconds(record.ended_s or 0.0) > since_us
+            msgspec.to_builtins(call)
+            for added_us, call in sorted(window.recent, key=_ended_unix_s, reverse=True)
+            if since_us is None or added_us > since_us
         ],
     }
+
+
+def _ended_unix_s(recent: tuple[int, RecentCall]) -> float:
+    return recent[1].ended_unix_s
+
+
+def _columns(
+    window: TelemetryWindow,
+    span: Rows,
+    now: int,
+    since_us: int | None,
+    num_again: int,
+    targets: SloTargets,
+) -> dict[str, Any]:
+    """Series and heat maps, of rows that are whole: all gateways' shares of them are here."""
+    row_s, offset_s = span.row_s, window.to_unix_s(0)
+    first = max(now - span.span_s, math.floor(window.began_s))
+    numbers = range(first // row_s, (now - window.lag_s) // row_s)
+    if since_us is not None:
+        behind = (since_us // _US - window.lag_s) // row_s - num_again
+        numbers = range(max(numbers.start, behind), numbers.stop)
+    times = [number * row_s + offset_s for number in numbers]
+    rows = [span.rows.get(number, _EMPTY) for number in numbers]
+    return {"series": _series(times, rows, targets), "heatmaps": _heatmaps(times, rows)}
 
 
 def _summary(histogram: Histogram) -> dict[str, float | int | None]:
@@ -80,24 +110,25 @@ def _summary(histogram: Histogram) -> dict[str, float | int | None]:
     return {"num_samples": histogram.num_samples, "mean_s": histogram.mean, **dict(percentiles)}
 
 
-def _slo(window: TelemetryWindow, targets: SloTargets) -> dict[str, float | int | None]:
+def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float | int | None]:
     """A failed call is judged, and is not good; one that was refused never began."""
-    num_judged = sum(len(second.calls) for second in window.seconds)
-    num_good = sum(second.num_good(targets) for second in window.seconds)
+    num_judged = sum(row.judged.number for row in span.rows.values())
+    num_good = sum(row.num_good(targets) for row in span.rows.values())
     return asdict(targets) | {
         "num_judged": num_judged,
         "num_good": num_good,
         "attainment": num_good / num_judged if num_judged else None,
-        "goodput_rps": num_good / window.covered_s,
+        "goodput_rps": num_good / covered_s,
     }
 
 
-def _rates(window: TelemetryWindow, seconds: dict[int, Second], now: int) -> dict[str, float]:
+def _rates(window: TelemetryWindow, now: int) -> dict[str, float]:
     """Per second, over the last whole seconds."""
-    over_s = min(RATE_SPAN_S, int(window.covered_s))
+    span = window.last_minutes
+    over_s = min(RATE_SPAN_S, int(window.covered_s(span)))
     found: Counter[str] = Counter()
-    for number in range(now - over_s, now):
-        found.update(counts_of(seconds.get(number, _EMPTY).tally))
+    for number in range(now - window.lag_s - over_s, now - window.lag_s):
+        found.update(counts_of(span.rows.get(number, _EMPTY).tally))
     names = ("began", "finished", "failed", "refused", "prompt_tokens", "output_tokens")
     return {"over_s": over_s} | {f"{name}_per_s": found[name] / over_s for name in names}
 
@@ -132,12 +163,9 @@ def _transfers(total: Tally) -> list[dict[str, Any]]:
     return sorted(found, key=lambda edge: (edge["source"], edge["puller"], edge["transport"]))
 
 
-def _series(
-    seconds: dict[int, Second], numbers: range, offset_s: float, targets: SloTargets
-) -> dict[str, list[Any]]:
-    """Columns of equal length, one row a second."""
-    rows = [seconds.get(number, _EMPTY) for number in numbers]
-    columns: dict[str, list[Any]] = {"t_unix_s": [number + offset_s for number in numbers]}
+def _series(times: list[float], rows: list[Row], targets: SloTargets) -> dict[str, list[Any]]:
+    """Columns of equal length."""
+    columns: dict[str, list[Any]] = {"t_unix_s": times}
     counts = [counts_of(row.tally) for row in rows]
     for name in counts_of(_EMPTY.tally):
         columns[name] = [count[name] for count in counts]
@@ -150,24 +178,23 @@ def _series(
     columns["transfer_bytes"] = [
         sum(num_bytes for _, num_bytes in row.tally.labelled(table.KV_BYTES)) for row in rows
     ]
-    columns["slo_judged"] = [len(row.calls) for row in rows]
+    columns["slo_judged"] = [row.judged.number for row in rows]
     columns["slo_good"] = [row.num_good(targets) for row in rows]
     return columns
 
 
-def _heatmaps(seconds: dict[int, Second], numbers: range, offset_s: float) -> dict[str, Any]:
-    """For each second with samples: [time, row, count, row, count, ...]."""
+def _heatmaps(times: list[float], rows: list[Row]) -> dict[str, Any]:
+    """For each row with samples: [time, row of the map, count, row of the map, count, ...]."""
     found: dict[str, Any] = {"edges_s": HEATMAP_EDGES_S}
     for name in _HEATMAPS:
         found[name] = []
-        for number in numbers:
-            counts = seconds.get(number, _EMPTY).tally.histogram(LATENCIES[name]).counts
+        for t_unix_s, row in zip(times, rows, strict=True):
             by_row: Counter[int] = Counter()
-            for bucket, count in counts.items():
+            for bucket, count in row.tally.histogram(LATENCIES[name]).counts.items():
                 by_row[_row_of(bucket)] += count
             if by_row:
                 cells = [value for cell in sorted(by_row.items()) for value in cell]
-                found[name].append([number + offset_s, *cells])
+                found[name].append([t_unix_s, *cells])
     return found
 
 
@@ -176,20 +203,3 @@ def _row_of(bucket: int) -> int:
     """The row of a heat map that a histogram's bucket belongs to; the outer rows take the rest."""
     row = math.floor((math.log10(middle(bucket)) - _LOWEST_DECADE) * _ROWS_PER_DECADE)
     return min(max(row, 0), len(HEATMAP_EDGES_S) - 2)
-
-
-def _recent(call: CallRecord, figures: CallFigures, offset_s: float) -> dict[str, Any]:
-    """One call for the waterfall; `timeline` in seconds since it arrived, of its first sample."""
-    result = call.results.get(0)
-    assert call.ended_s is not None, "it is over"
-    return description(call, figures) | {
-        "call_id": call.call_id,
-        "arrived_unix_s": call.arrived_unix_ns / 1e9,
-        "ended_unix_s": call.ended_s + offset_s,
-        "transfer": asdict(figures.transfer) if figures.transfer else None,
-        "stages": figures.stages,
-        "timeline": [
-            [stamp.event.value, (stamp.unix_ns - call.arrived_unix_ns) / 1e9, stamp.node]
-            for stamp in (result.timeline if result else ())
-        ],
-    }

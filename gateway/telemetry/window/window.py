@@ -1,25 +1,30 @@
-"""The last minutes of a gateway, for the live page and for percentiles: what was when, how often.
+"""The last minutes and the last hour, for the live page and for percentiles.
 
-    CallFeed ── a second's Tally ──┬─► Second, in which it was ──┐ one that leaves the window
-                                   └─► total of the window ◄─────┘ is subtracted from the total
-Reading never walks the past. Memory is bounded by the span, not by the load. Knows nothing of nodes
-but their names in results; snapshot.py makes it JSON.
+    CallFeed ── a second's Tally ─────────┬─► last_minutes   a row a second
+    another gateway's second (merge) ─────┼─► last_hour      a row every quarter of a minute
+                                          └─► outbox         own seconds, for other gateways
+Memory is bounded by the spans, not by the load or the number of gateways. Knows nothing of nodes
+but their names in results; snapshot.py makes it JSON, window_share.py exchanges it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from ....core.errors import Cancelled
 from ....core.ports import Clock
-from ..calls.call_record import CallFigures, CallRecord, JudgedCall, SloTargets
+from ..calls.call_record import CallFigures, CallRecord
 from ..metrics import metric_table as table
 from ..metrics.tally import Tally
+from .recent_call import RecentCall, recent_call
+from .rows import Judged, Row, Rows
 
-MAX_CALLS_PER_S = 500  # that are kept for SLOs; a gateway serves fewer
+SPAN_S = 300
+HOUR_S, HOUR_ROW_S = 3600, 15
 MAX_RECENT = 100
+MAX_SHARED_CALLS = 8  # of a second, that other gateways list too
 LATENCIES = {
     "ttft": table.TTFT,
     "tbt": table.INTER_TOKEN,
@@ -27,8 +32,8 @@ LATENCIES = {
     "tpot": table.TPOT,
     "e2e": table.E2E,
 }
-_KEPT = frozenset(
-    metric.name
+KEPT = {
+    metric.name: metric
     for metric in (
         *LATENCIES.values(),
         *(table.BEGAN, table.SUCCESSES, table.FAILURES, table.REJECTIONS, table.RETRIES),
@@ -36,75 +41,102 @@ _KEPT = frozenset(
         *(table.PULLER_CACHED_TOKENS, table.OUTPUT_TOKENS, table.COALESCED_TOKENS),
         *(table.STAGE, table.KV_SECONDS, table.KV_BYTES),
     )
-)
+}
 
 
 @dataclass(slots=True)
-class Second:
-    """One second of the window. `calls`: MAX_CALLS_PER_S of those that ended, for SLOs."""
+class OwnSecond:
+    """What other gateways are to have of one of ours; `calls`: MAX_SHARED_CALLS that ended."""
 
-    number: int  # floor of the monotonic clock
-    tally: Tally = field(default_factory=Tally)
-    calls: list[JudgedCall] = field(default_factory=list)
-    _judged: tuple[SloTargets, int, int] | None = None  # targets, calls, good ones
-
-    def num_good(self, targets: SloTargets) -> int:
-        """Of `calls`, those within the targets; remembered, since a page reads it every second."""
-        judged = self._judged
-        if judged is None or judged[:2] != (targets, len(self.calls)):
-            judged = (targets, len(self.calls), sum(map(targets.are_met, self.calls)))
-            self._judged = judged
-        return judged[2]
+    row: Row = field(default_factory=Row)
+    calls: list[RecentCall] = field(default_factory=list)
 
 
 class TelemetryWindow:
-    """Reading and writing happen on the gateway's event loop. `num_running`: calls, now."""
+    """Reading and writing happen on the gateway's event loop.
 
-    def __init__(self, clock: Clock, span_s: int = 300, max_recent: int = MAX_RECENT) -> None:
-        self.span_s = span_s
+    `num_running`: calls at this gateway, now; `num_running_elsewhere`: at the others. `began_s`:
+    when the first of them began, as far as is known. `outbox`: own
+    seconds by number, the oldest first, at most SPAN_S; whoever shares them sets and empties it.
+    `lag_s`: how long it may take until a second has the other gateways' share.
+    """
+
+    def __init__(self, clock: Clock, span_s: int = SPAN_S, max_recent: int = MAX_RECENT) -> None:
         self.num_running = 0
+        self.num_running_elsewhere = 0
+        self.lag_s = 0
+        self.outbox: dict[int, OwnSecond] | None = None
         self.settle: Callable[[], None] = lambda: None  # set by who feeds it
         self._clock = clock
         self.began_s = clock.monotonic_s()
         self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
-        self._total = Tally()
-        # As of the last `total`, oldest first, without those in which nothing was; the last one may
-        # still be growing.
-        self.seconds: deque[Second] = deque()
-        # Oldest first; of each call its first sample's result.
-        self.recent: deque[tuple[CallRecord, CallFigures]] = deque(maxlen=max_recent)
+        self._last_minutes = Rows(1, span_s, KEPT)
+        self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
+        # When it was added, by `now_us`, and the call; the oldest first.
+        self.recent: deque[tuple[int, RecentCall]] = deque(maxlen=max_recent)
+
+    # --- writing ----------------------------------------------------------------------------------
 
     def take(self, tally: Tally, number: int) -> None:
-        """What was counted in this second, or in a part of it."""
+        """What this gateway counted in this second, or in a part of it."""
         if not (tally.counts or tally.histograms):
             return
-        seconds = self.seconds
-        if not seconds or seconds[-1].number < number:
-            seconds.append(Second(number))
-        seconds[-1].tally.add(tally, _KEPT)
-        self._total.add(tally, _KEPT)
-        calls = seconds[-1].calls
-        calls += tally.calls[: MAX_CALLS_PER_S - len(calls)]
-        self._expire(number)
+        judged = Judged(len(tally.calls), tuple(tally.calls))
+        self._add((self._last_minutes, self._last_hour), number, tally, judged)
+        if self.outbox is not None:
+            self._own(number).row.add(tally, judged, KEPT)
+
+    def merge(self, number: int, row_s: int, row: Row, recent: Iterable[RecentCall] = ()) -> None:
+        """Another gateway's row, of a second or of HOUR_ROW_S, that begins at this second."""
+        self.began_s = min(self.began_s, number)
+        spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
+        self._add(spans, number, row.tally, row.judged)
+        now_us = self.now_us()
+        self.recent.extend((now_us, call) for call in recent)
 
     def add_recent(self, record: CallRecord, figures: CallFigures) -> None:
-        """A call that is over: what is kept of it does not grow with its tokens."""
-        results = {i: result for i, result in record.results.items() if i == 0}
-        kept = replace(record, token_times=[], results=results, prompt=None)
-        self.recent.append((kept, figures))
+        """A call of this gateway that is over: what is kept does not grow with its tokens."""
+        call = recent_call(record, figures, self.to_unix_s(0))
+        self.recent.append((self.now_us(), call))
+        if self.outbox is not None:
+            calls = self._own(int(self._clock.monotonic_s())).calls
+            if len(calls) < MAX_SHARED_CALLS:
+                calls.append(call)
+
+    def _own(self, number: int) -> OwnSecond:
+        assert self.outbox is not None, "somebody shares it"
+        if number not in self.outbox:
+            self.outbox[number] = OwnSecond()
+            if len(self.outbox) > SPAN_S:
+                del self.outbox[next(iter(self.outbox))]
+        return self.outbox[number]
+
+    def _add(self, spans: Iterable[Rows], number: int, tally: Tally, judged: Judged) -> None:
+        now = int(self._clock.monotonic_s())
+        for rows in spans:
+            rows.expire(now)
+            rows.add(number, tally, judged)
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def total(self) -> Tally:
-        """Of the whole window, now; not to be changed."""
-        self.settle()
-        self._expire(int(self._clock.monotonic_s()))
-        return self._total
+    @property
+    def last_minutes(self) -> Rows:
+        """As of now."""
+        return self._as_of_now(self._last_minutes)
 
     @property
-    def covered_s(self) -> float:
-        """How much of the span this gateway has lived through: what rates are divided by."""
-        return min(float(self.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
+    def last_hour(self) -> Rows:
+        """As of now."""
+        return self._as_of_now(self._last_hour)
+
+    def _as_of_now(self, rows: Rows) -> Rows:
+        self.settle()
+        rows.expire(int(self._clock.monotonic_s()))
+        return rows
+
+    def covered_s(self, rows: Rows) -> float:
+        """How much of the span was lived through: what rates are divided by."""
+        return min(float(rows.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
 
     def now_us(self) -> int:
         """The monotonic clock in microseconds: whole, so that a reader can give it back exactly."""
@@ -116,11 +148,6 @@ class TelemetryWindow:
     def from_unix_s(self, unix_s: float) -> int:
         """Exactly what `to_unix_s` was given."""
         return round(unix_s * 1e6) - self._unix_offset_us
-
-    def _expire(self, now: int) -> None:
-        """Drop what is older than the span."""
-        while self.seconds and self.seconds[0].number < now - self.span_s:
-            self._total.subtract(self.seconds.popleft().tally)
 
 
 def counts_of(tally: Tally) -> dict[str, int]:

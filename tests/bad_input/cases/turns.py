@@ -78,6 +78,23 @@ TURNS: list[Row] = [
         "tools[0]"),
     *_of(_RESPONSES, "tool-name", [{"tools": [_TOOL | {"name": n}]} for n in ("", "a b", 1, None)],
          "invalid_value", "tools[0].name"),
+    *_of(_RESPONSES, "space", [{"tools": [{"type": "namespace", "name": n, "tools": [_TOOL]}]}
+                               for n in (1, None, [])], "invalid_value", "tools[0].name"),
+    *_of(_RESPONSES, "space-tools", [{"tools": [{"type": "namespace", "name": "n", "tools": t}]}
+                                     for t in (1, None, {})], "invalid_value", "tools[0].tools"),
+    *_of(_RESPONSES, "space-name", [
+        {"tools": [{"type": "namespace", "name": "n", "tools": [_TOOL, _TOOL | {"name": n}]}]}
+        for n in ("a b", "x" * 64)], "invalid_value", "tools[0].tools[1].name"),
+    *_of(_RESPONSES, "space-space", [{"tools": [{"type": "namespace", "name": "n", "tools": [
+        {"type": t, "name": "m", "tools": []}]}]} for t in ("namespace", "mcp")],
+        "unsupported_parameter", "tools[0].tools[0]"),
+    *_of(_RESPONSES, "space-schema", [{"tools": [_TOOL, {
+        "type": "namespace", "name": "n", "tools": [_TOOL | {"parameters": {"$ref": "#"}}]}]}],
+        "invalid_schema",
+        "tools[1].tools[0].parameters"),
+    *_of(_RESPONSES, "call-space", [_item({"type": "function_call", "call_id": "a", "name": "f",
+                                           "namespace": n, "arguments": "{}"}) for n in (1, [])],
+         "invalid_value", "input[0].namespace"),
     *_of(_RESPONSES, "schema", [{"tools": [_TOOL | {"parameters": p}]} for p in (
         _DEEP, {"$ref": "#"}, {"$ref": "http://169.254.169.254/x"})], "invalid_schema",
         "tools[0].parameters"),

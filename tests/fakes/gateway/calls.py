@@ -21,11 +21,14 @@ from baton.gateway.telemetry.window.window import TelemetryWindow
 STAMPS_S = (
     (Event.ARRIVED, 0.0, "gateway"),
     (Event.ROUTED, 0.001, "gateway"),
+    (Event.PREFILL_QUEUED, 0.002, "p"),
+    (Event.HANDOFF_QUEUED, 0.003, "d"),
     (Event.PREFILL_STARTED, 0.011, "p"),
     (Event.TRANSFER_STARTED, 0.02, "d"),
     (Event.FIRST_TOKEN, 0.111, "p"),
     (Event.TRANSFER_ENDED, 0.115, "d"),
     (Event.DECODE_STARTED, 0.116, "d"),
+    (Event.FIRST_DECODE_ENDED, 0.123, "d"),
     (Event.FINISHED, 0.5, "gateway"),
 )
 

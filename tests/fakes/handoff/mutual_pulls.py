@@ -1,5 +1,8 @@
 """Two engines that fetch prefixes from each other's caches, and everything that can happen to them.
 
+With `is_running` each prefix is of a request that decodes where it is, and that moves to the other
+engine: it has its blocks until the other one has a copy, or it ends where it is.
+
 The machines, block pools, caches and bytes are real; messages, copies, time and what else takes the
 memory are moves. A state is the whole world: small, so that it is copied for each move.
 """
@@ -71,7 +74,7 @@ def content(block_hash: BlockHash) -> bytes:
 class Peer:
     """One of the two engines. `inbox`: what the other sent to each of its machines."""
 
-    def __init__(self, number: int, clock: FakeClock, num_blocks: int) -> None:
+    def __init__(self, number: int, clock: FakeClock, num_blocks: int, *, is_running: bool) -> None:
         self.number, self.name, self.other = number, NAMES[number], NAMES[1 - number]
         self.memory = MemoryPool(NUM_RESERVED_BLOCKS + num_blocks, BLOCK_BYTES)
         self.pool = BlockPool(NUM_RESERVED_BLOCKS + num_blocks, self.memory.generations)
@@ -93,6 +96,7 @@ class Peer:
         for block_id, block_hash in zip(blocks, hashes_of(number), strict=True):
             self.memory.block(block_id)[:] = content(block_hash)
         self.cache.store(hashes_of(number), blocks)
+        self.running = self.pool.open_fence(blocks) if is_running else None
         self.pool.release(blocks)
 
     def begin(self) -> None:
@@ -106,6 +110,13 @@ class Peer:
         reserved = Reserved(ticket.transfer_id, prefix.num_cached_blocks, prefix.block_ids)
         hashes = prefix.block_hashes
         self.feed_puller(Intended(ticket, "key", hashes, len(hashes), due_s, 0, reserved))
+
+    def leave(self) -> None:
+        """The request that runs here has moved, or is over."""
+        assert self.running is not None
+        assert self.lent.match(hashes_of(self.number)) == [*self.running.block_ids], "it lost them"
+        self.running.close()
+        self.running = None
 
     def reuse(self) -> None:
         """Another request takes all that can be had, writes, and is gone."""
@@ -198,6 +209,7 @@ class Peer:
 
     def assert_nothing_left(self) -> None:
         assert self.end is not None, "the prompt waits for ever"
+        assert self.running is None, "it runs for ever"
         assert not self.pool.open_fences and not self.pins and self.prefix is None
         assert not self.source.ledger()["transfers"] and not self.puller.ledger()["transfers"]
 
@@ -212,9 +224,10 @@ class World:
     num_faults: int = 0
 
     @classmethod
-    def new(cls, num_blocks: int) -> World:
+    def new(cls, num_blocks: int, *, is_running: bool) -> World:
         clock = FakeClock()
-        world = cls(clock, [Peer(n, clock, num_blocks) for n in (0, 1)], [False, False])
+        peers = [Peer(n, clock, num_blocks, is_running=is_running) for n in (0, 1)]
+        world = cls(clock, peers, [False, False])
         world._link()
         while any(peer.to_source or peer.to_puller for peer in world.peers):
             for name in [name for name in world.own_moves() if name[0].startswith("to_")]:
@@ -240,6 +253,9 @@ class World:
                 yield "copy", number
             if peer.reports:
                 yield "report", number
+            # A request whose move failed stays until it ends: which is any time from then on.
+            if peer.running is not None and self.peers[1 - number].end is not None:
+                yield "leave", number
 
     def faults(self) -> Iterator[tuple[str, int]]:
         for peer in self.peers:
@@ -268,6 +284,8 @@ class World:
                 peer.copy(self.peers[1 - number].memory)
             case "report":
                 peer.feed_puller(peer.reports.pop(0))
+            case "leave":
+                peer.leave()
             case "reuse":
                 peer.reuse()
             case "break":
@@ -315,9 +333,9 @@ class Found:
     ends: Counter[tuple[str | None, ...]]
 
 
-def search(num_blocks: int, max_faults: int) -> Found:
+def search(num_blocks: int, max_faults: int, *, is_running: bool = False) -> Found:
     """Every state within so many faults. Raises AssertionError, with the story that leads there."""
-    first = World.new(num_blocks)
+    first = World.new(num_blocks, is_running=is_running)
     seen: set[Hashable] = {first.key()}
     calmed: set[Hashable] = set()
     frontier: deque[tuple[World, tuple[tuple[str, int], ...]]] = deque([(first, ())])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,8 @@ class FakeNode:
     error: BatonError | None = None  # every dispatch is answered with it
     is_silent: bool = False
     can_constrain: bool = True
-    answer: str = ""  # what it writes, to its end, in bytes as tokens; empty: by the formula
+    # What it writes, to its end, in bytes as tokens, or what gives that; empty: by the formula.
+    answer: str | Callable[[Request], str] = ""
     dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
     cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
     num_sessions: int = 0
@@ -122,8 +123,8 @@ class FakeNode:
         """Play one dispatch: `send(RequestOutput fields)`."""
         base = len(request.output_token_ids)
         last = request.sampling.max_tokens - 1
-        if self.answer:
-            last = min(last, len(self.answer.encode()) - 1)
+        if text := self._text(request):
+            last = min(last, len(text) - 1)
         if self.error is not None:
             await send(request, error=codec.error_to_wire(self.error))
             return
@@ -143,7 +144,9 @@ class FakeNode:
         fields: dict[str, Any] = {
             "first_index": index,
             "token_ids": [self._token(request, index)],
-            "finish_reason": codec.finish_to_wire(self._reason(index) if index == last else None),
+            "finish_reason": codec.finish_to_wire(
+                self._reason(request, index) if index == last else None
+            ),
             "events": codec.node_stamps_to_wire(stamps),
         }
         if (num_best := request.sampling.logprobs) is not None:
@@ -160,12 +163,16 @@ class FakeNode:
         await send(request, **fields)
 
     def _token(self, request: Request, index: int) -> int:
-        if self.answer:
-            return self.answer.encode()[index]
+        if text := self._text(request):
+            return text[index]
         return token_at(request.prompt_token_ids, index)
 
-    def _reason(self, index: int) -> FinishReason:
-        is_whole = self.answer and index == len(self.answer.encode()) - 1
+    def _text(self, request: Request) -> bytes:
+        return (self.answer if isinstance(self.answer, str) else self.answer(request)).encode()
+
+    def _reason(self, request: Request, index: int) -> FinishReason:
+        text = self._text(request)
+        is_whole = text and index == len(text) - 1
         return FinishReason.STOP if is_whole else FinishReason.LENGTH
 
     def welcome(self) -> node_pb2.NodeMessage:

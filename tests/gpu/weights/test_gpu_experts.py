@@ -7,7 +7,6 @@ different sides.
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
 from statistics import mean
 
@@ -16,11 +15,8 @@ import torch
 import torch.nn.functional as F
 from checkpoints import write_checkpoint
 from fp8_checkpoints import write_fp8_checkpoint
+from near_ties import engine_of, gaps
 
-from baton.core.config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.runner import ModelRunner
-from baton.engine.local import LocalEngine
 from baton.kernels.experts.experts import (
     ExpertLoads,
     ExpertWeights,
@@ -147,12 +143,15 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
     x = tokens_of(mixture, num_tokens)
     chosen = [choose_plan(sizes_of(mixture), 2**n, 2) for n in range(15)]
     expected = [expected_of(x, mixture, has_fp8_rows=kind) for kind in (False, True)]
+    # All plans of FP8 rows round alike, but not all as the reference: of one token up to 3e-2 and
+    # more, of many 7e-3. Quantising alone makes a difference of 4e-2.
+    limits = (1e-2, 6e-2 if num_tokens < 16 else 2e-2)
     for plan in dict.fromkeys([*chosen, *FP8_PLANS]):
         if isinstance(plan, Few) and num_tokens > 33:
             continue
         found = compute_experts(x, mixture, None, plan)
         has_fp8_rows = isinstance(plan, Tiles) and plan.has_fp8_rows
-        assert error_of(found, expected[has_fp8_rows]) < (2e-2 if has_fp8_rows else 1e-2), plan
+        assert error_of(found, expected[has_fp8_rows]) < limits[has_fp8_rows], plan
         assert error_of(found, expected[0]) < 8e-2, plan
         assert torch.equal(found, compute_experts(x, mixture, None, plan)), plan
 
@@ -228,7 +227,6 @@ MODEL = {
     "moe_intermediate_size": 384,
     "intermediate_size": 512,
 }
-LENS = (1, 2, 17, 40, 130, 200)
 NEAR_TIE = 0.2  # of the spread of a position's logits: see test_gpu_fp8.py
 
 
@@ -239,25 +237,9 @@ def test_tokens_of_an_engine_with_experts_in_fp8(tmp_path: Path, name: str | Non
         theirs = write_checkpoint(tmp_path, seed=4, **MODEL)
     else:
         theirs = write_fp8_checkpoint(tmp_path, name, seed=4, **MODEL)
-    settings = {"device": "cuda", "num_kv_blocks": 200, "max_num_seqs": 8, "dtype": "bfloat16"}
-    quantization = "fp8" if name is None else None
-    config = EngineConfig(model=str(tmp_path), quantization=quantization, **settings)
-    engine = LocalEngine(config, ModelRunner(config))
+    engine = engine_of(tmp_path, quantization="fp8" if name is None else None)
     assert engine.runner.model.layers[0].mlp.mixture.down.values.dtype == torch.float8_e4m3fn
-    rng = random.Random(3)
-    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    requests = [
-        Request(f"{n:032x}", 0, tuple(rng.choices(range(3, 320), k=n)), sampling) for n in LENS
-    ]
-    outputs, gaps = engine.generate(requests), []
-    for request in requests:
-        tokens, prompt = outputs[request.key], request.prompt_token_ids
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
-        for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
-            gaps.append(float((row.max() - row[token]) / row.std()))
-    engine.runner.close()
-    assert mean(gaps) < NEAR_TIE * (2 if name is None else 1)
+    assert mean(gaps(engine, theirs)) < NEAR_TIE * (2 if name is None else 1)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 200, 5000])

@@ -9,21 +9,16 @@ of 0.9 and more.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
 from fp8_checkpoints import FORMATS, write_fp8_checkpoint
+from near_ties import engine_of, gaps
 
-from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.runner import ModelRunner
-from baton.engine.local import LocalEngine
 from baton.kernels.products.weights import BlockScaled, RowScaled
 
 pytestmark = [
@@ -33,32 +28,6 @@ pytestmark = [
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
 NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.2, 0.01  # of the spread of a position's logits
-LENS = (1, 2, 17, 40, 130, 200)  # prefill of one row, of few and of many
-
-
-def engine_of(folder: Path, **changes: Any) -> LocalEngine:
-    settings = {"device": "cuda", "num_kv_blocks": 200, "max_num_seqs": 8, "dtype": "bfloat16"}
-    config = EngineConfig(model=str(folder), **(settings | changes))
-    return LocalEngine(config, ModelRunner(config))
-
-
-def gaps(engine: LocalEngine, theirs: Any) -> list[float]:
-    """How far each token is below the oracle's best, in spreads of the position's logits."""
-    rng = random.Random(3)
-    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    requests = [
-        Request(f"{n:032x}", 0, tuple(rng.choices(range(3, SIZES["vocab_size"]), k=n)), sampling)
-        for n in LENS
-    ]
-    outputs, found = engine.generate(requests), []
-    for request in requests:
-        tokens, prompt = outputs[request.key], request.prompt_token_ids
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
-        for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
-            found.append(float((row.max() - row[token]) / row.std()))
-    engine.runner.close()
-    return found
 
 
 @pytest.mark.parametrize("name", FORMATS)

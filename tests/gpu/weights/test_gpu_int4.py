@@ -6,20 +6,15 @@ products is an explicit dequantisation in float64.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
 from int4_checkpoints import FORMATS, write_int4_checkpoint
+from near_ties import engine_of, gaps
 
-from baton.core.config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.runner import ModelRunner
-from baton.engine.local import LocalEngine
 from baton.kernels.products.int4_product import (
     Dequantised,
     Way,
@@ -38,7 +33,6 @@ pytestmark = [
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
 NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.02, 0.01  # of the spread of a position's logits
-LENS = (1, 2, 17, 40, 130, 200, 300)  # prefill of one row, of few and of many
 SHAPES = {
     "qkv": (6144, 4096),
     "out": (4096, 4096),
@@ -145,31 +139,6 @@ def test_products_replay_in_a_graph(way: Way) -> None:
     for found, weight in zip(outputs, weights, strict=True):
         expected = x.double() @ weight.dequantised(torch.float64).t()
         assert (found.double() - expected).norm() / expected.norm() < 4e-3
-
-
-def engine_of(folder: Path, **changes: Any) -> LocalEngine:
-    settings = {"device": "cuda", "num_kv_blocks": 300, "max_num_seqs": 8, "dtype": "bfloat16"}
-    config = EngineConfig(model=str(folder), **(settings | changes))
-    return LocalEngine(config, ModelRunner(config))
-
-
-def gaps(engine: LocalEngine, theirs: Any) -> list[float]:
-    """How far each token is below the oracle's best, in spreads of the position's logits."""
-    rng = random.Random(3)
-    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    requests = [
-        Request(f"{n:032x}", 0, tuple(rng.choices(range(3, SIZES["vocab_size"]), k=n)), sampling)
-        for n in LENS
-    ]
-    outputs, found = engine.generate(requests), []
-    for request in requests:
-        tokens, prompt = outputs[request.key], request.prompt_token_ids
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
-        for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
-            found.append(float((row.max() - row[token]) / row.std()))
-    engine.runner.close()
-    return found
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

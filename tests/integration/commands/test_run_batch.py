@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from aiohttp import web
@@ -19,6 +19,7 @@ from aiohttp import web
 from baton import LLM, SamplingParams
 
 NUM_LINES = 40
+BUSY = (429, 500, 502, 503, 504)
 
 
 def body(number: int) -> dict[str, Any]:
@@ -40,6 +41,12 @@ def requests(tmp_path: Path) -> Path:
             line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
             file.write(json.dumps(line | {"body": body(number)}) + "\n")
     return path
+
+
+@pytest.fixture
+def one_request(requests: Path) -> Path:
+    requests.write_text(requests.read_text().splitlines()[0])
+    return requests
 
 
 def command(requests: Path, results: Path, *more: str) -> list[str]:
@@ -111,26 +118,16 @@ def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.startswith("error: cannot read")
 
 
-async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
-    """By its URL, with a key; one that is gone ends the run."""
-    results = requests.with_name("out.jsonl")
-    seen: list[str] = []
+Answer: TypeAlias = Callable[[web.Request], Awaitable[web.Response]]
 
-    async def answer(request: web.Request) -> web.Response:
-        seen.append(request.headers["Authorization"])
-        if len(seen) == 1:
-            return web.json_response({}, status=429, headers={"Retry-After": "0"})
-        if len(seen) > 20:
-            assert request.transport is not None
-            request.transport.abort()
-        return web.json_response({"id": "x", "prompt": (await request.json())["prompt"]})
 
+async def run_against(answer: Answer, requests: Path, results: Path) -> tuple[int, str]:
+    """Exit code and errors of a run whose deployment answers like that."""
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
     process = await asyncio.create_subprocess_exec(
         *command(requests, results, "--url", f"http://{host}:{port}"),
@@ -139,8 +136,45 @@ async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
     )
     _, errors = await process.communicate()
     await runner.cleanup()
-    assert process.returncode == 1 and b"error: no answer of http://" in errors
+    assert process.returncode is not None
+    return process.returncode, errors.decode()
+
+
+async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
+    """By its URL, with a key; one that is gone ends the run."""
+    results = requests.with_name("out.jsonl")
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        if len(seen) <= len(BUSY):
+            return web.json_response({}, status=BUSY[len(seen) - 1], headers={"Retry-After": "0"})
+        if len(seen) > 20:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"id": "x", "prompt": (await request.json())["prompt"]})
+
+    code, errors = await run_against(answer, requests, results)
+    assert code == 1 and "error: no answer of http://" in errors
     assert set(seen) == {"Bearer secret"}
     found = results_of(results)
-    assert 10 <= len(found) <= 19
+    assert 20 - len(BUSY) - 4 <= len(found) <= 20 - len(BUSY)
     assert all(one["response"]["body"]["id"] == "x" for one in found.values())
+
+
+@pytest.mark.parametrize(("status", "num_calls"), [(503, 30), (401, 1), (403, 1)])
+async def test_what_stays_refused_ends_the_run_and_names_the_line(
+    one_request: Path, status: int, num_calls: int
+) -> None:
+    results, seen = one_request.with_name("out.jsonl"), 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal seen
+        seen += 1
+        headers = {"Retry-After": "0"}
+        return web.json_response({"why": "closed"}, status=status, headers=headers)
+
+    code, errors = await run_against(answer, one_request, results)
+    assert code == 1 and f"error: id r0: /v1/completions was answered with {status}" in errors
+    assert "closed" in errors and seen == num_calls
+    assert not results_of(results)

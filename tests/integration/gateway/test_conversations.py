@@ -6,7 +6,6 @@ A real gateway and a private Redis; the nodes write what the test has them write
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,33 +14,15 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from fakes.gateway.byte_model import write_byte_model
-from fakes.node.node import FakeNode
+from fakes.gateway.conversation_gateway import (
+    ConversationGateway,
+    conversation_gateway,
+    write_conversation_model,
+)
 
-from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
-from baton.cluster.secret import ClusterSecret
-from baton.core.config import ClusterConfig, GatewayConfig
-from baton.core.membership import Role
-from baton.gateway.process.server import serve
-from baton.gateway.request.session import SessionLimits
-from baton.proto import codec
 
-SECRET = "test secret"
-TEMPLATE = """
-{%- for tool in tools or [] %}tool {{ tool.function.name }} <tool_call>
-{% endfor %}
-{%- for m in messages %}
-{{- m.role }}: {% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %} {{ call.function.name }}{{ call.function.arguments | tojson }}
-{%- endfor %}{{ '\\n' }}
-{%- endfor %}assistant:
-{%- if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% else %}<think>
-{% endif %}"""
+MAX_MODEL_LEN = 2048
 TOOL = {"name": "now", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 USER = [{"role": "user", "content": "hi"}]
@@ -52,20 +33,20 @@ PROMPT = "user: hi\nassistant:<think>\n"
 class World:
     """A gateway and its nodes, and the clients of both companies."""
 
-    url: str
+    gateway: ConversationGateway
     http: aiohttp.ClientSession
     openai: openai.AsyncOpenAI
-    nodes: tuple[FakeNode, FakeNode]
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
 
     def writes(self, answer: str) -> None:
-        for node in self.nodes:
-            node.answer = answer
+        self.gateway.writes(answer)
 
     @property
     def last_prompt(self) -> str:
-        """Of the last request, as text."""
-        request = codec.request_from_wire(self.nodes[0].dispatched[-1])
-        return bytes(request.prompt_token_ids.tolist()).decode()
+        return self.gateway.last_prompt
 
 
 @pytest.fixture(scope="module")
@@ -76,37 +57,18 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_byte_model(tmp_path_factory.mktemp("models") / "demo", max_model_len=2048)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return write_conversation_model(tmp_path_factory.mktemp("models") / "demo", MAX_MODEL_LEN)
 
 
 @pytest.fixture
 async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
-    cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", SECRET)
-    config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
-    limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
-    gateway = await serve(config, cluster, session_limits=limits)
-    prefill = FakeNode(Role.PREFILL, "p1", "1" * 32, secret=SECRET, max_model_len=2048)
-    decode = FakeNode(
-        Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, max_model_len=2048
-    )
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
-    for node in (prefill, decode):
-        node.num_blocks = 200
-        await node.start()
-        await directory.announce(node.member, 5.0)
-    url = f"http://127.0.0.1:{gateway.http_port}"
-    async with (
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(10)) as http,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as of_openai,
-    ):
-        await gateway.wait_ready(5)
-        yield World(url, http, of_openai, (prefill, decode))
-    await gateway.stop(grace_s=0.0)
-    await directory.close()
-    for node in (prefill, decode):
-        await node.kill()
+    async with conversation_gateway(redis_server.url, model_dir, MAX_MODEL_LEN) as gateway:
+        url = gateway.url
+        async with (
+            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(10)) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as of_openai,
+        ):
+            yield World(gateway, http, of_openai)
 
 
 # --- chats that reason ----------------------------------------------------------------------------
@@ -276,6 +238,50 @@ async def test_a_conversation_goes_on_by_its_id(world: World) -> None:
         )  # fmt: skip
 
 
+async def test_functions_of_a_namespace(world: World) -> None:
+    """The model knows one by both names; the client gets them apart, and sends them back so."""
+    space = {"type": "namespace", "name": "clock", "description": "x", "tools": [FLAT_TOOL]}
+    world.writes(f"</think>{CALL.replace('now', 'clock__now')}")
+    first = await respond(world, tools=[FLAT_TOOL, space])
+    assert "tool now <tool_call>\ntool clock__now <tool_call>" in world.last_prompt
+    (call,) = first.output
+    assert (call.name, call.to_dict()["namespace"]) == ("now", "clock")
+    stream = await respond(world, tools=[space], stream=True)
+    events = [event async for event in stream]
+    (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert done.name == "now" and events[-1].response.output[0].to_dict()["namespace"] == "clock"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    by_hand = [{"role": "user", "content": "hi"}, call.to_dict(), result]
+    await respond(world, input=by_hand, tools=[space])
+    by_hand_prompt = world.last_prompt
+    await respond(world, input=[result], tools=[space], previous_response_id=first.id)
+    assert 'clock__now{"zone": "UTC"}\ntool: noon' in by_hand_prompt == world.last_prompt
+
+
+async def test_a_kept_response_is_read_and_deleted(world: World) -> None:
+    world.writes(f"why</think>{CALL}\nso")
+    first = await respond(world, tools=[FLAT_TOOL], metadata={"a": "b"})
+    assert await world.openai.responses.retrieve(first.id) == first
+    events = [event async for event in await respond(world, stream=True)]
+    streamed = events[-1].response
+    assert await world.openai.responses.retrieve(streamed.id) == streamed
+    second = await respond(world, previous_response_id=first.id, input="and?")
+    await world.openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as error:
+        await world.openai.responses.retrieve(first.id)
+    assert (error.value.code, error.value.param) == ("previous_response_not_found", "response_id")
+    with pytest.raises(openai.NotFoundError):
+        await world.openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await respond(world, previous_response_id=first.id)
+    await respond(world, previous_response_id=second.id)  # it holds the whole conversation
+    with pytest.raises(openai.BadRequestError):
+        await world.openai.responses.retrieve(second.id, stream=True)
+    unkept = await respond(world, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await world.openai.responses.retrieve(unkept.id)
+
+
 async def test_bad_responses_are_named_as_the_client_wrote_them(world: World) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"input": [{"role": "root", "content": "x"}]}, "input[0].role"),
@@ -402,7 +408,7 @@ async def test_a_stream_that_fails_ends_as_its_api_has_it(
 ) -> None:
     anthropic = pytest.importorskip("anthropic")
     world.writes("why</think>" + "hello" * 100)
-    world.nodes[1].token_s = 0.02
+    world.gateway.nodes[1].token_s = 0.02
     events = []
     if not is_anthropic:
         async for event in await respond(world, stream=True):
@@ -422,5 +428,5 @@ async def test_a_stream_that_fails_ends_as_its_api_has_it(
 
 
 async def _kill(world: World) -> None:
-    for node in world.nodes:
+    for node in world.gateway.nodes:
         await node.kill()

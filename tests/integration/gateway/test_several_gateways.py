@@ -147,6 +147,24 @@ async def test_all_serve_and_each_has_an_address_of_its_own(world: World) -> Non
     assert after == {name: count + 1 for name, count in finished.items()}
 
 
+async def test_each_page_shows_the_calls_of_all(world: World) -> None:
+    counted = round(sum((await world.finished()).values()))
+    await world.calls(NUM_CALLS)
+    async with asyncio.timeout(10), world.http() as http:
+        for url in world.gateway.alone.values():
+            for span_s in (300, 3600):
+                shown = 0
+                while shown != counted + NUM_CALLS:
+                    async with http.get(f"{url}/api/snapshot?span_s={span_s}") as answer:
+                        snapshot = await answer.json()
+                    shown = snapshot["counts"]["finished"]
+                    await asyncio.sleep(0.05)
+                assert snapshot["latency"]["ttft"]["num_samples"] == shown
+                scope = snapshot["scope"]
+                assert scope["is_shared"] and len(scope["gateways"]) == 2
+                assert scope["gateways"][0]["name"].endswith(url.rpartition(":")[2])
+
+
 async def test_an_abort_ends_the_calls_of_its_connection_s_gateway(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

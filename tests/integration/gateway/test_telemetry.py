@@ -21,6 +21,7 @@ from baton.core.errors import InvalidRequest
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "demo")
 PROMPT = [*range(100, 164)]  # four blocks
@@ -35,16 +36,19 @@ class Collector:
     bodies: list[bytes] = field(default_factory=list)
     url: str = ""
 
-    def spans(self) -> list[tuple[str, str]]:
-        """(trace id, name) of all spans that came."""
+    def spans(self, trace_id: str) -> dict[tuple[str, str], Span]:
+        """A trace's spans that came, by service and name."""
         requests = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
-        return [
-            (span.trace_id.hex(), span.name)
+        return {
+            (value.value.string_value, span.name): span
             for request in requests
             for resource in request.resource_spans
+            for value in resource.resource.attributes
+            if value.key == "service.name"
             for scope in resource.scope_spans
             for span in scope.spans
-        ]
+            if span.trace_id.hex() == trace_id
+        }
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +186,28 @@ def test_every_call_has_its_line(used: System) -> None:
 
 
 def test_a_trace_from_http_reaches_the_collector(used: System, collector: Collector) -> None:
+    """Its nodes' parts as services of their own, each within the part that it belongs to."""
     deadline_s = time.monotonic() + 10
-    while not any(trace_id == TRACE_ID for trace_id, _ in collector.spans()):
-        assert time.monotonic() < deadline_s, collector.spans()
+    whole_key = ("baton-gateway", "text_completion demo")
+    while whole_key not in (spans := collector.spans(TRACE_ID)):
+        assert time.monotonic() < deadline_s, spans
         time.sleep(0.05)
-    names = {name for trace_id, name in collector.spans() if trace_id == TRACE_ID}
-    assert names >= {"text_completion demo", "gateway", "prefill", "kv_transfer", "decode"}
+    parts = {
+        whole_key: [("gateway", "gateway"), ("prefill", "prefill"), ("decode", "handoff")],
+        ("baton-prefill", "prefill"): [
+            ("prefill", "prefill_queue"),
+            ("prefill", "prefill_compute"),
+        ],
+        ("baton-decode", "handoff"): [("decode", "handoff_attach"), ("decode", "handoff_copy")],
+        ("baton-decode", "decode"): [("decode", "decode_queue"), ("decode", "decode_first_step")],
+    }
+    for parent_key, children in parts.items():
+        parent = spans[parent_key]
+        for service, name in children:
+            span = spans[f"baton-{service}", name]
+            assert span.parent_span_id == parent.span_id
+            # Stamps of one host: what is around a part was around it, to the delivery at the end.
+            assert parent.start_time_unix_nano <= span.start_time_unix_nano
+            assert span.start_time_unix_nano <= span.end_time_unix_nano
+            assert span.end_time_unix_nano <= parent.end_time_unix_nano, name
+    assert spans[whole_key].parent_span_id.hex() == "00f067aa0ba902b7"

@@ -210,8 +210,18 @@ async def test_handoffs_equal_a_single_process(gateway: Gateway, reference: Mode
     (transfer,) = [o.transfer for o in long.outputs if o.HasField("transfer")]
     assert transfer.transport == "shm"
     assert transfer.bytes == 38 * reference.kv.block_bytes  # ceil(600 / 16)
-    assert long.events == ["transfer_started", "transfer_ended", "decode_started"]
-    assert gateway.prefill.heard[requests[3].key].events == ["prefill_started", "first_token"]
+    assert long.events == [
+        "handoff_queued",
+        "transfer_started",
+        "transfer_ended",
+        "decode_started",
+        "first_decode_ended",
+    ]
+    assert gateway.prefill.heard[requests[3].key].events == [
+        "prefill_queued",
+        "prefill_started",
+        "first_token",
+    ]
 
 
 async def test_welcome_and_heartbeat_describe_the_engine(gateway: Gateway) -> None:

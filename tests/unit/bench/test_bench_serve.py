@@ -14,16 +14,19 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from baton.bench.serve import fifo, plots, report
-from baton.bench.serve.clients import arrivals, clocks, generator, records
-from baton.bench.serve.clients.arrivals import Arrival, Prompt
-from baton.bench.serve.clients.driver import DriverError
+from baton.bench.serve import fifo, report
+from baton.bench.serve.clients import clocks
 from baton.bench.serve.clients.driver_choice import connect
-from baton.bench.serve.clients.records import Record
 from baton.bench.serve.clients.worker import WorkerPlan
-from baton.bench.serve.clients.workloads import MIXES, TRACE, Background, LoadShape, make_workload
+from baton.bench.serve.clients.workloads import MIXES, TRACE, LoadShape, make_workload
+from baton.core.metrics import Slo
+from baton.loadgen import arrivals, generator, plots, records
+from baton.loadgen.arrivals import Arrival, Background, Prompt
+from baton.loadgen.driver import DriverError
+from baton.loadgen.figures import ReportWindow
+from baton.loadgen.records import Record
 
-SLO = report.Slo(ttft_s=0.11, tbt_s=0.05)
+SLO = Slo(ttft_s=0.11, tbt_s=0.05)
 
 
 def test_poisson_arrivals_have_the_rate_and_repeat_themselves() -> None:
@@ -119,7 +122,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
         Record("probe", 4.0, 8, 3, 4.0, [], "unavailable: nobody"),
         Record("probe", 0.1, 8, 3, 0.1, [0.2, 0.3, 0.4]),  # before the window
     ]
-    summary = report.summarise(kept, report.ReportWindow(1.0, 5.0), SLO, {"probe": 0.05})
+    summary = report.summarise(kept, ReportWindow(1.0, 5.0), SLO, {"probe": 0.05})
     figures = summary["groups"]["probe"]
     assert (figures["num_sent"], figures["num_failed"]) == (4, 1)
     assert figures["ttft_ms"]["p50"] == pytest.approx(100)
@@ -131,7 +134,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert summary["generator_lag_ms"]["max"] == pytest.approx(10)
     text = report.table(summary)
     assert "probe tbt" in text and "1 failed" in text
-    plots.write(tmp_path / "p.html", "t", {"run": (kept, report.ReportWindow(1.0, 5.0))}, text)
+    plots.write(tmp_path / "p.html", "t", {"run": (kept, ReportWindow(1.0, 5.0))}, text)
     page = (tmp_path / "p.html").read_text()
     assert page.count("<svg") == 4 and "http" not in page
 

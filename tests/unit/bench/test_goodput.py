@@ -11,11 +11,12 @@ from baton.bench.goodput import cells, figures
 from baton.bench.goodput.__main__ import main, without_measured, write_model
 from baton.bench.goodput.cells import CELLS, Start, Timing, cell_named, plan, promise_groups
 from baton.bench.goodput.results import Results, key_of
-from baton.bench.serve.clients.records import Record
-from baton.bench.serve.clients.workloads import BACKGROUND, PROBE
-from baton.bench.serve.report import ReportWindow
+from baton.bench.serve.clients.workloads import PROBE
 from baton.core.config import GatewayConfig
 from baton.gateway.validation.validation import ServedModel
+from baton.loadgen.arrivals import BACKGROUND
+from baton.loadgen.figures import ReportWindow
+from baton.loadgen.records import Record
 
 TIMING = Timing(count_s=60.0, warm_lifetimes=2.0)
 

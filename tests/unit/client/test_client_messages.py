@@ -20,7 +20,7 @@ from baton.core.errors import (
     PromptTooLarge,
     Unavailable,
 )
-from baton.core.request.parameters import Parameter
+from baton.core.request.parameters import EARLY_STOPPING, Parameter
 from baton.core.request.request import OPTIONS, SAMPLING, ConstraintKind
 from baton.core.request.timeline import Event, Stamp
 from baton.proto.v1 import common_pb2, inference_pb2
@@ -55,16 +55,19 @@ def test_a_constraint_that_cannot_be_said_is_refused() -> None:
 
 EXAMPLES: dict[str, Any] = {
     "number": 0.5, "integer": 7, "boolean": True, "string": "ours",
-    "texts": ["END"], "array": [1, 2], "object": {4: -2.0},
+    "texts": ["END"], "early": "never", "array": [1, 2], "object": {4: -2.0},
 }  # fmt: skip
 TYPES: dict[str, Any] = {
     "number": float, "integer": int, "boolean": bool, "string": str,
-    "texts": str | Sequence[str], "array": Sequence[int], "object": Mapping[int, float],
+    "early": bool | str, "texts": str | Sequence[str], "array": Sequence[int],
+    "object": Mapping[int, float],
 }  # fmt: skip
 
 
 def shape(parameter: Parameter) -> str:
     """Of its values in JSON."""
+    if parameter.kind is EARLY_STOPPING:
+        return "early"
     return str(parameter.field.schema.get("type", "texts"))
 
 
@@ -92,6 +95,12 @@ def test_every_parameter_arrives() -> None:
     expected.token_ids.packed = b"\3\0\0\0\4\0\0\0"
     assert (request, timeout_s) == (expected, 1.5)
     assert request.sampling.HasField("top_k"), "an explicit 0 is not nothing"
+
+
+def test_early_stopping_may_be_a_boolean() -> None:
+    for value, text in ((True, "true"), (False, "false"), ("never", "never")):
+        request, _ = build_request("x", {"early_stopping": value})
+        assert request.sampling.early_stopping == text
 
 
 @pytest.mark.parametrize(

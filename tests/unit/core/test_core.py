@@ -17,7 +17,7 @@ from baton.cli.main import build_parser
 from baton.core import errors, flags
 from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
 from baton.core.membership import Role
-from baton.core.metrics import TokenTimes, goodput_rps, percentile
+from baton.core.metrics import Slo, TokenTimes, goodput_rps, percentile
 from baton.core.request.request import (
     OPTIONS,
     SAMPLING,
@@ -103,8 +103,8 @@ def test_token_times() -> None:
     assert times.handoff_gap_s == 0.25
     assert times.gaps_s == pytest.approx((0.25, 0.1))
     assert times.tpot_s == pytest.approx(0.175)
-    assert goodput_rps([times, TokenTimes(0, ())], 2, ttft_slo_s=1, tbt_slo_s=0.3) == 0.5
-    assert goodput_rps([times], 2, ttft_slo_s=1, tbt_slo_s=0.2) == 0
+    assert goodput_rps([times, TokenTimes(0, ())], 2, Slo(1, 0.3)) == 0.5
+    assert goodput_rps([times], 2, Slo(1, 0.2)) == 0
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.1, 100))
@@ -217,7 +217,7 @@ def test_a_dispatch_carries_the_whole_request() -> None:
         "object": ((2, -1.5), (7, 3.0)),
     }  # fmt: skip
     given = {n: values[one.field.schema.get("type", "anyOf")] for n, one in SAMPLING.items()}
-    given |= {"logprobs": 0, "seed": 2**63 - 1}
+    given |= {"logprobs": 0, "seed": 2**63 - 1, "early_stopping": "never"}
     sampling = SamplingParams(**given, constraint=Constraint(ConstraintKind.REGEX, "a+"))
     plain = SamplingParams()
     assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]

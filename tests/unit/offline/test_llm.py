@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import signal
@@ -9,11 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import baton
-from baton import LLM, SamplingParams
+from baton import LLM, BeamSearchParams, SamplingParams
 from baton.core.config import EngineConfig
 from baton.core.errors import (
     BatonError,
@@ -179,7 +181,7 @@ def test_an_engine_that_fails_ends_the_call_and_all_later_ones(
 
 _INTERRUPTED = """
 import os, signal, threading
-from baton import LLM, SamplingParams
+from baton import LLM, BeamSearchParams, SamplingParams
 with LLM(cpu_kv_bytes=1 << 24) as llm:
     interrupt = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     interrupt.start()
@@ -206,3 +208,60 @@ def test_the_package_has_what_it_names() -> None:
     with pytest.raises(AttributeError):
         _ = baton.nothing
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_beam_search_finds_the_engines_beams(llm: LLM, local: LocalEngine) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0.5)
+    found = llm.beam_search([PROMPTS[0], {"prompt": PROMPTS[1]}], params)
+    for prompt, output in zip(PROMPTS, found, strict=False):
+        ids = list(llm.generate(prompt, use_tqdm=False)[0].prompt_token_ids)
+        sampling = EngineSampling(
+            max_tokens=8, temperature=0.0, use_beam_search=True, best_of=3, length_penalty=0.5
+        )
+        request = Request(f"{random.getrandbits(128):032x}", 0, tuple(ids), sampling, (), "", 0)
+        request = dataclasses.replace(request, fork_ids=("a" * 32, "b" * 32))
+        wanted = local.generate([request])
+        assert [one.tokens for one in output.sequences] == [[*ids, *t] for t in wanted.values()]
+        scores = [one.cum_logprob / len(one.logprobs) ** 0.5 for one in output.sequences]
+        assert scores == sorted(scores, reverse=True)
+        assert all(one.text.startswith(prompt) for one in output.sequences)
+
+
+def test_the_best_of_several_samples_are_the_likeliest(llm: LLM) -> None:
+    shared = {"max_tokens": 6, "seed": 5, "temperature": 1.0}
+    (every,) = llm.generate(PROMPTS[0], SamplingParams(n=6, logprobs=0, **shared), use_tqdm=False)
+    ranked = sorted(every.outputs, key=lambda one: one.cumulative_logprob or 0.0, reverse=True)
+    (best,) = llm.generate(PROMPTS[0], SamplingParams(n=2, best_of=6, **shared), use_tqdm=False)
+    assert [one.text for one in best.outputs] == [one.text for one in ranked[:2]]
+    assert [one.index for one in best.outputs] == [0, 1] and best.outputs[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"use_beam_search": True}, "best_of"),
+        ({"use_beam_search": True, "n": 4, "best_of": 2}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"use_beam_search": True, "n": 2, "seed": 1}, "seed"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.5}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "top_k": 5}, "top_k"),
+        ({"use_beam_search": True, "n": 2, "min_p": 0.1}, "min_p"),
+        ({"use_beam_search": True, "n": 2, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "n": 2, "regex": "a+"}, "constraint"),
+        ({"use_beam_search": True, "n": 2, "num_beam_groups": 3}, "num_beam_groups"),
+        ({"use_beam_search": True, "n": 2, "num_beam_groups": 2}, "diversity_penalty"),
+        ({"use_beam_search": True, "n": 2, "diversity_penalty": 1.0}, "diversity_penalty"),
+        ({"use_beam_search": True, "n": 2, "early_stopping": "soon"}, "early_stopping"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"num_beam_groups": 2}, "num_beam_groups"),
+        ({"diversity_penalty": 1.0}, "diversity_penalty"),
+    ],
+)
+def test_what_beams_cannot_go_with_is_refused_by_name(
+    llm: LLM, params: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate(PROMPTS[0], SamplingParams(**params), use_tqdm=False)
+    assert refused.value.param == param

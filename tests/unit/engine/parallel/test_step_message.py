@@ -44,6 +44,7 @@ specs = st.builds(
     st.none() | counts,
     st.lists(keys, max_size=3).map(tuple),
     st.none() | st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=5).map(words),
+    st.integers(0, 300),
 )
 slices = st.builds(
     SequenceSlice,
@@ -69,6 +70,7 @@ def plain(piece: SequenceSlice) -> dict[str, object]:
     if piece.sample is not None:
         spec = piece.sample
         fields["sample"] = (spec.params, spec.key, spec.forbidden_ids, spec.fork_keys)
+        fields["num_candidates"] = spec.num_candidates
         fields["allowed"] = None if spec.allowed is None else spec.allowed.tolist()
         if spec.counts is not None:
             fields["counts"] = (spec.counts.token_ids.tolist(), spec.counts.counts.tolist())
@@ -114,11 +116,12 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "first_prompt_target",
         "num_prompt_top",
     }
-    sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed"}
+    sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed", "num_candidates"}
     assert set(SampleSpec._fields) == sent
     judged_by_rank_0 = {
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
-        *("min_tokens", "prompt_logprobs"),
+        *("min_tokens", "prompt_logprobs", "use_beam_search", "best_of", "early_stopping"),
+        "num_beam_groups",
     }
     numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}

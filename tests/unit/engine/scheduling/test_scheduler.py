@@ -214,6 +214,29 @@ def test_the_latest_are_preempted_and_the_earlier_comes_back_first() -> None:
     assert bench.step() == {"b": 1}
 
 
+def test_a_half_computed_prompt_is_preempted_first_and_once() -> None:
+    bench = Bench(capacity=8, budget=6)
+    a = bench.add(4, first_id=100)
+    assert bench.step() == {"a": 4}
+    prompt = bench.add(16, first_id=200)
+    assert bench.step() == {"a": 1, "b": 5}
+    c = bench.add(3, first_id=300)
+    bench.scheduler.waiting.remove(c)  # it begins to decode here, later than the prompt came
+    c.num_computed_tokens = c.num_launched_tokens = c.num_prefill_tokens = 3
+    assert bench.scheduler._tables.grow(c)
+    bench.scheduler._run(c)
+    assert bench.scheduler._next_victim() is prompt, "nobody's stream waits for it"
+    bench.scheduler._preempt(prompt)
+    assert bench.scheduler._next_victim() is c
+    bench.step()
+    assert prompt.state is SequenceState.RUNNING and prompt.is_prefilling
+    assert bench.scheduler._next_victim() is c, "it has aged"
+    bench.scheduler.remove(c)
+    assert bench.scheduler._next_victim() is prompt
+    bench.scheduler.remove(prompt)
+    assert bench.scheduler._next_victim() is None and a.state is SequenceState.RUNNING
+
+
 def test_a_preempted_sequence_finds_its_blocks_in_the_cache() -> None:
     bench = Bench(capacity=5)
     a = bench.add(8, first_id=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock
@@ -95,6 +96,20 @@ def test_a_wait_is_what_is_ahead_and_its_own_by_the_engines_cost() -> None:
     cluster.costs["p"] = linear_cost(0.25, 0.001)
     cluster.beat("p", 3500, by_caller={ME: 3500})  # other gateways' too
     assert cluster.wait_s(500) == pytest.approx(4.25)
+
+
+def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> None:
+    cluster = Cluster(p=1000, q=1000)
+    for name in ("p", "q"):
+        cluster.dispatch(name, f"second at {name}", 1500 if name == "p" else 9000)
+    assert cluster.wait_s(500, q=496) == pytest.approx(2.0)
+    cluster.table.engines["p"].block_bytes = 16_000
+    load = cluster.table.engines["p"].load
+    assert load is not None
+    cluster.table.engines["p"].load = replace(load, link_gbytes_per_s={"q": 1.0})
+    lendable = {"q": 496}
+    wait_s = cluster.table.predicted_prefill_s(ME, 500, lendable, {}, lendable)
+    assert wait_s == pytest.approx(1.5 + 0.004 + 0.004 + 0.0005, abs=1e-3)
 
 
 def test_nothing_is_predicted_by_what_no_engine_has_measured() -> None:

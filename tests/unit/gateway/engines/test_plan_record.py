@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
-from baton.gateway.engines.plan_record import ALONE, PAIR, SPAN_S, PlanRecord, estimates
+from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, SPAN_S, PlanRecord, estimates
 from baton.gateway.engines.routing import REQUEST_S, EngineState, choose_plan
 
 NUM_TOKENS = 2000
@@ -60,12 +60,12 @@ def test_counts_and_means_of_the_last_seconds() -> None:
     clock = FakeClock()
     record = PlanRecord(clock)
     engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    empty = {"per_s": 0.0, "chosen_s": None, "next_s": None, "prefixes_from": {}}
-    assert record.rows() == [{"plan": PAIR} | empty, {"plan": ALONE} | empty]
+    empty = {"per_s": 0.0, "chosen_s": None, "next_s": None, "prefixes_from": {}, "moves": {}}
+    assert record.rows() == [{"plan": plan} | empty for plan in (PAIR, ALONE, MOVE)]
     for _ in range(40):
         clock.advance(0.1)
         record.note(engines, NUM_TOKENS, "p", "p")
-    pair, alone = record.rows()
+    pair, alone, _ = record.rows()
     assert alone["per_s"] == 4.0 and pair["per_s"] == 0.0
     assert abs(float(str(alone["chosen_s"])) - 0.044) < 1e-9
     assert float(str(alone["next_s"])) > 0.044
@@ -81,7 +81,7 @@ def test_prefixes_are_counted_by_the_engine_that_they_come_from() -> None:
         clock.advance(1.0)
         record.note(engines, NUM_TOKENS, "p", "d", "decode-0")
         record.note(engines, NUM_TOKENS, "p", "d", "decode-1" if number % 2 else "")
-    pair, alone = record.rows()
+    pair, alone, _ = record.rows()
     assert pair["prefixes_from"] == pytest.approx({"decode-0": 1.0, "decode-1": 0.5})
     assert alone["prefixes_from"] == {}
 

@@ -18,7 +18,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
-from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed, definitions
+from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed, View, definitions
 from baton.gateway.http.protocol.errors import Refusal
 from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
@@ -42,6 +42,7 @@ class Cluster:
             lambda: {"model": "m"},
             TARGETS,
             self.clock,
+            lambda: {"is_shared": False, "alone_since_unix_s": 0.0, "gateways": []},
         )
 
     def join(self, name: str, incarnation: str, *, load: ReportedLoad | None = IDLE) -> None:
@@ -100,7 +101,7 @@ def test_two_engines_of_one_name_are_two(cluster: Cluster) -> None:
 
 
 async def test_first_all_then_what_is_new_then_all_for_the_slow(cluster: Cluster) -> None:
-    updates = cluster.feed.follow(TARGETS)
+    updates = cluster.feed.follow(View(TARGETS))
     first = await anext(updates)
     assert first.kind == "snapshot"
     assert "definitions" in json.loads(first.data)
@@ -118,12 +119,12 @@ async def test_first_all_then_what_is_new_then_all_for_the_slow(cluster: Cluster
 
 
 def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
-    assert cluster.feed.whole(TARGETS) is cluster.feed.whole(SloTargets(0.5, 0.05))
-    other = cluster.feed.whole(SloTargets(0.1, 0.05))
+    assert cluster.feed.whole(View(TARGETS)) is cluster.feed.whole(View(SloTargets(0.5, 0.05)))
+    other = cluster.feed.whole(View(SloTargets(0.1, 0.05)))
     assert json.loads(other)["slo"]["ttft_slo_s"] == 0.1
-    before = cluster.feed.whole(TARGETS)
+    before = cluster.feed.whole(View(TARGETS))
     cluster.tick()
-    assert cluster.feed.whole(TARGETS) is not before
+    assert cluster.feed.whole(View(TARGETS)) is not before
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "9" * 5000])
@@ -218,6 +219,9 @@ async def test_a_stream_and_its_limits(cluster: Cluster, monkeypatch: Any) -> No
     assert lines[6] == b": ping\n"
     assert (await client.get("/api/stream")).status == 503
     assert (await client.get("/api/stream?ttft_ms=no")).status == 400
+    assert (await client.get("/api/snapshot?span_s=60")).status == 400
+    hour = await (await client.get("/api/snapshot?span_s=3600")).json()
+    assert (hour["span_s"], hour["row_s"]) == (3600, 15)
     whole = await client.get("/api/snapshot")
     assert (await whole.json())["gateway"] == {"model": "m"}
     assert cluster.feed.num_viewers == MAX_VIEWERS

@@ -179,9 +179,12 @@ def nested(depth: int) -> dict[str, Any]:
         ("media_io_kwargs", {}, "unknown_parameter", "media_io_kwargs"),
         ("chat_template", "x", "unsupported_parameter", "chat_template"),
         ("prompt_embeds", "AAAA", "unsupported_parameter", "prompt_embeds"),
-        ("best_of", 2, "unsupported_parameter", "best_of"),
+        ("best_of", 17, "invalid_value", "best_of"),
         ("suffix", "x", "unsupported_parameter", "suffix"),
-        ("use_beam_search", True, "unsupported_parameter", "use_beam_search"),
+        ("use_beam_search", 1, "invalid_value", "use_beam_search"),
+        ("early_stopping", "always", "invalid_value", "early_stopping"),
+        ("early_stopping", "true", "invalid_value", "early_stopping"),
+        ("num_beam_groups", 0, "invalid_value", "num_beam_groups"),
     ],
 )  # fmt: skip
 def test_fields_of_both_endpoints(name: str, value: Any, code: str, param: str) -> None:

@@ -16,7 +16,7 @@ def said(text: str) -> list[dict[str, str]]:
 
 def is_kept(store: ResponseStore, tenant: str, name: str) -> bool:
     try:
-        store.get(tenant, name)
+        store.messages(tenant, name)
     except ResponseNotFound:
         return False
     return True
@@ -24,12 +24,13 @@ def is_kept(store: ResponseStore, tenant: str, name: str) -> bool:
 
 def test_conversations_are_their_tenants_own() -> None:
     store = ResponseStore(FakeClock(), 1 << 20, 60)
-    store.put("a", "r", said("é"))
-    assert store.get("a", "r") == said("é")
+    store.put("a", "r", said("é"), b"{}")
+    assert store.messages("a", "r") == said("é")
+    assert store.body("a", "r") == b"{}"
     with pytest.raises(ResponseNotFound) as foreign:
-        store.get("b", "r")
+        store.messages("b", "r")
     with pytest.raises(ResponseNotFound) as unknown:
-        store.get("b", "s")
+        store.messages("b", "s")
     assert str(foreign.value).replace("'r'", "") == str(unknown.value).replace("'s'", "")
     assert (foreign.value.http_status, foreign.value.param) == (404, "previous_response_id")
 
@@ -37,10 +38,10 @@ def test_conversations_are_their_tenants_own() -> None:
 def test_they_expire() -> None:
     clock = FakeClock()
     store = ResponseStore(clock, 1 << 20, 60)
-    store.put("a", "1", said("x"))
+    store.put("a", "1", said("x"), b"")
     clock.advance(40)
-    store.put("a", "2", said("x"))
-    store.put("b", "3", said("x"))
+    store.put("a", "2", said("x"), b"")
+    store.put("b", "3", said("x"), b"")
     clock.advance(20)
     assert [is_kept(store, t, n) for t, n in (("a", "1"), ("a", "2"), ("b", "3"))] == [
         False, True, True,
@@ -52,20 +53,43 @@ def test_they_expire() -> None:
 
 def test_who_has_most_makes_room() -> None:
     store = ResponseStore(FakeClock(), 10_000, 60)
-    store.put("small", "s", said("x"))
+    store.put("small", "s", said("x"), b"")
     for i in range(100):
-        store.put("large", f"l{i}", said("x" * 1000))
+        store.put("large", f"l{i}", said("x" * 1000), b"")
         assert store.num_bytes <= 10_000
     assert is_kept(store, "small", "s")
     assert is_kept(store, "large", "l99") and not is_kept(store, "large", "l0")
-    store.put("small", "huge", said("x" * 20_000))
+    store.put("small", "huge", said("x" * 20_000), b"")
     assert not is_kept(store, "small", "huge")
     assert is_kept(store, "small", "s") and is_kept(store, "large", "l99")
 
 
+def test_what_is_deleted_is_gone_alone() -> None:
+    store = ResponseStore(FakeClock(), 1 << 20, 60)
+    store.put("a", "1", said("x"), b"one")
+    store.put("a", "2", said("x"), b"two")
+    for name in ("1", "3"):
+        with pytest.raises(ResponseNotFound):
+            store.delete("b", name)
+    store.delete("a", "1")
+    assert not is_kept(store, "a", "1") and store.body("a", "2") == b"two"
+    store.delete("a", "2")
+    assert store.num_bytes == 0
+    with pytest.raises(ResponseNotFound):
+        store.delete("a", "2")
+
+
+def test_bodies_count_for_the_bound() -> None:
+    store = ResponseStore(FakeClock(), 10_000, 60)
+    store.put("a", "1", said("x"), b"x" * 6000)
+    store.put("a", "2", said("x"), b"x" * 6000)
+    assert not is_kept(store, "a", "1") and is_kept(store, "a", "2")
+    assert 6000 < store.num_bytes <= 10_000
+
+
 def test_none_is_kept_where_there_is_no_room() -> None:
     store = ResponseStore(FakeClock(), 0, 60)
-    store.put("a", "r", [])
+    store.put("a", "r", [], b"")
     assert not is_kept(store, "a", "r") and store.num_bytes == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
@@ -66,8 +67,10 @@ class World:
             lambda: self.certificate_ends_s,
         )
 
-    def link(self, incarnation: str, name: str, load: ReportedLoad) -> LinkedEngine:
-        member = Member(incarnation, Role.DECODE, name, "a:1", "demo", "f", 100, 16, 102)
+    def link(
+        self, incarnation: str, name: str, load: ReportedLoad, role: Role = Role.DECODE
+    ) -> LinkedEngine:
+        member = Member(incarnation, role, name, "a:1", "demo", "f", 100, 16, 102)
         engine = LinkedEngine(member, outbox=None, load=load)  # type: ignore[arg-type]
         self.table.add(engine)
         self.view.listed = [e.member for e in self.table.engines.values()]
@@ -120,6 +123,33 @@ def test_the_deployments_load_is_one_number_each() -> None:
     assert load() == [
         2 * LOAD.num_running, 2 * LOAD.num_waiting + 7, pytest.approx(1 - free / total),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["baton", "vllm"])
+def test_what_a_router_reads_of_a_server_is_there_once(prefix: str) -> None:
+    """The names that docs/metrics.md gives the endpoint picker, each of one series, a gauge."""
+    text = (DOCS / "metrics.md").read_text()
+    specs = dict(re.findall(r"(\w+Spec): \"?([\w:]*)\"?", text))
+    names = ("queuedRequests", "runningRequests", "kvUsage", "lora", "cacheInfo")
+    assert specs.keys() == {f"{name}Spec" for name in names}
+    world = World(prefix)
+    world.num_queued = 1
+    world.link("1" * 32, "d", LOAD)
+    prefill = world.link("2" * 32, "p", LOAD, role=Role.PREFILL)
+    world.link("3" * 32, "p2", LOAD, role=Role.PREFILL)
+    families = {family.name: family for family in parse_text(world.exporter.render("")[0].decode())}
+    found = {}
+    for name, spec in specs.items():
+        if spec:
+            family = families[spec.replace("baton_", full_prefix(prefix))]
+            assert family.type == "gauge"
+            [found[name]] = family.samples
+    assert found["queuedRequestsSpec"].value == 3 * LOAD.num_waiting + 1
+    assert found["runningRequestsSpec"].value == 3 * LOAD.num_running
+    assert 0 < found["kvUsageSpec"].value < 1
+    labels = found["cacheInfoSpec"].labels
+    assert labels["block_size"] == str(prefill.member.block_size)
+    assert labels["num_gpu_blocks"] == str(2 * prefill.pool_blocks)
 
 
 def test_when_certificates_end() -> None:

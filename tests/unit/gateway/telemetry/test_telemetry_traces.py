@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.gateway.calls import STAMPS_S, PlayedCall, feed_of
+from fakes.gateway.calls import STAMPS_S, PlayedCall, feed_of, timeline
 
 from baton.core.errors import EngineFailed, StartupFailed
+from baton.core.request.timeline import Event
 from baton.gateway.telemetry.calls.traces import CallTraces, open_traces
 
 pytest.importorskip("opentelemetry.sdk")
@@ -55,17 +57,29 @@ def test_stages_become_spans() -> None:
     assert whole.kind is SpanKind.SERVER
     assert (whole.start_time, whole.end_time) == (began_ns, began_ns + 500_000_000)
     at_ns = {event.value: began_ns + round(s * 1e9) for event, s, _ in STAMPS_S}
-    for name, first, last, node in (
-        ("gateway", "arrived", "routed", "gateway"),
-        ("prefill_queue", "routed", "prefill_started", "p"),
-        ("prefill", "prefill_started", "first_token", "p"),
-        ("kv_transfer", "transfer_started", "transfer_ended", "d"),
-        ("decode", "decode_started", "finished", "d"),
+    for name, first, last, node, parent in (
+        ("gateway", "arrived", "routed", "gateway", whole),
+        ("prefill", "prefill_queued", "first_token", "p", whole),
+        ("prefill_queue", "prefill_queued", "prefill_started", "p", spans["prefill"]),
+        ("prefill_compute", "prefill_started", "first_token", "p", spans["prefill"]),
+        ("handoff", "handoff_queued", "transfer_ended", "d", whole),
+        ("handoff_attach", "handoff_queued", "transfer_started", "d", spans["handoff"]),
+        ("handoff_copy", "transfer_started", "transfer_ended", "d", spans["handoff"]),
+        ("decode", "transfer_ended", "finished", "d", whole),
+        ("decode_queue", "transfer_ended", "decode_started", "d", spans["decode"]),
+        ("decode_first_step", "decode_started", "first_decode_ended", "d", spans["decode"]),
     ):
-        span = spans[name]
+        span = spans.pop(name) if parent is not whole else spans[name]
         assert (span.start_time, span.end_time) == (at_ns[first], at_ns[last]), name
         assert span.attributes is not None and span.attributes["baton.node"] == node
-        assert span.parent is not None and span.parent.span_id == whole.context.span_id
+        assert span.parent is not None and span.parent.span_id == parent.context.span_id, name
+        service = {"gateway": "gateway", "p": "prefill", "d": "decode"}[node]
+        assert span.resource.attributes["service.name"] == f"baton-{service}"
+        if node != "gateway":
+            assert span.resource.attributes["service.instance.id"] == node
+    handoff = spans["handoff"].attributes
+    assert handoff is not None and handoff["baton.kv_transfer.bytes"] == 1000
+    assert spans.keys() == {whole.name, "gateway", "prefill", "handoff", "decode"}
     assert whole.attributes is not None
     expected = {
         "gen_ai.request.model": "demo",
@@ -87,6 +101,25 @@ def test_a_caller_s_trace_goes_on() -> None:
     assert whole.context.trace_id == int(TRACE_ID, 16)
     assert whole.parent is not None and whole.parent.span_id == int(PARENT_ID, 16)
     assert whole.context.trace_state.get("vendor") == "value"
+
+
+def test_a_call_that_one_engine_served_whole() -> None:
+    traced = Traced()
+    call = traced.call()
+    traced.clock.advance(0.112)
+    call.deliver(1)
+    events = {Event.HANDOFF_QUEUED, Event.TRANSFER_STARTED, Event.TRANSFER_ENDED}
+    events |= {Event.DECODE_STARTED, Event.FIRST_DECODE_ENDED}
+    stamps = tuple(s for s in timeline(call.record.arrived_unix_ns) if s.event not in events)
+    result = replace(call.result(0, 0, 1), transfer=None, decode_node=None, timeline=stamps)
+    call.deliver(4, result=result)
+    call.end(None)
+    spans = traced.spans()
+    parts = {"gateway", "prefill", "prefill_queue", "prefill_compute", "decode"}
+    assert spans.keys() == {"text_completion demo", *parts}
+    decode = spans["decode"]
+    assert decode.attributes is not None and decode.attributes["baton.node"] == "p"
+    assert decode.start_time == spans["prefill"].end_time
 
 
 def test_a_caller_s_word_on_sampling_counts() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
-from baton.core.metrics import TokenTimes, percentile
+from baton.core.metrics import Slo, TokenTimes, percentile
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets
@@ -91,9 +91,7 @@ class Oracle:
     def slo(self, now_s: float, ttft_s: float, tbt_s: float) -> tuple[int, int]:
         judged = [call for call in self.calls if call[0] >= self.begins(now_s)]
         good = [
-            finished
-            and bool(streams)
-            and all(t.meets(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s) for t in streams)
+            finished and bool(streams) and all(Slo(ttft_s, tbt_s).is_met_by(t) for t in streams)
             for _, finished, streams in judged
         ]
         return len(judged), sum(good)
@@ -174,7 +172,7 @@ def test_window_equals_brute_force(
     play(feed, clock, oracle, happenings)
     now_s = clock.monotonic_s()
     snapshot = window_snapshot(window, SloTargets(ttft_slo_s, tbt_slo_s))
-    assert +Counter(counts_of(window.total())) == oracle.count(now_s)
+    assert +Counter(counts_of(window.last_minutes.total)) == oracle.count(now_s)
     for name in ("ttft", "tbt", "handoff_gap", "tpot", "e2e"):
         samples, found = oracle.latency(now_s, name), snapshot["latency"][name]
         assert found["num_samples"] == len(samples), name
@@ -196,9 +194,9 @@ def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
     for _ in range(300):
         clock.advance(rng.random() / 100)
         rng.choice(calls).deliver(rng.randint(1, 3))
-    counts = counts_of(window.total())
+    counts = counts_of(window.last_minutes.total)
     num_streams = sum(1 for call in calls if call.record.token_times[0])
-    gaps = window.total().histogram(LATENCIES["tbt"]).num_samples
+    gaps = window.last_minutes.total.histogram(LATENCIES["tbt"]).num_samples
     assert gaps + counts["coalesced_tokens"] + num_streams == counts["output_tokens"]
 
 
@@ -268,7 +266,7 @@ def test_stages_and_transfers_of_a_call() -> None:
     assert snapshot["prefix"]["hit_rate"] == pytest.approx(4 / 7)
     assert snapshot["prefix"]["puller_cached_tokens"] == 16
     assert snapshot["slo"]["attainment"] == 1.0
-    assert recent["timeline"][0] == ["arrived", 0.0, "gateway"]
+    assert recent["timeline"][0] == ("arrived", 0.0, "gateway")
 
 
 def test_memory_does_not_grow_with_load() -> None:
@@ -279,9 +277,9 @@ def test_memory_does_not_grow_with_load() -> None:
     for _ in range(10):
         clock.advance(1)
         PlayedCall(clock, feed).end(EngineFailed("x"))
-    assert len(window.seconds) <= 3
+    assert len(window.last_minutes.rows) <= 3
     assert len(window.recent) == 5
     assert window.num_running == 0
     clock.advance(100)
-    empty = window.total()
+    empty = window.last_minutes.total
     assert not empty.counts and not empty.histograms

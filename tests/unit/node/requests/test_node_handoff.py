@@ -53,8 +53,14 @@ def test_handoff_gives_the_reference_tokens(world: NodeWorld) -> None:
     source, puller = world.prefill.received[one.key], world.decode.received[one.key]
     assert source.tokens.keys() == {0} and source.num_ends == 0
     assert puller.finish_reason is FinishReason.LENGTH
-    assert source.events == ["prefill_started", "first_token"]
-    assert puller.events == ["transfer_started", "transfer_ended", "decode_started"]
+    assert source.events == ["prefill_queued", "prefill_started", "first_token"]
+    assert puller.events == [
+        "handoff_queued",
+        "transfer_started",
+        "transfer_ended",
+        "decode_started",
+        "first_decode_ended",
+    ]
     assert source.cached_tokens == 0
     assert puller.transfer is not None
     assert puller.transfer.bytes == 5 * world.decode.pool.block_bytes  # ceil(19 / 4)
@@ -111,7 +117,7 @@ def test_local_work_runs_on_either_node(world: NodeWorld, name: str) -> None:
     world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
     world.settle()
     assert world.tokens(one) == reference(one)
-    assert node.received[one.key].events == ["prefill_started", "first_token"]
+    assert node.received[one.key].events == ["prefill_queued", "prefill_started", "first_token"]
     assert_clean(world)
 
 
@@ -402,7 +408,13 @@ def test_samples_share_one_handoff(world: NodeWorld, num_prompt_tokens: int) -> 
         assert world.tokens(sample) == reference_of(sample)
         puller = world.decode.received[sample.key]
         assert puller.finish_reason is FinishReason.LENGTH
-        assert puller.events == ["transfer_started", "transfer_ended", "decode_started"]
+        assert puller.events == [
+            "handoff_queued",
+            "transfer_started",
+            "transfer_ended",
+            "decode_started",
+            "first_decode_ended",
+        ]
     assert len({tuple(reference_of(sample)) for sample in (one, *one.forks)}) == 4
     assert world.prefill.runner.batch_sizes == [[8]] * (num_prompt_tokens // 8) + (
         [[num_prompt_tokens % 8]] if num_prompt_tokens % 8 else []

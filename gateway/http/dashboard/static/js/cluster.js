@@ -1,4 +1,4 @@
-// The cluster as it is: a card for the gateway and for each engine, and who passes KV to whom.
+// The cluster as it is: a card for each gateway and each engine, and who passes KV to whom.
 // An engine that is gone stays, grey: the server keeps it in the list.
 
 import { drawEdges } from "./edges.js";
@@ -106,23 +106,23 @@ function updateLinks(list, engine, state) {
     });
 }
 
-function updateGateway(card, state) {
+function updateGateway(card, gateway) {
   const { parts } = card;
-  setText(parts.name, "Gateway");
-  const { is_ready, is_draining } = state.gateway;
-  setText(parts.badge, is_draining ? "Shutting down" : is_ready ? "Ready" : "No pair of engines");
-  setAttribute(parts.badge, "data-tone", is_draining ? "gone" : is_ready ? "good" : "bad");
-  setText(parts.sub, state.gateway.version ? `version ${state.gateway.version}` : "");
-  setText(parts.facts.rps[1], joined(rate(state.rates.began_per_s, "/s")));
-  setText(parts.facts.running[1], count(state.num_running));
-  setText(parts.facts.output[1], joined(rate(state.rates.output_tokens_per_s, "tok/s")));
+  const { is_own: isOwn, is_ready: isReady, is_draining: isDraining } = gateway;
+  setText(parts.name, gateway.name);
+  setText(parts.badge, isDraining ? "Shutting down" : isReady ? "Ready" : "No pair of engines");
+  setAttribute(parts.badge, "data-tone", isDraining ? "gone" : isReady ? "good" : "bad");
+  setText(parts.sub, [`version ${gateway.version}`, isOwn ? "this page's" : ""].filter(Boolean).join(" · "));
+  setText(parts.facts.rps[1], joined(rate(gateway.began_per_s, "/s")));
+  setText(parts.facts.running[1], count(gateway.num_running));
+  setText(parts.facts.output[1], joined(rate(gateway.output_tokens_per_s, "tok/s")));
 }
 
 export class Cluster {
   constructor(place) {
     this.edges = element("div", { class: "edges", "aria-hidden": true });
-    this.gateway = makeCard("gateway", FACTS.gateway);
-    this.columns = { gateway: this.#column("Gateway", element("div", { class: "cards" }, this.gateway)) };
+    this.gateways = element("div", { class: "cards" });
+    this.columns = { gateway: this.#column("Gateways", this.gateways) };
     this.cards = {};
     for (const role of Object.keys(ROLES)) {
       this.cards[role] = element("div", { class: "cards" });
@@ -141,7 +141,10 @@ export class Cluster {
 
   update(state) {
     this.state = state;
-    updateGateway(this.gateway, state);
+    const { gateways } = state.scope;
+    const numReady = gateways.filter((gateway) => gateway.is_ready).length;
+    setText(this.notes.Gateways, `${numReady} of ${gateways.length} ready`);
+    keyed(this.gateways, gateways, (gateway) => gateway.gateway, () => makeCard("gateway", FACTS.gateway), updateGateway);
     for (const role of Object.keys(ROLES)) {
       const engines = state.engines.filter((engine) => engine.role === role);
       const ready = engines.filter((engine) => engine.state === "ready").length;

@@ -1,4 +1,4 @@
-// The arrows between the cards: gateway to prefill, prefill to decode; drawn only, the cards say it too.
+// The arrows between the cards: gateways to prefill, prefill to decode; drawn only, the cards say it too.
 
 import { keyed, setAttribute, svg } from "./dom.js";
 
@@ -16,7 +16,9 @@ function edgesOf(state) {
   const edges = [];
   for (const engine of state.engines) {
     if (engine.role === "prefill" && IS_ALIVE.has(engine.state)) {
-      edges.push({ from: "gateway", to: engine.incarnation, width: 1.5, isBusy, kind: "ask" });
+      for (const { gateway, began_per_s: began } of state.scope.gateways) {
+        edges.push({ from: gateway, to: engine.incarnation, width: 1.5, isBusy: began > 0, kind: "ask" });
+      }
     }
     for (const source of engine.role === "decode" && IS_ALIVE.has(engine.state) ? engine.links : []) {
       edges.push({ from: source, to: engine.incarnation, width: MIN_WIDTH, isBusy: false, kind: "kv" });
@@ -39,7 +41,7 @@ function boxes(place) {
   const found = new Map();
   for (const card of place.querySelectorAll(".card")) {
     const box = card.getBoundingClientRect();
-    found.set(card.dataset.key ?? "gateway", {
+    found.set(card.dataset.key, {
       left: box.left - origin.left, right: box.right - origin.left, middle: (box.top + box.bottom) / 2 - origin.top,
     });
   }

@@ -4,7 +4,7 @@ import { ChartFrame, TimeChart, colour } from "./chart.js";
 import { setText } from "./dom.js";
 import { count, duration, joined, timeOfDay } from "./format.js";
 
-const COLUMNS = 75;
+const COLUMNS = 75; // at most
 const MIN_ROWS = 12;
 
 export class HeatMap {
@@ -24,10 +24,10 @@ export class HeatMap {
   }
 
   update(state) {
-    const { heatmaps, now_unix_s: now, shown_s: span, latency } = state;
+    const { heatmaps, now_unix_s: now, shown_s: span, row_s: rowS, latency } = state;
     this.edges = heatmaps.edges_s;
     this.first = Math.floor(now - span);
-    this.width = span / COLUMNS;
+    this.width = rowS * Math.ceil(span / COLUMNS / rowS); // rows are not divided
     this.cells = this.#gathered(heatmaps[this.name]);
     this.peak = Math.max(1, ...this.cells.map(([, , number]) => number));
     this.rows = this.#shownRows();

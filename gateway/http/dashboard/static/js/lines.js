@@ -4,13 +4,14 @@ import { ChartFrame, TimeChart, colour, niceCeiling } from "./chart.js";
 import { setText } from "./dom.js";
 import { duration, joined, timeOfDay } from "./format.js";
 
-const BRIDGED_S = 4; // a second without samples is no gap in a line, a pause is
+const BRIDGED = 4; // rows: a second without samples is no gap in a line, a pause is
 
 const drawn = (v) => v !== null && v !== undefined;
 
-/** Leave out gaps that are shorter than BRIDGED_S. */
+/** Leave out gaps that are shorter than BRIDGED rows. */
 function gaps(u, seriesIndex, first, last, found) {
-  const pixels = BRIDGED_S * ((u.bbox.width) / (u.scales.x.max - u.scales.x.min));
+  const [begin, next] = u.data[0];
+  const pixels = BRIDGED * (next - begin) * ((u.bbox.width) / (u.scales.x.max - u.scales.x.min));
   return found.filter(([from, to]) => to - from > pixels);
 }
 
@@ -22,9 +23,9 @@ function lonely(u, seriesIndex) {
   for (let i = 0; i < values.length; i += 1) {
     if (!drawn(values[i])) continue;
     let after = i + 1;
-    while (after < values.length && after - i <= BRIDGED_S && !drawn(values[after])) after += 1;
-    const hasAfter = after < values.length && after - i <= BRIDGED_S;
-    if (i - before > BRIDGED_S && !hasAfter) found.push(i);
+    while (after < values.length && after - i <= BRIDGED && !drawn(values[after])) after += 1;
+    const hasAfter = after < values.length && after - i <= BRIDGED;
+    if (i - before > BRIDGED && !hasAfter) found.push(i);
     before = i;
   }
   return found;

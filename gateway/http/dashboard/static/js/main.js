@@ -4,6 +4,7 @@ import { Calls } from "./calls.js";
 import { Cluster } from "./cluster.js";
 import { Connection } from "./connection.js";
 import { byId, element, setText } from "./dom.js";
+import { timeOfDay } from "./format.js";
 import { makeCharts } from "./panels.js";
 import { Plans } from "./plans.js";
 import { States } from "./states.js";
@@ -23,6 +24,7 @@ function render() {
   setText(byId("model"), state.gateway.model);
   if (document.title !== `${state.gateway.model} · Baton`) document.title = `${state.gateway.model} · Baton`;
   showEmpty(state);
+  showScope(state.scope);
   for (const panel of panels) panel.update(state);
 }
 
@@ -32,6 +34,12 @@ function showEmpty(state) {
   const body = JSON.stringify({ model: state.gateway.model, messages: [{ role: "user", content: "Hello" }], stream: true });
   const quoted = body.replaceAll("'", "'\\''"); // for a shell's single quotes
   setText(byId("curl"), `curl -N ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${quoted}'`);
+}
+
+/** Whose figures these are, where they are not all gateways'. */
+function showScope({ is_shared: isShared, alone_since_unix_s: since }) {
+  byId("alone").hidden = isShared;
+  if (!isShared) setText(byId("alone-text"), `Since ${timeOfDay(since)} the figures are of this gateway's requests alone, and other gateways' are missing.`);
 }
 
 function setUpDefinitions() {

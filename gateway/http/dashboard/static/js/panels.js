@@ -14,7 +14,7 @@ const seconds = (value) => joined(duration(value));
 export function makeCharts() {
   return [
     new PercentileChart(byId("ttft-lines"), {
-      title: "Time to first token", note: "TTFT of each second's requests",
+      title: "Time to first token", note: "TTFT of each second's requests; in the hour, of each 15 seconds'",
       columns: percentiles("ttft"), tokens: ["prefill", "prefill-mid", "prefill-soft"], slo: "ttft",
     }),
     new PercentileChart(byId("tbt-lines"), {
@@ -28,7 +28,7 @@ export function makeCharts() {
       title: "TBT, all samples", note: "One sample a gap; logarithmic", name: "tbt", token: "decode",
     }),
     new StackChart(byId("stages"), {
-      title: "Arrival to second token", note: "Mean time in each stage, by second: the first three make TTFT, the others the hand-off gap",
+      title: "Arrival to second token", note: "Mean time in each stage: the first three make TTFT, the others the hand-off gap",
       parts: STAGES.map(({ key, name, token }) => ({ name, token, column: `${key}_mean_s` })),
       format: seconds,
       legend: (state) => STAGES.map(({ key }) => state.stages[key].mean_s),
@@ -38,7 +38,7 @@ export function makeCharts() {
       columns: percentiles("handoff_gap"), tokens: ["transfer", "transfer-mid", "transfer-soft"], slo: "tbt",
     }),
     new StackChart(byId("prefix"), {
-      title: "Prefix cache", note: "Prompt tokens of finished requests, by second: computed, or found in the cache",
+      title: "Prefix cache", note: "Prompt tokens of finished requests: computed, or found in the cache",
       parts: [
         { name: "saved", token: "decode", column: "cached_tokens" },
         { name: "computed", token: "neutral", column: "computed_tokens" },
@@ -48,7 +48,7 @@ export function makeCharts() {
       headline: ({ prefix }) => `${joined(percent(prefix.hit_rate))} of prompt tokens were hits`,
     }),
     new StackChart(byId("transfer"), {
-      title: "KV passed", note: "Bytes from prefill to decode engines, by second",
+      title: "KV passed", note: "Bytes from prefill to decode engines",
       parts: [{ name: "in the window", token: "transfer-soft", column: "transfer_bytes" }],
       format: (value) => joined(bytes(value)),
       legend: ({ transfers }) => [transfers.reduce((sum, edge) => sum + edge.bytes, 0)],

@@ -6,8 +6,9 @@ import { duration, joined, rate } from "./format.js";
 const NAMES = {
   pair: ["Handed off", "a prefill and a decode engine"],
   alone: ["Whole", "one engine that promises something"],
+  move: ["Moved", "while they ran: their engine's promise was broken"],
 };
-const COLUMNS = ["Plan", "Chosen", "Estimated", "Next best", "Prefix from"];
+const COLUMNS = ["Plan", "Chosen", "Estimated", "Next best", "Prefix from, moved to"];
 
 export class Plans {
   constructor(place) {
@@ -24,9 +25,9 @@ export class Plans {
 
   update(state) {
     this.place.hidden = state.plans.length === 0;
-    for (const { plan, per_s: perSecond, chosen_s: chosen, next_s: next, prefixes_from: from } of state.plans) {
+    for (const { plan, per_s: perSecond, chosen_s: chosen, next_s: next, prefixes_from: from, moves } of state.plans) {
       const texts = [rate(perSecond, "/s"), duration(chosen), duration(next)].map(joined);
-      const sources = Object.entries(from).map(([name, count]) => `${name} ${joined(rate(count, "/s"))}`);
+      const sources = Object.entries(plan === "move" ? moves : from).map(([name, count]) => `${name} ${joined(rate(count, "/s"))}`);
       texts.push(sources.join(", ") || "–");
       this.rows[plan]?.cells.forEach((cell, index) => setText(cell, texts[index]));
     }

@@ -15,8 +15,13 @@ const CELLS = [
 const waiting = (s) => s.engines.reduce((sum, engine) => sum + (engine.num_waiting ?? 0), 0);
 const errors = (s) => s.counts.failed + s.counts.refused;
 
-function coveredText({ covered_s: covered, span_s: span }) {
-  if (covered >= span - 1) return `last ${span / 60} min`;
+function coveredText({ covered_s: covered, span_s: span, scope }) {
+  const number = scope.gateways.length;
+  return spanText(covered, span) + (number > 1 ? `, ${number} gateways` : "");
+}
+
+function spanText(covered, span) {
+  if (covered >= span - 1) return span === 3600 ? "last hour" : `last ${span / 60} min`;
   return covered < 120 ? `first ${Math.floor(covered)} s` : `first ${Math.floor(covered / 60)} min`;
 }
 

@@ -1,17 +1,19 @@
 // The SLO targets: edited in the form, kept in the page's address, so that a link carries them.
 
-import { byId } from "./dom.js";
+import { byId, setAttribute } from "./dom.js";
 
+const SPANS = ["300", "3600"]; // seconds, of which the first is usual
 const FIELDS = { ttft_ms: "ttft-target", tbt_ms: "tbt-target" };
 
 const isTarget = (text) => Number(text) > 0 && Number(text) <= 3_600_000;
 
-/** The targets in the address; the gateway has its own for those that are not there. */
+/** The targets and the span in the address; the gateway has its own for those that are not there. */
 function fromAddress() {
   const asked = new URLSearchParams(location.search);
-  return Object.fromEntries(Object.keys(FIELDS)
+  const values = Object.fromEntries(Object.keys(FIELDS)
     .filter((name) => isTarget(asked.get(name)))
     .map((name) => [name, String(Number(asked.get(name)))]));
+  return SPANS.includes(asked.get("span_s")) ? { ...values, span_s: asked.get("span_s") } : values;
 }
 
 export class Targets {
@@ -29,6 +31,15 @@ export class Targets {
         onChange();
       });
     }
+    for (const span of SPANS) {
+      byId(`span-${span}`).addEventListener("click", () => {
+        this.values.span_s = span;
+        this.#keep();
+        this.#showSpan(span);
+        onChange();
+      });
+    }
+    this.#showSpan(this.values.span_s ?? SPANS[0]);
     byId("targets").addEventListener("submit", (event) => event.preventDefault());
   }
 
@@ -40,6 +51,10 @@ export class Targets {
       const isEdited = input === document.activeElement || input.getAttribute("aria-invalid") === "true";
       if (!isEdited && input.value !== text) input.value = text;
     }
+  }
+
+  #showSpan(shown) {
+    for (const span of SPANS) setAttribute(byId(`span-${span}`), "aria-pressed", String(span === shown));
   }
 
   query() {

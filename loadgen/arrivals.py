@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+BACKGROUND = "background"  # the group of its streams
 TRACE_PIECE_TOKENS = 512  # tokens behind one hash id of a Mooncake trace
 
 
@@ -50,6 +51,26 @@ class Arrival:
     prompt: Prompt
     num_output_tokens: int
     group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """Streams that run all the time: one that ends begins anew with its own prompt.
+
+    The first outputs are shortened by different parts, or all would end in one moment.
+    """
+
+    num_streams: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    def prompt(self, stream: int) -> Prompt:
+        """Each stream's own, the same in every run: begun anew, it costs no prefill to speak of."""
+        return Prompt.drawn(self.num_prompt_tokens, 1_000_000 + stream)
+
+    def first_output_tokens(self, stream: int) -> int:
+        share = (stream + 1) / self.num_streams
+        return max(1, int(self.num_output_tokens * share))
 
 
 def poisson(

@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton.core.metrics import percentile
-
-from .clients.records import Record
-from .report import ReportWindow, tbt_samples
+from ..core.metrics import percentile
+from .figures import ReportWindow, tbt_samples
+from .records import Record
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 620, 260, 60, 40, 30
 _COLOURS = ("#1f6feb", "#d1580a", "#2a9134", "#8250df", "#b62324", "#57606a")

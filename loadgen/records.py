@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.core.metrics import TokenTimes
+from ..core.metrics import TokenTimes
 
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times are seconds from the run's start; `error` is empty if all came."""
+    """One request. Times are seconds from the run's start; `error` is empty if nothing failed."""
 
     group: str
     due_s: float
@@ -24,6 +24,7 @@ class Record:
     sent_s: float = 0.0
     token_s: list[float] = field(default_factory=list)
     error: str = ""
+    is_cut_off: bool = False  # it still ran at the end of the run
 
     @property
     def times(self) -> TokenTimes:
@@ -33,6 +34,21 @@ class Record:
     def lag_s(self) -> float:
         """How late the generator itself was."""
         return self.sent_s - self.due_s
+
+    def count_as(self, num_prompt_tokens: int | None, num_output_tokens: int | None) -> None:
+        """Take over the server's count at the end of a request.
+
+        Where pieces of several tokens were counted as one, the tokens are spread evenly over the
+        pieces, the last one on the last.
+        """
+        if num_prompt_tokens is not None:
+            self.num_prompt_tokens = num_prompt_tokens
+        num_pieces, num_tokens = len(self.token_s), num_output_tokens
+        if not num_tokens or not num_pieces or num_tokens == num_pieces:
+            return
+        last_s = self.token_s[-1]
+        self.token_s = [self.token_s[i * num_pieces // num_tokens] for i in range(num_tokens)]
+        self.token_s[-1] = last_s
 
 
 def save(path: Path, records: Sequence[Record]) -> None:
@@ -47,6 +63,7 @@ def save(path: Path, records: Sequence[Record]) -> None:
         num_tokens=np.array([len(r.token_s) for r in records], np.int64),
         token_s=np.array([t for r in records for t in r.token_s]),
         error=np.array([r.error for r in records], np.str_),
+        is_cut_off=np.array([r.is_cut_off for r in records], np.bool_),
     )
 
 
@@ -62,9 +79,13 @@ def load(path: Path) -> list[Record]:
             ),
             token_s,
             arrays["error"].tolist(),
+            arrays["is_cut_off"].tolist(),
             strict=True,
         )
-        return [Record(*head, times.tolist(), error) for *head, times, error in columns]
+        return [
+            Record(group, due_s, num_prompt, num_output, sent_s, times.tolist(), error, is_cut_off)
+            for group, due_s, num_prompt, num_output, sent_s, times, error, is_cut_off in columns
+        ]
 
 
 def merge(parts: Iterable[Sequence[Record]]) -> list[Record]:

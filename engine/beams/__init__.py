@@ -1,0 +1,1 @@
+"""Beam search: which continuations of a prompt go on, and the sequences that compute them."""

@@ -1,0 +1,234 @@
+"""The searches of an engine: sequences that compute beams, and what they become behind each step.
+
+    step n      beam 0  beam 1  beam 2      each has its candidates: all stand still
+                 │ │      │        x        beam_group.py decides
+    step n + 1   0 2      1                 the first child goes on in its parent's place, further
+                                            ones fork off, who has none gives its blocks back
+
+A fork shares its parent's full blocks and copies the partial last one, so a step copies at most one
+block a beam. A search whose sequences are not all in one step waits for the last of them. Sequences
+that other requests crowd out come back as scheduler.py says; the beams' tokens are all they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, MutableMapping
+from dataclasses import dataclass, field, replace
+
+from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
+from ...core.request.request import Request
+from ..execution.batch import Runner, SampledToken
+from ..scheduling.outputs import FinishedBeam, StepOutputBuilder
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence, SequenceGroup, SequenceState
+from .beam_group import BeamGroup, BeamRules, num_candidates
+
+
+@dataclass(slots=True, eq=False)
+class BeamSearch(SequenceGroup):
+    """One search. `keys`: of the requests that its best hypotheses are for, best first; `wanted`:
+    those of them that are not cancelled. The first key's hypothesis is number `sample_index`."""
+
+    request: Request = field(kw_only=True)
+    beams: BeamGroup = field(kw_only=True)
+    keys: tuple[str, ...] = field(init=False)
+    wanted: set[str] = field(init=False)
+    found: dict[Sequence, SampledToken] = field(default_factory=dict)  # behind all its tokens
+    num_forks: int = 0
+
+    def __post_init__(self) -> None:
+        self.keys = (self.request.key, *(fork.key for fork in self.request.forks))
+        self.wanted = set(self.keys)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every beam has its candidates."""
+        return all(self.has_found(one) for one in self.members)
+
+    def has_found(self, one: Sequence) -> bool:
+        is_computed = one.num_computed_tokens == one.num_tokens
+        return one.state is SequenceState.RUNNING and is_computed and one in self.found
+
+
+class BeamSearches:
+    """Of one engine, whose `sequences` it keeps. `on_end(num_outputs)`: one ended by itself."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        sequences: MutableMapping[str, Sequence],
+        runner: Runner,
+        eos_token_ids: Collection[int],
+        on_end: Callable[[int], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._sequences = sequences
+        self._runner = runner
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._on_end = on_end
+        self._by_key: dict[str, BeamSearch] = {}
+        self._due: list[BeamSearch] = []  # that found something since `advance`
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def begin(self, sequence: Sequence, max_outputs: int) -> None:
+        """Make a new sequence, of a request for beams, the first of a search; a held one only
+        brings what a search elsewhere begins with."""
+        request, sampling = sequence.request, sequence.request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= self._eos_token_ids
+        rules = BeamRules.of(sampling, max_outputs, stop_ids)
+        sequence.num_candidates = num_candidates(rules.width, len(stop_ids))
+        sequence.forks = ()
+        if not sequence.is_held:
+            search = BeamSearch(rules.width, request=request, beams=BeamGroup(rules))
+            search.members.append(sequence)
+            sequence.group = search
+
+    def file(self, sequence: Sequence) -> None:
+        """The engine has taken the sequence in: its search is found by its requests' keys."""
+        if (search := self.of(sequence)) is not None:
+            self._by_key |= dict.fromkeys(search.keys, search)
+
+    def of(self, sequence: Sequence) -> BeamSearch | None:
+        """The search that a sequence is part of."""
+        return sequence.group if isinstance(sequence.group, BeamSearch) else None
+
+    def keys_of(self, sequence: Sequence) -> tuple[str, ...]:
+        """Of all requests that a sequence is for."""
+        search = self.of(sequence)
+        return (sequence.key,) if search is None else search.keys
+
+    def abort(self, key: str) -> bool:
+        """Nobody waits for this hypothesis any more; with the last one the search ends. False: no
+        search has this key."""
+        search = self._by_key.get(key)
+        if search is None:
+            return False
+        search.wanted.discard(key)
+        if not search.wanted:
+            self.end(search)
+        return True
+
+    def fail(self, search: BeamSearch, error: BatonError, output: StepOutputBuilder) -> None:
+        """End it with an error to all whom it was for."""
+        output.failed += [(key, error) for key in search.keys if key in search.wanted]
+        self.end(search)
+
+    def end(self, search: BeamSearch) -> None:
+        """Give back all that it holds."""
+        for key in search.keys:
+            del self._by_key[key]
+        for sequence in search.members:
+            self._remove(sequence)
+        search.members = []
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.key]
+        if sequence.state is not SequenceState.ENDED:
+            self._scheduler.remove(sequence)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def found(self, sequence: Sequence, sampled: SampledToken) -> bool:
+        """What may follow all of a beam's tokens, which are computed. Returns whether that begins
+        the search."""
+        search = self.of(sequence)
+        assert search is not None
+        search.found[sequence] = sampled
+        self._due.append(search)
+        return not search.is_forked
+
+    def advance(self, output: StepOutputBuilder) -> bool:
+        """Let searches go on whose beams all have their candidates; whether any could."""
+        due, self._due = dict.fromkeys(self._due), []
+        ready = [search for search in due if search.members and self._has_all(search, output)]
+        copies: list[tuple[int, int]] = []
+        for search in ready:
+            copies += self._advance(search, output)
+        if copies:
+            self._runner.copy_blocks(copies)
+        return bool(due)
+
+    def _has_all(self, search: BeamSearch, output: StepOutputBuilder) -> bool:
+        """Whether it can go on; what was parked behind its first beam is brought back."""
+        leader, *others = search.members
+        parked = [one for one in others if one.state is SequenceState.PARKED]
+        if parked and search.has_found(leader):
+            if not all(self._scheduler.rejoin(one, leader) for one in parked):
+                self._crowd_out(search, output)
+            return False
+        return search.is_ready
+
+    def _advance(self, search: BeamSearch, output: StepOutputBuilder) -> list[tuple[int, int]]:
+        """Behind one step: returns the blocks (source, target) to copy before the next."""
+        parents = search.members
+        beams = search.beams.advance([search.found[one] for one in parents])
+        search.found.clear()
+        if not beams:
+            self._finish(search, output)
+            return []
+        search.is_forked = True
+        heirs = {beam.parent: beam for beam in reversed(beams)}  # each parent's first child
+        for index, sequence in enumerate(parents):
+            if index not in heirs:
+                self._remove(sequence)
+        copies, members = list[tuple[int, int]](), list[Sequence]()
+        for beam in beams:
+            parent = parents[beam.parent]
+            if heirs[beam.parent] is beam:
+                members.append(parent)
+                continue
+            child = self._child(search, parent, beam.token_id)
+            self._sequences[child.key] = child
+            copies += self._scheduler.fork(parent, child)
+            members.append(child)
+        for parent_index, beam in heirs.items():
+            parents[parent_index].token_ids.append(beam.token_id)
+        search.members = members
+        if any(one.state is SequenceState.PARKED for one in members):
+            self._crowd_out(search, output)
+            return []
+        return copies
+
+    def _child(self, search: BeamSearch, parent: Sequence, token_id: int) -> Sequence:
+        """One more sequence behind the parent's tokens."""
+        search.num_forks += 1
+        request_id = f"{search.request.request_id}.{search.num_forks}"
+        child = Sequence(
+            replace(search.request, request_id=request_id, fork_ids=()),
+            parent.arrival,
+            False,
+            parent.root_hash,
+        )
+        child.token_ids = parent.token_ids[:]
+        child.token_ids.append(token_id)
+        child.has_started = True
+        child.next_prompt_logprob = len(search.request.prompt_token_ids)
+        child.num_candidates, child.group = parent.num_candidates, search
+        return child
+
+    def _crowd_out(self, search: BeamSearch, output: StepOutputBuilder) -> None:
+        """There is no room for all its sequences beside what others have, or in the whole pool."""
+        if self._scheduler.has_all(search):
+            error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
+            self.fail(search, error, output)
+        else:
+            self._scheduler.preempt_group(search)
+
+    def _finish(self, search: BeamSearch, output: StepOutputBuilder) -> None:
+        first = search.request.sample_index
+        best = search.beams.best(first + len(search.keys))
+        for key, hypothesis in zip(search.keys, best[first:], strict=False):
+            if key in search.wanted:
+                token_ids, logprobs = hypothesis.tokens()
+                reason = hypothesis.finish_reason
+                output.beams.append(FinishedBeam(key, token_ids, logprobs, reason))
+        for key in search.keys[max(0, len(best) - first) :]:
+            if key in search.wanted:
+                error = InvalidRequest(f"there are only {len(best)} outputs to choose from", "n")
+                output.failed.append((key, error))
+        self._on_end(len(output.beams[-1].token_ids) if output.beams else 0)
+        self.end(search)

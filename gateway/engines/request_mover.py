@@ -1,0 +1,129 @@
+"""Moves this gateway's running requests away from engines whose promise is broken.
+
+    every PERIOD_S   heartbeats ─► moves.py ─► a route whose prefix comes from the old engine ─►
+                                                session (request/move.py)
+An engine that a move left or went to rests until heartbeats show what came of it. Nothing is moved
+where no link is known to pull over: to compute the context anew would take longer than the gain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from functools import partial
+
+from ...core.ports import Clock
+from ...prefix_index.prefix_sources import Fetch, Holders
+from ..request.engine_link import Route
+from ..request.session import Session
+from ..request.session_table import SessionTable
+from .engine_table import ChosenEngine, EngineTable
+from .linked_engine import LinkedEngine
+from .moves import EngineSteps, PlannedMove, Running, choose_moves
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.25
+_REST_S = 1.0
+_LEAST_LEFT_TOKENS = 32  # of what a request may still generate
+_MOST_AHEAD_S = 0.1  # of prompts at the new engine
+
+
+class RequestMover:
+    """One gateway's."""
+
+    def __init__(
+        self,
+        table: EngineTable,
+        sessions: SessionTable,
+        clock: Clock,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._table = table
+        self._sessions = sessions
+        self._clock = clock
+        self._chance = chance or random.Random()
+        self._rests: dict[str, float] = {}  # until when, by incarnation
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(PERIOD_S)
+
+    def look(self) -> None:
+        """Begin the moves that are due by the last heartbeats."""
+        now_s = self._clock.monotonic_s()
+        self._rests = {name: until_s for name, until_s in self._rests.items() if until_s > now_s}
+        if not any(map(_is_broken, self._table.engines.values())):
+            return
+        movable = self._sessions.movable()
+        by_id = {one.request_id: one for ours in movable.values() for one in ours}
+        engines = [
+            steps
+            for engine in self._table.engines.values()
+            if engine.incarnation not in self._rests
+            and (steps := _steps_of(engine, movable.get(engine.incarnation, [])))
+        ]
+        for move in choose_moves(engines, self._chance):
+            self._begin(move, by_id[move.request_id])
+
+    def _begin(self, move: PlannedMove, session: Session) -> None:
+        """Dispatch it to its new engine, if that can pull from the old one."""
+        source, target = (self._table.engines[name] for name in (move.source, move.target))
+        num_tokens = session.demand.num_tokens
+        fetch = self._fetch(source, target, num_tokens)
+        if fetch is None:
+            return
+        until_s = self._clock.monotonic_s() + _REST_S
+        self._rests |= {move.source: until_s, move.target: until_s}
+        log.info("%s: from engine %s to %s", session.call_id, source.name, target.name)
+        route = Route(
+            ChosenEngine(target, fetch.num_tokens, fetch), ChosenEngine(target, fetch.num_tokens)
+        )
+        self._sessions.move(session, route, partial(self._table.note_move, target.name))
+
+    @staticmethod
+    def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
+        """All of its full blocks: what is streamed is computed, but for the last token."""
+        size = source.member.block_size
+        cached = {source.incarnation: (num_tokens - 1) // size * size}
+        rates = {
+            engine.incarnation: engine.load.link_gbytes_per_s
+            for engine in (source, target)
+            if engine.load is not None
+        }
+        token_bytes = target.block_bytes / size
+        return Holders.of(cached, rates).best_fetch(target.incarnation, 0, token_bytes)
+
+
+def _is_broken(engine: LinkedEngine) -> bool:
+    steps = _steps_of(engine, [])
+    return steps is not None and steps.load > 1
+
+
+def _steps_of(engine: LinkedEngine, ours: list[Session]) -> EngineSteps | None:
+    """None: it promises nothing, or has not measured its steps."""
+    load = engine.load
+    if load is None or load.step_cost is None or not load.tbt_target_s:
+        return None
+    speed = engine.backlog.speed
+    ahead_s = engine.backlog.tokens_ahead * speed.token_s if speed is not None else 0.0
+    num_places = (engine.max_num_seqs or 1 << 16) - engine.places.num_requests
+    is_free = load.takes_whole and not load.is_draining and ahead_s <= _MOST_AHEAD_S
+    return EngineSteps(
+        engine.incarnation,
+        engine.fingerprint,
+        load.step_cost,
+        load.tbt_target_s,
+        load.decodes,
+        takes_more=is_free,
+        num_places=num_places,
+        room_tokens=load.room_blocks * engine.member.block_size,
+        ours=[
+            Running(one.request_id, one.demand.num_tokens)
+            for one in ours
+            if one.demand.max_output_tokens >= _LEAST_LEFT_TOKENS
+        ],
+    )

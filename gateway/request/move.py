@@ -1,0 +1,158 @@
+"""A running request on its way from one engine to another: both work on it for a moment.
+
+    old engine  ..  k-1 │ k  k+1 │ k+2 ..: kept back ............................ cancelled
+    new engine          └ pulls ──► k  k+1 │ k+2 ..: the stream goes on with these
+                                confirmed: the very tokens that were streamed
+
+The new engine gets prompt and outputs as a retry would, and pulls their KV from the old one, which
+goes on. A token's random key depends on its position alone, so both choose the same tokens; where
+one differs all the same, the move fails. What the old engine sends after the new one's first token
+is kept back until that one has confirmed all that was streamed: then it goes on with the first
+token that nobody has seen. If too many were streamed by then, the move has another round, which
+finds nearly all KV in the new engine's cache. A move that fails leaves the request where it was:
+what was kept back is streamed.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+
+from ...core.errors import EngineFailed, PromiseRefused
+from .attempt import Attempt, OutputToken
+from .engine_link import EngineLink, EngineOutput, Route
+
+MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed
+LIMIT_S = 2.0  # from the first dispatch to the new engine's first token in time
+CATCH_UP_S = 0.25  # for which tokens are kept back
+MOST_BEHIND = 2  # tokens that are confirmed one by one: each is a step of a gap for the client
+_MOST_ROUNDS = 3
+
+
+class MoveStep(enum.Enum):
+    """What an output was for a move."""
+
+    NOT_ITS = enum.auto()  # the session takes it as any other
+    TAKEN = enum.auto()
+    NEXT_ROUND = enum.auto()
+    ARRIVED = enum.auto()
+    FAILED = enum.auto()
+
+
+class Move:
+    """Owned by its session. `route`: to the new engine, by a link that fetches (`prefill`) and by
+    one that does not. `on_over` gets how it ended: moved, refused, failed, late, differs, lost, or
+    ended with its request.
+    """
+
+    def __init__(
+        self, route: Route, source: Attempt, now_s: float, on_over: Callable[[str], None]
+    ) -> None:
+        self.route = route
+        self.deadline_s = now_s + LIMIT_S
+        self.has_source = True
+        self.is_catching_up = False
+        self.kept_back: list[tuple[str, EngineOutput]] = []
+        self.fresh: list[OutputToken] = []  # once it has arrived: what nobody has seen
+        self.failure = "failed"
+        self._source = source
+        self._target: Attempt | None = None
+        self._num_rounds = 0
+        self._next_index = 0
+        self._on_over = on_over
+
+    @property
+    def target(self) -> Attempt:
+        """The new engine's attempt, of this round."""
+        assert self._target is not None, "no round has begun"
+        return self._target
+
+    def begin_round(self, target: Attempt, request_id: str, num_streamed: int) -> EngineLink:
+        """The link to dispatch this attempt over. The round before it is called off."""
+        if self._target is not None:
+            self._target.cancel(request_id)
+        self._target, self._next_index = target, num_streamed
+        self._num_rounds += 1
+        return self.route.prefill if self._num_rounds == 1 else self.route.decode
+
+    def lose_source(self) -> None:
+        """The old engine failed: the new one is waited for as after a retry."""
+        self.has_source, self.deadline_s = False, math.inf
+        self.kept_back.clear()
+
+    def over(self, how: str) -> None:
+        """Called once."""
+        self._on_over(how)
+
+    def take(
+        self, incarnation: str, output: EngineOutput, streamed: Sequence[int], now_s: float
+    ) -> MoveStep:
+        """An output of whichever engine; `streamed` are the request's tokens so far."""
+        if not self.target.expects(incarnation, output.attempt):
+            return self._take_of_source(incarnation, output)
+        if output.error is not None or output.finish_reason is not None:
+            self.target.close(incarnation)
+        if output.error is not None:
+            if not self.has_source:
+                return MoveStep.NOT_ITS
+            return self._fail("refused" if isinstance(output.error, PromiseRefused) else "failed")
+        try:
+            tokens = self.target.add(output, now_s=now_s)
+        except EngineFailed:
+            return self._fail("failed")
+        return self._confirm(tokens, streamed, now_s) if tokens else MoveStep.TAKEN
+
+    def _take_of_source(self, incarnation: str, output: EngineOutput) -> MoveStep:
+        is_its = self._source.expects(incarnation, output.attempt)
+        if not (is_its and self.is_catching_up and self.has_source) or output.error is not None:
+            return MoveStep.NOT_ITS
+        self.kept_back.append((incarnation, output))
+        return MoveStep.TAKEN if output.finish_reason is None else self._fail("ended")
+
+    def _confirm(
+        self, tokens: list[OutputToken], streamed: Sequence[int], now_s: float
+    ) -> MoveStep:
+        """Compare the new engine's next tokens with those that were streamed."""
+        num_known = max(0, len(streamed) - self._next_index)
+        known, self.fresh = tokens[:num_known], tokens[num_known:]
+        end = self._next_index + len(known)
+        if [token_id for token_id, _ in known] != list(streamed[self._next_index : end]):
+            return self._fail("differs")
+        self._next_index = end
+        num_behind = len(streamed) - end
+        if not num_behind:
+            return MoveStep.ARRIVED
+        if self.target.is_complete:
+            return self._fail("differs")
+        if not self.is_catching_up and self.has_source:
+            if num_behind > MOST_BEHIND:
+                is_last = self._num_rounds == _MOST_ROUNDS
+                return self._fail("late") if is_last else MoveStep.NEXT_ROUND
+            self.deadline_s = min(self.deadline_s, now_s + CATCH_UP_S)
+        self.is_catching_up = True
+        return MoveStep.TAKEN
+
+    def _fail(self, how: str) -> MoveStep:
+        self.failure = how
+        return MoveStep.FAILED
+
+
+class MovePause:
+    """When a request may be moved next: so that none travels all the time."""
+
+    def __init__(self) -> None:
+        self._pause_s = MOVE_EVERY_S
+        self._until_s = -math.inf
+
+    def is_over(self, now_s: float) -> bool:
+        return now_s >= self._until_s
+
+    def begin(self, now_s: float) -> None:
+        """A move begins."""
+        self._until_s = now_s + self._pause_s
+
+    def failed(self) -> None:
+        """It did not get there."""
+        self._until_s += self._pause_s
+        self._pause_s *= 2

@@ -1,0 +1,316 @@
+"""Every gateway's window in every gateway: own seconds go out, the others' come in, once a second.
+
+    window.outbox ──► rows of 1 s, of 15 s ──► Redis ──► other gateways' rows ──► window.merge
+A gateway that starts, or that was without Redis, reads the others' last five minutes by the second,
+and what is older by the quarter of a minute. Rows of gateways that are gone stay for an hour. All
+of it happens beside requests: a Redis that is slow or away delays this loop alone, and the window
+then has this gateway's calls only. Seconds have the numbers of Redis' clock, so that no two hosts'
+clocks are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from ....core.ports import Clock
+from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RowKey, WindowsAway
+from .row_message import BadRow, GatewayState, pack_row, pack_state, unpack_row, unpack_state
+from .rows import Row
+from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, OwnSecond, TelemetryWindow, counts_of
+
+log = logging.getLogger(__name__)
+
+LAG_S = 2  # a second is written when it has ended, and read in the next one
+_TURN_AT_S = 0.05  # behind each whole second
+_MAX_WRITTEN = 64  # seconds in one turn, after a time without Redis
+_MAX_READ = 512  # rows in one turn
+_MAX_OTHERS = 4 * MAX_GATEWAYS  # that are remembered
+_MERGED_AT_ONCE = 16  # rows between two breaths of the event loop
+_RATES_OVER_S = 10
+_OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds are numbered anew
+
+
+class WindowStore(Protocol):
+    """`RedisWindows`; a fake has it in a dict."""
+
+    async def now_s(self) -> float: ...
+
+    async def write(
+        self, gateway: str, through: int, state: bytes, rows: Mapping[RowKey, bytes]
+    ) -> dict[str, int]: ...
+
+    async def read(
+        self, gateways: Sequence[str], rows: Sequence[RowKey]
+    ) -> tuple[list[bytes], list[bytes]]: ...
+
+    async def close(self, gateway: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What others show of a gateway beside its figures."""
+
+    name: str
+    version: str
+    is_ready: bool
+    is_draining: bool
+
+
+@dataclass(slots=True)
+class _Other:
+    """`read_through`: the last second whose rows are in our window."""
+
+    read_through: int
+    state: GatewayState | None = None
+    read_s: float = -math.inf  # when `state` was there last
+
+
+class WindowShare:
+    """One gateway's part. `gateway`: drawn at random for its life; `about` describes it."""
+
+    def __init__(
+        self,
+        window: TelemetryWindow,
+        store: WindowStore,
+        gateway: str,
+        about: Callable[[], About],
+        clock: Clock,
+    ) -> None:
+        window.outbox = {}
+        self.num_bad_rows = 0
+        self._window = window
+        self._store = store
+        self._gateway = gateway
+        self._about = about
+        self._clock = clock
+        self._others: dict[str, _Other] = {}
+        self._seconds: dict[int, OwnSecond] = {}  # own ones that are not written yet
+        self._longer: dict[int, Row] = {}  # rows of HOUR_ROW_S, by their first second
+        self._rates: deque[tuple[int, dict[str, int]]] = deque()  # of own seconds
+        self._shift: int | None = None  # what the shared clock is ahead of ours, in seconds
+        self._began_s = clock.monotonic_s()
+        self._away_since_s: float | None = self._began_s
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.turn()
+            except Exception:  # its bug ends no gateway: the page shows that nothing is shared
+                log.exception("windows are shared no more")
+                self._note_away("a bug")
+                return
+            now_s = self._clock.monotonic_s()
+            await asyncio.sleep(math.floor(now_s + 1) + _TURN_AT_S - now_s)
+
+    async def turn(self) -> None:
+        """Write what ended, read what others wrote."""
+        self._collect()
+        try:
+            await self._keep_in_step()
+            gateways = await self._write()
+            await self._read(gateways)
+        except WindowsAway as error:
+            self._note_away(str(error))
+        else:
+            self._note_back()
+        self._forget()
+
+    async def close(self) -> None:
+        """Take our state back. Not from `run`'s task: it is cancelled."""
+        await self._store.close(self._gateway)
+
+    def scope(self) -> dict[str, Any]:
+        """For the page: whose calls its figures are of."""
+        since_s = self._away_since_s
+        states = [other.state for other in self._others.values() if other.state is not None]
+        return {
+            "is_shared": since_s is None,
+            "alone_since_unix_s": None
+            if since_s is None
+            else self._window.to_unix_s(int(since_s * 1e6)),
+            "gateways": [
+                self._row(self._state(0), is_own=True),
+                *sorted((self._row(s, is_own=False) for s in states), key=lambda row: row["name"]),
+            ],
+        }
+
+    @staticmethod
+    def _row(state: GatewayState, *, is_own: bool) -> dict[str, Any]:
+        names = ("name", "version", "num_running", "began_per_s", "output_tokens_per_s")
+        named = {name: getattr(state, name) for name in (*names, "is_ready", "is_draining")}
+        return {"gateway": state.gateway, "is_own": is_own, **named}
+
+    # --- our own ----------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take own seconds that have ended out of the window."""
+        window, seconds = self._window, self._seconds
+        window.settle()
+        assert window.outbox is not None, "set above"
+        now = int(self._clock.monotonic_s())
+        for number in [number for number in window.outbox if number < now]:
+            seconds[number] = window.outbox.pop(number)
+            self._rates.append((number, counts_of(seconds[number].row.tally)))
+        while len(seconds) > SPAN_S:
+            del seconds[next(iter(seconds))]
+        while self._rates and self._rates[0][0] < now - _RATES_OVER_S:
+            self._rates.popleft()
+
+    async def _keep_in_step(self) -> None:
+        """Find out what Redis' clock shows; after a leap of it, rows are read from then on."""
+        ahead_s = await self._store.now_s() - self._clock.monotonic_s()
+        if self._shift is None or abs(ahead_s - self._shift) > _OUT_OF_STEP_S:
+            leap_s = 0.0 if self._shift is None else abs(ahead_s - self._shift)
+            self._shift = round(ahead_s)
+            if leap_s > LAG_S:
+                self._longer.clear()
+                for other in self._others.values():
+                    other.read_through = int(self._clock.monotonic_s()) + self._shift
+
+    async def _write(self) -> dict[str, int]:
+        """Returns which gateways there are, and up to which second they have written."""
+        now, shift = int(self._clock.monotonic_s()), self._shifted
+        written = list(self._seconds)[:_MAX_WRITTEN]
+        is_all = len(written) == len(self._seconds)
+        through = (now - 1 if is_all else written[-1]) + shift
+        rows = {
+            RowKey(self._gateway, 1, number + shift): self._packed(1, number, self._seconds[number])
+            for number in written
+        }
+        whole = (written[0] if written else now) + shift  # all before are in the longer rows
+        ended = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
+        for begin in ended:
+            own = OwnSecond(self._longer[begin])
+            key = RowKey(self._gateway, HOUR_ROW_S, begin)
+            rows[key] = self._packed(HOUR_ROW_S, begin - shift, own)
+        state = pack_state(self._state(through))
+        gateways = await self._store.write(self._gateway, through, state, rows)
+        for begin in ended:
+            del self._longer[begin]
+        for number in written:
+            row = self._seconds.pop(number).row
+            begin = (number + shift) // HOUR_ROW_S * HOUR_ROW_S
+            self._longer.setdefault(begin, Row()).add(row.tally, row.judged, KEPT)
+        return gateways
+
+    def _packed(self, row_s: int, number: int, own: OwnSecond) -> bytes:
+        unix_s = self._window.to_unix_s(number * 1_000_000)
+        return pack_row(self._gateway, row_s, number + self._shifted, unix_s, own)
+
+    def _state(self, through: int) -> GatewayState:
+        over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))
+
+        def per_s(name: str) -> float:
+            return sum(counts[name] for _, counts in self._rates) / over_s
+
+        return GatewayState(
+            gateway=self._gateway,
+            through=through,
+            num_running=self._window.num_running,
+            began_per_s=per_s("began"),
+            output_tokens_per_s=per_s("output_tokens"),
+            **asdict(self._about()),
+        )
+
+    @property
+    def _shifted(self) -> int:
+        assert self._shift is not None, "kept in step before"
+        return self._shift
+
+    # --- the others' ------------------------------------------------------------------------------
+
+    async def _read(self, gateways: dict[str, int]) -> None:
+        """Bring the window up to date: some hundred rows at most, the oldest of a gateway first."""
+        gateways.pop(self._gateway, None)
+        now = int(self._clock.monotonic_s()) + self._shifted
+        wanted: list[RowKey] = []
+        for gateway, through in gateways.items():
+            if gateway not in self._others and len(self._others) >= _MAX_OTHERS:
+                continue
+            other = self._others.setdefault(gateway, _Other(now - HOUR_S))
+            wanted += _missing(gateway, other.read_through, min(through, now + LAG_S))
+            if len(wanted) >= _MAX_READ:
+                break
+        wanted = wanted[:_MAX_READ]
+        alive = [gateway for gateway in gateways if gateway in self._others]
+        states, rows = await self._store.read(alive, wanted)
+        for gateway, packed in zip(alive, states, strict=True):
+            self._take_state(gateway, packed)
+        for index, (key, packed) in enumerate(zip(wanted, rows, strict=True)):
+            self._take_row(key, packed)
+            if index % _MERGED_AT_ONCE == _MERGED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        for gateway, other in list(self._others.items()):
+            if gateway not in gateways and other.read_through < now - HOUR_S:
+                del self._others[gateway]  # not before: its rows must not be read twice
+
+    def _take_state(self, gateway: str, packed: bytes) -> None:
+        if not packed:
+            return
+        try:
+            state = unpack_state(packed)
+            if state.gateway != gateway:
+                raise BadRow("another gateway's")
+        except BadRow as error:
+            self._note_bad(gateway, error)
+        else:
+            other = self._others[gateway]
+            other.state, other.read_s = state, self._clock.monotonic_s()
+
+    def _take_row(self, key: RowKey, packed: bytes) -> None:
+        self._others[key.gateway].read_through = key.second + key.row_s - 1
+        if not packed:
+            return  # nothing happened, or it has expired
+        number = key.second - self._shifted
+        try:
+            message, row = unpack_row(packed, key.gateway, key.row_s, key.second)
+        except BadRow as error:
+            self._note_bad(key.gateway, error)
+        else:
+            ahead_s = self._window.to_unix_s(number * 1_000_000) - message.unix_s
+            self._window.merge(number, key.row_s, row, [c.moved(ahead_s) for c in message.recent])
+
+    def _forget(self) -> None:
+        """States that are not there any more; what is running there is not known then."""
+        now_s = self._clock.monotonic_s()
+        for other in self._others.values():
+            if now_s - other.read_s > STATE_TTL_S:
+                other.state = None
+        states = [other.state for other in self._others.values() if other.state is not None]
+        self._window.num_running_elsewhere = sum(state.num_running for state in states)
+        self._window.lag_s = LAG_S if states else 0
+
+    # --- notes ------------------------------------------------------------------------------------
+
+    def _note_bad(self, gateway: str, error: BadRow) -> None:
+        self.num_bad_rows += 1
+        log.debug("skipped what gateway %s shares: %s", gateway, error)
+
+    def _note_away(self, reason: str) -> None:
+        if self._away_since_s is None:
+            log.warning("the live page shows this gateway alone, Redis is away: %s", reason)
+            self._away_since_s = self._clock.monotonic_s()
+
+    def _note_back(self) -> None:
+        if self._away_since_s is not None:
+            log.info("the live page shows all gateways")
+        self._away_since_s = None
+
+
+def _missing(gateway: str, after: int, through: int) -> list[RowKey]:
+    """The rows behind second `after`, up to `through`, the oldest first."""
+    begin = after + 1
+    keys: list[RowKey] = []
+    fine = -(-(through - SPAN_S + HOUR_ROW_S) // HOUR_ROW_S) * HOUR_ROW_S
+    if begin < fine:
+        first = -(-begin // HOUR_ROW_S) * HOUR_ROW_S
+        keys = [RowKey(gateway, HOUR_ROW_S, s) for s in range(first, fine, HOUR_ROW_S)]
+        begin = fine
+    return keys + [RowKey(gateway, 1, second) for second in range(begin, through + 1)]

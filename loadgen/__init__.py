@@ -1,0 +1,1 @@
+"""A load generator for servers of tokens, and the figures of what it measured."""

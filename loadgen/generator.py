@@ -1,0 +1,196 @@
+"""One load generator: sends what is due when it is due, whatever has come back so far.
+
+    start_s   due   sent        token token  token           all on this host's monotonic clock
+       │       │ lag │   TTFT     │     │      │
+Streams of the background, and the workers of a closed loop, send their next request when the one
+before it ends. At the end of a run what still runs is cancelled and keeps the tokens that came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+
+from .arrivals import BACKGROUND, Arrival, Background
+from .driver import Content, Driver, DriverError, Usage
+from .records import Record
+
+_EARLY_S = 0.002  # an event loop wakes up a millisecond late: come early and look at the clock
+_FAILED_S = 0.01  # a stream that fails at once must not spin
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. `num_prompt_tokens`: as far as it is known before."""
+
+    content: Content
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+async def run(
+    driver: Driver,
+    arrivals: Sequence[Arrival],
+    streams: Iterable[int],
+    background: Background | None,
+    *,
+    start_s: float,
+    duration_s: float,
+    drain_s: float,
+    vocab_size: int,
+) -> list[Record]:
+    """Send `arrivals` and keep the background's `streams` running; the records of all.
+
+    `start_s` is on the monotonic clock. Requests that were due get up to `drain_s` behind the end.
+    """
+    load = Load(driver, start_s)
+    asked = [_of_prompt(arrival, vocab_size) for arrival in arrivals]
+    gc.collect()
+    gc.freeze()  # a collection of all that was drawn would be a pause among the samples
+    tasks = [
+        asyncio.create_task(load.send_at(arrival.at_s, one, arrival.group))
+        for arrival, one in zip(arrivals, asked, strict=True)
+    ]
+    around = []
+    if background is not None:
+        around = [
+            asyncio.create_task(
+                load.one_by_one(_of_stream(background, stream, vocab_size), duration_s, BACKGROUND)
+            )
+            for stream in streams
+        ]
+    await asyncio.sleep(max(0.0, start_s + duration_s - time.monotonic()))
+    if tasks:
+        await asyncio.wait(tasks, timeout=drain_s)
+    await _cancel((*tasks, *around))
+    gc.unfreeze()
+    return load.records
+
+
+def _of_prompt(arrival: Arrival, vocab_size: int) -> Asked:
+    token_ids = arrival.prompt.token_ids(vocab_size)
+    return Asked(token_ids, len(token_ids), arrival.num_output_tokens)
+
+
+def _of_stream(background: Background, stream: int, vocab_size: int) -> Iterator[Asked]:
+    token_ids = background.prompt(stream).token_ids(vocab_size)
+    num_tokens = background.first_output_tokens(stream)
+    while True:
+        yield Asked(token_ids, len(token_ids), num_tokens)
+        num_tokens = background.num_output_tokens
+
+
+class Load:
+    """The requests of a run, and their records so far.
+
+    `is_exact`: a request whose tokens are not as many as were asked for has failed.
+    `on_end`: called with each record that is complete.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        start_s: float,
+        *,
+        is_exact: bool = True,
+        on_end: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self._driver = driver
+        self._start_s = start_s
+        self._is_exact = is_exact
+        self._on_end = on_end
+        self.records: list[Record] = []
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start_s
+
+    async def send_at(self, at_s: float, asked: Asked, group: str) -> None:
+        """Send one request when it is due."""
+        await self._sleep_until(at_s)
+        await self._send(group, at_s, asked)
+
+    async def one_by_one(self, asked: Iterator[Asked], end_s: float, group: str) -> None:
+        """Send the next request when the one before it ends, until `end_s` or the last."""
+        await self._sleep_until(0.0)
+        while self.now_s < end_s and (one := next(asked, None)) is not None:
+            await self._send(group, self.now_s, one)
+
+    async def closed_loop(
+        self, asked: Iterator[Asked], concurrency: int, end_s: float, drain_s: float, group: str
+    ) -> None:
+        """`concurrency` requests at any time until `end_s`, then up to `drain_s` for the last."""
+        async with _cancelled_at_the_end() as tasks:
+            for _ in range(concurrency):
+                tasks.append(asyncio.create_task(self.one_by_one(asked, end_s, group)))
+            await asyncio.wait(tasks, timeout=_until(end_s + drain_s - self.now_s))
+
+    async def open_loop(
+        self, asked: Iterator[Asked], due_s: Iterator[float], drain_s: float, group: str
+    ) -> None:
+        """One request at each of `due_s`, then up to `drain_s` for the last."""
+        async with _cancelled_at_the_end() as tasks:
+            for at_s, one in zip(due_s, asked, strict=False):
+                await self._sleep_until(at_s)
+                tasks.append(asyncio.create_task(self._send(group, at_s, one)))
+            if tasks:
+                await asyncio.wait(tasks, timeout=_until(drain_s))
+
+    async def _send(self, group: str, due_s: float, asked: Asked) -> None:
+        record = Record(group, due_s, asked.num_prompt_tokens, asked.num_output_tokens)
+        self.records.append(record)
+        record.sent_s = self.now_s
+        usage = None
+        try:
+            stream = self._driver.stream(asked.content, asked.num_output_tokens)
+            async with aclosing(stream) as counts:
+                async for count in counts:
+                    if isinstance(count, Usage):
+                        usage = count
+                    else:
+                        record.token_s += [self.now_s] * count
+            if usage is not None:
+                record.count_as(usage.num_prompt_tokens, usage.num_output_tokens)
+            if not record.token_s:
+                record.error = "no tokens"
+            elif self._is_exact and len(record.token_s) != asked.num_output_tokens:
+                record.error = f"{len(record.token_s)} of {asked.num_output_tokens} tokens"
+        except DriverError as error:
+            record.error = str(error)
+            await asyncio.sleep(_FAILED_S)
+        except asyncio.CancelledError:
+            record.is_cut_off = True
+            raise
+        self._on_end(record)
+
+    async def _sleep_until(self, at_s: float) -> None:
+        # A clock is what we wait for.
+        while (left_s := at_s - self.now_s) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(max(0.0, left_s - _EARLY_S))
+
+
+class _cancelled_at_the_end(AbstractAsyncContextManager[list["asyncio.Task[None]"]]):
+    """Tasks that do not outlive the block."""
+
+    async def __aenter__(self) -> list[asyncio.Task[None]]:
+        self._tasks: list[asyncio.Task[None]] = []
+        return self._tasks
+
+    async def __aexit__(self, *_: object) -> None:
+        await _cancel(self._tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _until(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else max(0.0, seconds)

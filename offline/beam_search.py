@@ -1,0 +1,74 @@
+"""Parameters and outputs of `LLM.beam_search`, in the shapes that vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .outputs import CompletionOutput, LogprobsByToken, RequestOutput
+from .sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """`beam_width` beams, all of which are returned. More is in docs/sampling.md."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+
+    def as_sampling(self) -> SamplingParams:
+        """As `generate` has them, with the log-probabilities that beams are summed up from."""
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            best_of=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            num_beam_groups=self.num_beam_groups,
+            diversity_penalty=self.diversity_penalty,
+            logprobs=0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One beam. `tokens` and `text` begin with the prompt; `logprobs` are of the output's tokens,
+    what ended it included, and `cum_logprob` is their sum."""
+
+    tokens: list[int]
+    logprobs: list[LogprobsByToken]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """One prompt's beams, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def tokens_of(output: RequestOutput, one: CompletionOutput, params: BeamSearchParams) -> list[int]:
+    """Prompt and output, without what ended it unless that was requested."""
+    is_cut = one.finish_reason == "stop" and not params.include_stop_str_in_output
+    kept = one.token_ids[:-1] if is_cut else one.token_ids
+    return [*output.prompt_token_ids, *kept]
+
+
+def sequence_of(one: CompletionOutput, tokens: list[int], text: str) -> BeamSearchSequence:
+    """`one` of a request that had its log-probabilities requested."""
+    assert one.logprobs is not None and one.cumulative_logprob is not None
+    return BeamSearchSequence(
+        tokens, one.logprobs, one.cumulative_logprob, text, one.finish_reason, one.stop_reason
+    )

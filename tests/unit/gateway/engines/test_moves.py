@@ -1,0 +1,179 @@
+"""Which requests move, and where: engines of known cost; then a gateway with fake engines."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from fakes.clock import FakeClock, FakeEntropy
+from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.membership import Member, Role
+from baton.core.request.request import PrefixSource, SamplingParams
+from baton.core.request.timeline import Event, Stamp
+from baton.core.step_cost import StepCost, StepShape
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.moves import BROKEN, KEPT, EngineSteps, Running, choose_moves
+from baton.gateway.engines.plan_record import MOVE, PlanRecord
+from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.request_mover import RequestMover
+from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session_table import SessionTable
+from baton.gateway.text.text_stream import TextStream
+from baton.gateway.validation.validation import ValidatedRequest
+from baton.prefix_index.mirror import PrefixMirror
+
+COST = StepCost(0.005, (0.0,) * 6, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms a million keys
+PROMISE_S = 0.015
+
+
+def steps(name: str, *contexts: int, others: int = 0, **fields: object) -> EngineSteps:
+    """An engine with our requests of these contexts, and others' keys."""
+    shape = StepShape(num_decodes=len(contexts) + bool(others), keys=sum(contexts) + others)
+    ours = [Running(f"{name}{index}", size) for index, size in enumerate(contexts)]
+    known = EngineSteps(name, "fp", COST, PROMISE_S, shape, True, 100, 10_000_000, ours)
+    return replace(known, **fields)  # type: ignore[arg-type]
+
+
+def chosen(*engines: EngineSteps) -> list[tuple[str, str]]:
+    return [(m.request_id, m.target) for m in choose_moves(engines, random.Random(1))]
+
+
+def test_the_longest_moves_to_who_has_most_to_spare_and_no_more_than_needed() -> None:
+    broken = steps("a", 300_000, 600_000, 200_000)
+    assert chosen(broken, steps("b", 200_000), steps("c", 100_000)) == [("a1", "c")]
+    assert chosen(steps("a", 1_000_000), steps("b")) == [], "it is kept"
+    assert chosen(broken) == []
+    assert chosen(broken, steps("b", 800_000)) == [], "it would break there"
+    assert chosen(broken, steps("b", fingerprint="other")) == []
+    assert chosen(broken, steps("b", takes_more=False)) == []
+    assert chosen(broken, steps("b", num_places=0)) == []
+    assert chosen(broken, steps("b", room_tokens=100)) == []
+
+
+def test_a_gateway_moves_its_share() -> None:
+    ours = tuple([20_000] * 25)
+    num_alone = len(chosen(steps("a", *ours, others=600_000), steps("b")))
+    assert num_alone == 4, "at once"
+    little = steps("a", *ours[:2], others=1_080_000)
+    assert len(chosen(replace(little, decodes=StepShape(num_decodes=56, keys=1_120_000)),
+                      steps("b"))) == 1  # fmt: skip
+
+
+@given(
+    st.lists(st.lists(st.integers(1000, 400_000), max_size=8), min_size=1, max_size=5),
+    st.integers(0, 99),
+)
+def test_no_target_is_broken_by_what_comes_and_none_is_a_source(
+    clusters: list[list[int]], seed: int
+) -> None:
+    engines = {str(i): steps(str(i), *contexts) for i, contexts in enumerate(clusters)}
+    moves = choose_moves(engines.values(), random.Random(seed))
+    assert len({move.request_id for move in moves}) == len(moves)
+    assert not {move.source for move in moves} & {move.target for move in moves}
+    for move in moves:
+        assert engines[move.source].load > BROKEN
+        (size,) = (n for i, n in engines[move.source].ours if i == move.request_id)
+        engines[move.target] = engines[move.target].with_one(size)
+    assert all(engines[move.target].load <= KEPT for move in moves)
+
+
+class World:
+    """A gateway with engines `a` and `b` and one request, on either."""
+
+    def __init__(self, num_requests: int = 1) -> None:
+        self.clock = FakeClock()
+        plans = PlanRecord(self.clock)
+        self.table = EngineTable(PrefixMirror(self.clock), plans=plans)
+        self.sessions = SessionTable(self.clock, 100)
+        self.links = {name: FakeLink(name) for name in "ab"}
+        for name, link in self.links.items():
+            member = Member(name, Role.DECODE, name, "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
+            self.table.add(
+                LinkedEngine(member, link, clock=self.clock, max_num_seqs=64, block_bytes=2048)
+            )
+        self.report(busy="")
+        self.mover = RequestMover(self.table, self.sessions, self.clock, random.Random(1))
+        self.running = [self.session(f"r{index}") for index in range(num_requests)]
+        for session in self.running:
+            self.sessions.start(session)
+            name = session._attempt.pair[1]  # type: ignore[union-attr]
+            output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
+            self.sessions.engine_outputs(name, [output])
+
+    def session(self, request_id: str) -> Session:
+        return Session(
+            request_id,
+            ValidatedRequest((1,) * 1000, SamplingParams(max_tokens=500), "label"),
+            deadline_s=1e3,
+            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+            text=TextStream(Letters(), ()),
+            sink=FakeSink(),
+            router=PromptRouter(self.table, {}),
+            clock=self.clock,
+            entropy=FakeEntropy(),
+            limits=SessionLimits(),
+        )
+
+    def report(self, busy: str, **fields: object) -> None:
+        """Heartbeats; the promise of `busy` is broken."""
+        for name, engine in self.table.engines.items():
+            load = ReportedLoad(
+                *(3, 0, 0, 1 << 16, 0, False, frozenset()),
+                link_gbytes_per_s={"ba"[name == "b"]: 100.0},
+                num_requests=0,
+                room_blocks=1 << 16,
+                step_cost=COST,
+                tbt_target_s=PROMISE_S,
+                decodes=StepShape(num_decodes=40, keys=1_100_000 if name == busy else 40_000),
+            )
+            engine.receive_heartbeat(replace(load, **fields))  # type: ignore[arg-type]
+
+
+async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> None:
+    world = World()
+    on = {session.movable_from for session in world.running}
+    world.mover.look()
+    assert not world.table.moves, "nothing is broken"
+    source = next(iter(on))
+    target = "ab"[source == "a"]
+    world.report(busy=source or "")
+    before = len(world.links[target].dispatched)
+    world.mover.look()
+    (moved, *more) = world.links[target].dispatched[before:]
+    assert not more
+    request, work, _, _ = moved
+    assert work is Work.LOCAL and request.attempt == 1
+    assert request.prefix_source == PrefixSource(
+        source or "", 1000 // 16, request.prefix_source.limit_s
+    )
+    world.mover.look()
+    assert len(world.links[target].dispatched) == before + 1, "both rest"
+    output = EngineOutput(request.request_id, 1, 1, (ord("y"),))
+    world.sessions.engine_outputs(target, [output])
+    assert world.table.moves == {"moved": 1}
+    assert world.links[source].cancelled == [0]
+    assert world.table.plans is not None
+    (row,) = [row for row in world.table.plans.rows() if row["plan"] == MOVE]
+    assert row["moves"] == {target: 0.1} and row["per_s"] == 0.1
+
+
+async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> None:
+    for fields in (
+        {"link_gbytes_per_s": {}},
+        {"is_draining": True},
+        {"is_promise_withdrawn": True},
+        {"waiting_tokens": 1 << 20},
+        {"room_blocks": 1},
+    ):
+        world = World()
+        (source,) = {session.movable_from for session in world.running} or {""}
+        num_before = sum(len(link.dispatched) for link in world.links.values())
+        world.report(busy=source or "", **fields)
+        world.mover.look()
+        num_after = sum(len(link.dispatched) for link in world.links.values())
+        assert num_after == num_before, fields
