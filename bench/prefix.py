@@ -28,10 +28,10 @@ import numpy as np
 
 from baton.core.membership import Role
 from baton.core.metrics import percentile
+from baton.loadgen.arrivals import TRACE_PIECE_TOKENS, Arrival, from_trace
 
 from .floors.figures import ROOT, command_line, commit, machine
 from .played.simulation import Blocks, EngineSetup, Simulation
-from .serve.clients.arrivals import TRACE_PIECE_TOKENS, Arrival, from_trace
 from .simulated_goodput import H200_8B
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation.jsonl.xz"
