@@ -1,6 +1,6 @@
 """The prefix index: how fast, how large, and how soon a gateway that starts knows of it.
 
-    python -m baton.bench.index
+    python -m baton.bench.cpu_families.index
 
 Redis is a private one of this host; hashes are random. `made docs` shows the results.
 """
@@ -32,7 +32,7 @@ from baton.prefix_index.pages import StoredBlocks, decode_page, encode_contents
 from baton.prefix_index.redis_link import RedisIndexLink
 from baton.proto.v1 import engine_pb2
 
-from .floors.figures import ROOT, Figure, machine, repeat_s, table, time_s, write
+from ..floors.figures import ROOT, Figure, machine, repeat_s, table, time_s, write
 
 _PROMPT_BLOCKS = 2000
 _NUM_ENGINES = 10
@@ -245,7 +245,7 @@ def main(argv: list[str]) -> int:
     where = machine()
     figures = [*look_up(), *events(), *step(), *memory(), *in_redis()]
     print(table(figures))
-    write(options.out, {"index": figures}, where, "index")
+    write(options.out, {"index": figures}, where, "cpu_families.index")
     return 0
 
 
