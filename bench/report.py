@@ -52,6 +52,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "callers": host.callers,
     "simulated goodput": host.simulated_goodput,
     "beam blocks": host.beam_blocks,
+    "index": host.index,
+    "prefix": host.prefix,
     "quality": host.quality,
     "speculation": host.speculation,
     "soak": host.soak,

@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
         *(_add_up, _add_demo, _add_generate, _add_run_batch, _add_bench, _add_chat),
-        *(_add_doctor, _add_fsck, _add_keys, _add_certs),
+        *(_add_doctor, _add_fsck, _add_index, _add_keys, _add_certs),
     ):
         add(commands)
     return parser
@@ -217,6 +217,20 @@ def _fsck(arguments: argparse.Namespace) -> int:
 
     cluster = flags.parse(ClusterConfig, arguments)
     return run_reporting(lambda: fsck.run(cluster, as_json=arguments.json))
+
+
+def _add_index(commands: _Commands) -> None:
+    parser = _add(commands, "index", _index, "which engine has what cached, by tenant and tier?")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--api-keys", help="the gateways' key file: tenants by their names")
+    flags.add_flags(parser, ClusterConfig)
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    from .cluster import index
+
+    cluster = flags.parse(ClusterConfig, arguments)
+    return run_reporting(lambda: index.run(cluster, arguments.api_keys, as_json=arguments.json))
 
 
 def _add_keys(commands: _Commands) -> None:

@@ -344,6 +344,11 @@ class GatewayConfig:
     metrics_prefix: str = flag(
         "baton", "prefix of the metrics' names; vllm: as vLLM's own, for boards made for it"
     )
+    routing_policy: str = flag(
+        "auto",
+        "how engines are chosen; auto: by the least estimated time; others to compare it with",
+        choices=("auto", "least_loaded", "round_robin", "random", "session_affinity"),
+    )
     move_promises: bool = flag(
         True,
         "let the gateway that has the lease on Redis move promises between the engines that began "

@@ -8,6 +8,7 @@ trace says that two prompts share a prefix.
 from __future__ import annotations
 
 import json
+import lzma
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +99,10 @@ def from_trace(path: Path, duration_s: float, *, speed: float, max_tokens: int) 
     A hash id stands for 512 tokens; the trace gives no tokens, so they are drawn from it.
     """
     arrivals: list[Arrival] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    read = lzma.open if path.suffix == ".xz" else open
+    with read(path, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
+    for line in lines:
         entry = json.loads(line)
         at_s = entry["timestamp"] / 1e3 / speed
         num_prompt, num_output = entry["input_length"], entry["output_length"]

@@ -1,21 +1,27 @@
-"""Publishes what one engine has cached: deltas soon, a head now and then, a snapshot on request.
+"""Publishes what one engine has cached: what changed to all gateways, and all of it to Redis.
 
-Whatever Redis does, the engine never waits and memory stays bounded: what cannot be sent is
-dropped, and the gap in the numbers makes gateways request a snapshot.
+    every 50 ms with changes    pages that changed, contents, deltas     in this order: who gets a
+    every second                contents, head                           delta finds it in the pages
+    every third of a lease      all pages are kept for another one
+
+One task and one pipeline. Whatever Redis does, the engine never waits and memory stays bounded:
+deltas that cannot be sent are dropped, and the gap in their numbers makes gateways read the pages;
+pages that are not written are written later, as they are then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 from ..core.ports import Clock
-from .messages import CacheJournal, Delta, Head, IndexAway, encode
-from .redis_link import RedisIndexLink
+from .journal import CacheJournal
+from .messages import Delta, Head, IndexAway, encode
+from .pages import encode_contents
+from .redis_link import LEASE_S, RedisIndexLink
 
 BATCH_S = 0.05  # changes wait so long for others
 HEAD_S = 1.0  # an engine publishes at least so often
-SNAPSHOT_S = 0.5  # at most one snapshot in so long, however many requests come
+_RENEW_S = LEASE_S / 3
 
 
 class Publisher:
@@ -25,28 +31,16 @@ class Publisher:
         self._journal = journal
         self._link = link
         self._clock = clock
-        self._is_requested = False
-        self._next_snapshot_s = 0.0
+        self._renew_s = clock.monotonic_s() + _RENEW_S
 
     async def run(self) -> None:
-        listening = asyncio.create_task(self._listen())
-        try:
-            while True:
-                try:
-                    await self._publish()
-                except IndexAway:
-                    await asyncio.sleep(HEAD_S)  # the journal adds up what happens meanwhile
-                else:
-                    await self._wait_for_changes()
-        finally:
-            listening.cancel()
-            await asyncio.wait({listening})
-
-    async def _listen(self) -> None:
-        async with aclosing(self._link.snapshot_requests(self._journal.incarnation)) as requests:
-            async for _ in requests:
-                self._is_requested = True
-                self._journal.changed.set()
+        while True:
+            try:
+                await self._publish()
+            except IndexAway:
+                await asyncio.sleep(HEAD_S)  # the journal adds up what happens meanwhile
+            else:
+                await self._wait_for_changes()
 
     async def _wait_for_changes(self) -> None:
         try:
@@ -58,15 +52,28 @@ class Publisher:
 
     async def _publish(self) -> None:
         """Raises IndexAway; what was taken from the journal is then a gap."""
-        journal, now_s = self._journal, self._clock.monotonic_s()
+        journal = self._journal
         journal.changed.clear()
         changes: list[Delta | Head] = [*journal.take()] or [journal.head()]
-        encoded = [encode(message) for message in changes]
-        if not self._is_requested or now_s < self._next_snapshot_s:
-            await self._link.publish(encoded)
-            return
-        self._is_requested, self._next_snapshot_s = False, now_s + SNAPSHOT_S
-        chunks, snapshot = journal.snapshot()  # before anything is awaited: it belongs to this seq
-        await self._link.publish(encoded)
-        await self._link.write_chunks(journal.incarnation, [encode(chunk) for chunk in chunks])
-        await self._link.publish([encode(snapshot)])
+        contents = encode_contents(journal.contents(self._unix_s()))
+        await self._write_pages()
+        messages = [encode(message) for message in changes]
+        if not await self._link.publish(journal.incarnation, contents, messages):
+            journal.lost_pages()  # a new Redis, or an empty one
+        if self._clock.monotonic_s() >= self._renew_s:
+            self._renew_s = self._clock.monotonic_s() + _RENEW_S
+            num_pages = journal.stored.num_pages
+            journal.lost_pages(await self._link.renew_pages(journal.incarnation, num_pages))
+
+    async def _write_pages(self) -> None:
+        stored = self._journal.stored
+        written, stored.changed = stored.changed, set()
+        pages = stored.encode(sorted(written), self._unix_s())
+        try:
+            await self._link.write_pages(self._journal.incarnation, pages)
+        except BaseException:
+            stored.changed |= written
+            raise
+
+    def _unix_s(self) -> int:
+        return self._clock.unix_ns() // 1_000_000_000

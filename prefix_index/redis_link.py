@@ -1,20 +1,19 @@
 """The index over Redis, at engines and gateways: commands of Redis 2.6 or newer.
 
-    baton:{cluster}:prefix                                  channel: what all engines publish
-    baton:{cluster}:prefix:ask:{incarnation}                channel: requests for a snapshot
-    baton:{cluster}:prefix:{incarnation}:{index}            a chunk of its last snapshot, with a TTL
+    baton:{cluster}:prefix                          channel: what all engines publish
+    baton:{cluster}:prefix:{incarnation}            contents of an engine's pages, with a TTL
+    baton:{cluster}:prefix:{incarnation}:{index}    a page, with a TTL
 
-Knows no message.
+What a dead engine wrote runs out. Knows no message and no page, only bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-
-from redis.exceptions import ResponseError
+from itertools import islice
 
 from ..cluster.redis_client import (
     REDIS_ERRORS,
@@ -26,10 +25,12 @@ from ..cluster.redis_client import (
 )
 from ..cluster.secret import NO_SECRET, TAG_BYTES, ClusterSecret
 from .messages import MAX_MESSAGE_BYTES, IndexAway
+from .pages import MAX_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-_CHUNK_TTL_S = 10
+LEASE_S = 30.0  # of what an engine stores
+_PIPELINE_PAGES, _PIPELINE_KEYS = 16, 256  # a quarter of a MB: nobody else waits for long
 _PROBE_S = 2.0  # silence after which a subscription is probed
 
 
@@ -39,7 +40,7 @@ class RedisIndexLink:
     def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
         self._redis = connect(url)
         self._secret = secret
-        self._max_bytes = MAX_MESSAGE_BYTES + (TAG_BYTES if secret.current else 0)
+        self._max_bytes = max(MAX_MESSAGE_BYTES, MAX_PAGE_BYTES) + TAG_BYTES
         self._channel = f"{key_prefix(cluster)}prefix"
         self._is_away = False
 
@@ -50,56 +51,79 @@ class RedisIndexLink:
 
     # -- an engine's -------------------------------------------------------------------------------
 
-    async def publish(self, messages: Sequence[bytes]) -> None:
-        """To all gateways, in order. Raises IndexAway: some may have arrived."""
+    async def publish(self, incarnation: str, contents: bytes, messages: Sequence[bytes]) -> bool:
+        """Store an engine's contents, then send its messages to all gateways, in order: who gets
+        one finds it in the contents. Whether there were contents before. Raises IndexAway: some may
+        have arrived."""
+        key, lease_ms = self._key(incarnation), int(LEASE_S * 1000)
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.exists(key)
+                pipe.set(key, self._secret.seal(contents), px=lease_ms)
                 for message in messages:
                     pipe.publish(self._channel, self._secret.seal(message))
-                await reply(pipe.execute())
+                was_there, *_ = await reply(pipe.execute())
         except REDIS_ERRORS as error:
             raise self._away(error) from error
         self._note_back()
+        return bool(was_there)
 
-    async def write_chunks(self, incarnation: str, chunks: Sequence[bytes]) -> None:
-        """Put a snapshot's pieces where they can be read for a while, over the last one's. Raises
-        IndexAway."""
+    async def write_pages(self, incarnation: str, pages: Iterator[tuple[int, bytes]]) -> None:
+        """Store pages of an engine, over what they were. Raises IndexAway: some may be there."""
+        lease_ms = int(LEASE_S * 1000)
         try:
-            for index, chunk in enumerate(chunks):
-                key = self._chunk_key(incarnation, index)
-                await reply(self._redis.set(key, self._secret.seal(chunk), ex=_CHUNK_TTL_S))
+            while part := [*islice(pages, _PIPELINE_PAGES)]:
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for index, page in part:
+                        key = self._key(incarnation, index)
+                        pipe.set(key, self._secret.seal(page), px=lease_ms)
+                    await reply(pipe.execute())
         except REDIS_ERRORS as error:
             raise self._away(error) from error
 
-    def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
-        """Yields whenever a gateway requests a snapshot of this engine; never ends or raises."""
-        return self._follow(self._request_channel(incarnation))
+    async def renew_pages(self, incarnation: str, num_pages: int) -> list[int]:
+        """Keep an engine's pages for another lease; returns those that are gone. Raises
+        IndexAway."""
+        lease_ms, is_there = int(LEASE_S * 1000), list[object]()
+        keys = [self._key(incarnation, index) for index in range(num_pages)]
+        try:
+            for start in range(0, num_pages, _PIPELINE_KEYS):
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for key in keys[start : start + _PIPELINE_KEYS]:
+                        pipe.pexpire(key, lease_ms)
+                    is_there += await reply(pipe.execute())
+        except REDIS_ERRORS as error:
+            raise self._away(error) from error
+        return [index for index, each in enumerate(is_there) if not each]
 
     # -- a gateway's -------------------------------------------------------------------------------
 
     def messages(self) -> AsyncGenerator[bytes]:
         """What engines publish, as far as it arrives; never ends, never raises."""
-        return self._follow(self._channel, self._secret.unseal)
+        return self._follow(self._channel)
 
-    async def request_snapshot(self, incarnation: str) -> None:
-        """Of an engine. Raises IndexAway."""
+    async def read_contents(self, incarnation: str) -> bytes:
+        """Of an engine's pages; empty if there are none. Raises IndexAway."""
+        (contents,) = await self._read([self._key(incarnation)])
+        return contents
+
+    async def read_pages(self, incarnation: str, num_pages: int) -> AsyncGenerator[bytes]:
+        """An engine's pages in order; empty where one is gone. Raises IndexAway."""
+        keys = [self._key(incarnation, index) for index in range(num_pages)]
+        for start in range(0, num_pages, _PIPELINE_PAGES):
+            for page in await self._read(keys[start : start + _PIPELINE_PAGES]):
+                yield page
+
+    async def _read(self, keys: Sequence[str]) -> list[bytes]:
         try:
-            await reply(self._redis.publish(self._request_channel(incarnation), b"snapshot"))
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for key in keys:  # junk may be huge: never read all of it
+                    pipe.getrange(key, 0, self._max_bytes)
+                values = await reply(pipe.execute(raise_on_error=False))
         except REDIS_ERRORS as error:
             raise self._away(error) from error
-
-    async def read_chunk(self, incarnation: str, index: int) -> bytes:
-        """One piece of the last snapshot; empty if it is gone. Raises IndexAway."""
-        key = self._chunk_key(incarnation, index)
-        try:
-            # Junk may be huge: never read all of it.
-            value = await reply(self._redis.getrange(key, 0, self._max_bytes))
-        except ResponseError:
-            return b""  # something else lies there
-        except REDIS_ERRORS as error:
-            raise self._away(error) from error
-        assert isinstance(value, bytes), "the client does not decode"
-        return self._secret.unseal(value)
+        # An error: something else lies there.
+        return [self._secret.unseal(v) if isinstance(v, bytes) else b"" for v in values]
 
     async def close(self) -> None:
         try:
@@ -107,23 +131,18 @@ class RedisIndexLink:
         except REDIS_ERRORS as error:
             log.debug("closing the connection to Redis: %s", error)
 
-    def _request_channel(self, incarnation: str) -> str:
-        return f"{self._channel}:ask:{incarnation}"
+    def _key(self, incarnation: str, page: int | None = None) -> str:
+        return f"{self._channel}:{incarnation}" + ("" if page is None else f":{page}")
 
-    def _chunk_key(self, incarnation: str, index: int) -> str:
-        return f"{self._channel}:{incarnation}:{index}"
-
-    async def _follow(
-        self, channel: str, read: Callable[[bytes], bytes] = bytes
-    ) -> AsyncGenerator[bytes]:
-        """What is published there, as `read` reads it, through any loss of Redis."""
+    async def _follow(self, channel: str) -> AsyncGenerator[bytes]:
+        """What is published there, through any loss of Redis."""
         delay_s = RETRY_MIN_S
         while True:
             try:
                 async with aclosing(self._subscribe(channel)) as published:
                     async for data in published:
                         delay_s = RETRY_MIN_S
-                        yield read(data)
+                        yield self._secret.unseal(data)
             except REDIS_ERRORS as error:
                 self._away(error)
             await asyncio.sleep(delay_s)

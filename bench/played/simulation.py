@@ -6,9 +6,9 @@ steps that take as long as a `StepCost` says, in virtual time.
 
 Several gateways know of each other's requests what engines' heartbeats have, which come every
 quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of a
-running request that moves. The gateways' own time,
-the network's, a step's launch and cached prefixes are not played. Needs an event loop, whose timers
-do not matter.
+running request that moves. The gateways' own time, the network's and a step's launch are not
+played. Engines whose setup has `blocks` cache prefixes, and gateways learn of that as they do
+through Redis. Needs an event loop, whose timers do not matter.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import heapq
 import itertools
 import math
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,16 @@ from dataclasses import dataclass, field, replace
 from baton.core.errors import BatonError, Overloaded, PromiseRefused
 from baton.core.membership import Member, Role
 from baton.core.metrics import TokenTimes
-from baton.core.request.request import Request, SamplingParams, Ticket, TokenLogprobs
+from baton.core.request.request import (
+    PrefixSource,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    Ticket,
+    TokenLogprobs,
+)
 from baton.core.request.timeline import Event, Stamp
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice
@@ -35,9 +44,10 @@ from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
-from baton.gateway.engines.promise_decider import PromiseDecider
 from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.moves.mover import RequestMover
+from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session, SessionLimits
@@ -45,12 +55,15 @@ from baton.gateway.request.session_table import DispatchQueue, SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.prefix_sources import FETCH_S
+
+from .caches import LINK_GBYTES_PER_S, TOKEN_BYTES, PlayedCopier, PublishedCache
 
 HEARTBEAT_S = 0.25
 HANDOFF_S = 0.003
-_KV_TOKEN_BYTES, _GBYTES_PER_S = 131_072, 300.0  # of an 8B model over NVLink
-_KV_TOKEN_S = _KV_TOKEN_BYTES / (_GBYTES_PER_S * 1e9)
+_KV_TOKEN_S = TOKEN_BYTES / 300e9  # of an 8B model over NVLink
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
+_FINGERPRINT = "fp"
 _TOKEN_ID = 97
 _DEADLINE_S = 1e6
 
@@ -119,7 +132,7 @@ class _Letters:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """`tbt_target_s`: its promise, if it makes one. `cost`: where it is not that of all."""
+    """`tbt_target_s`: its promise, if it makes one. `cost`, `blocks`: where it is not as all."""
 
     role: Role
     tbt_target_s: float | None = None
@@ -127,13 +140,25 @@ class EngineSetup:
     prefill_chunk_tokens: int = 0
     max_num_seqs: int = 256
     cost: StepCost | None = None
+    blocks: Blocks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Of an engine that caches prefixes; `num_host` in host memory."""
+
+    size: int
+    num: int
+    num_host: int = 0
 
 
 class PlayedGateway:
     """What of a gateway decides where requests go, and streams their tokens."""
 
-    def __init__(self, clock: VirtualClock, seed: int, max_queue_s: float | None) -> None:
-        self.table = EngineTable(PrefixMirror(clock), random.Random(seed))
+    def __init__(
+        self, clock: VirtualClock, seed: int, max_queue_s: float | None, policy: str
+    ) -> None:
+        self.table = EngineTable(PrefixMirror(clock), make_policy(policy, random.Random(seed)))
         self.queue = DispatchQueue(self.table.released)
         self.sessions = SessionTable(clock, 1 << 20, self.queue)
         self.limit = QueueLimit(self.table, self.queue, max_queue_s)
@@ -162,21 +187,22 @@ class Simulation:
         num_gateways: int = 1,
         max_queue_s: float | None = None,
         ttft_s: float | None = None,
+        policy: str = "auto",
     ) -> None:
         """`ttft_s`: where given, the first gateway moves promises between engines, so that first
-        tokens come within it."""
+        tokens come within it. `policy`: by which gateways route."""
         self.clock = VirtualClock()
         self.calls: list[Call] = []
         self.num_refused = 0
         self.gateways = [
-            PlayedGateway(self.clock, seed, max_queue_s) for seed in range(num_gateways)
+            PlayedGateway(self.clock, seed, max_queue_s, policy) for seed in range(num_gateways)
         ]
         self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._ids = _Ids()
         sources = frozenset(n for n, setup in setups.items() if setup.role is Role.PREFILL)
-        self.link_rates = dict.fromkeys(setups, _GBYTES_PER_S)  # from any to any
+        self.link_rates = dict.fromkeys(setups, LINK_GBYTES_PER_S)  # from any to any
         self.engines = {n: PlayedEngine(self, n, cost, setups[n], sources) for n in setups}
         self.moves: list[tuple[float, str, bool]] = []  # when, which engine, whether it promises
         self._decider = None
@@ -193,8 +219,17 @@ class Simulation:
             self.clock.now_s, _, play = heapq.heappop(self._events)
             play()
 
-    def call(self, num_prompt_tokens: int, num_outputs: int, caller_id: int | None = None) -> None:
-        """A request comes now, to the gateways in turn; without `caller_id` from somebody new."""
+    def call(
+        self,
+        num_prompt_tokens: int,
+        num_outputs: int,
+        caller_id: int | None = None,
+        token_ids: array[int] | None = None,
+        cache_salt: str = "",
+    ) -> None:
+        """A request comes now, to the gateways in turn; without `caller_id` from somebody new.
+        `token_ids`: of its prompt, where it matters which; `cache_salt`: as the gateway keyed it.
+        """
         number, now_s = len(self.calls) + self.num_refused, self.clock.now_s
         gateway = self.gateways[number % len(self.gateways)]
         caller_id = number + 1 if caller_id is None else caller_id
@@ -206,14 +241,22 @@ class Simulation:
         call = Call(caller_id, now_s, num_outputs, self.clock)
         self.calls.append(call)
         sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
+        hashes: dict[str, list[BlockHash]] = {}
+        if token_ids is not None:
+            hashes[_FINGERPRINT] = self._hashes(token_ids, cache_salt)
+        prompt = (1,) * num_prompt_tokens if token_ids is None else token_ids
         session = Session(
             self._ids.new_id(),
-            ValidatedRequest((1,) * num_prompt_tokens, sampling, "", caller_id=caller_id),
+            ValidatedRequest(
+                prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
+            ),
             deadline_s=now_s + _DEADLINE_S,
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(_Letters(), ()),
             sink=call,
-            router=PromptRouter(gateway.table, {}, caller_id),
+            router=PromptRouter(
+                gateway.table, hashes, caller_id, token_ids=token_ids or (), cache_salt=cache_salt
+            ),
             clock=self.clock,
             entropy=self._ids,
             limits=SessionLimits(max_queue_s=self._max_queue_s),
@@ -222,7 +265,20 @@ class Simulation:
         if self._max_queue_s < math.inf and session.is_waiting:
             self.at(now_s + self._max_queue_s, lambda: gateway.sessions._wake(session))
 
+    def _hashes(self, token_ids: array[int], cache_salt: str) -> list[BlockHash]:
+        size = next(engine.block_size for engine in self.engines.values() if engine.cache)
+        return block_hashes(root_hash(_FINGERPRINT, cache_salt), token_ids, size)
+
+    def _publish(self, cache: PublishedCache) -> None:
+        for message in cache.take_messages():
+            for gateway in self.gateways:
+                gateway.table.mirror.take(message)
+
     def _beat(self) -> None:
+        for engine in self.engines.values():
+            if engine.cache is not None:
+                for gateway in self.gateways:
+                    gateway.table.mirror.take(engine.cache.head())
         loads = {name: engine.load() for name, engine in self.engines.items()}
         for gateway in self.gateways:
             for name, load in loads.items():
@@ -258,9 +314,15 @@ class PlayedEngine:
         self._setup = setup
         self._links = sources if setup.role is Role.DECODE else frozenset[str]()
         self._device = _Device(setup.cost or cost)
+        blocks = setup.blocks or Blocks(_BLOCK_SIZE, _NUM_BLOCKS)
+        self.block_size, block_bytes = blocks.size, blocks.size * TOKEN_BYTES
+        self.cache = None if setup.blocks is None else PublishedCache(name)
+        self._copier = None
+        if blocks.num_host:
+            self._copier = PlayedCopier(self._device, blocks.num_host, block_bytes)
         limits = EngineLimits(
-            _NUM_BLOCKS,
-            _BLOCK_SIZE,
+            blocks.num,
+            blocks.size,
             1 << 17,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -269,11 +331,13 @@ class PlayedEngine:
         self.engine = Engine(
             self._device,
             limits,
-            LocalGenerations(_NUM_BLOCKS),
-            fingerprint="m",
+            LocalGenerations(blocks.num),
+            fingerprint=_FINGERPRINT,
             eos_token_ids=(),
-            enable_prefix_caching=False,
+            enable_prefix_caching=self.cache is not None,
+            cache_observer=self.cache,
             clock=self._device,
+            host_copier=self._copier,
         )
         self.engine.tbt_target_s = setup.tbt_target_s
         self._tickets: dict[str, Ticket] = {}  # of what is held
@@ -284,7 +348,12 @@ class PlayedEngine:
         self.num_refusals = 0
         self.is_draining = False
         self.most_waiting = 0  # requests, at heartbeats
-        member = Member(name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS)
+        self.busy_s = 0.0
+        self.num_fetches = 0
+        self._woken_s = -1.0
+        member = Member(
+            *(name, setup.role, name, "", "demo", _FINGERPRINT), 1 << 17, blocks.size, blocks.num
+        )
         self._gateway_of: dict[str, PlayedGateway] = {}  # by key
         for gateway in simulation.gateways:
             link = _Link(self, gateway)
@@ -294,7 +363,8 @@ class PlayedEngine:
                     link,
                     clock=simulation.clock,
                     max_num_seqs=limits.max_num_seqs,
-                    block_bytes=_BLOCK_SIZE * _KV_TOKEN_BYTES,
+                    block_bytes=block_bytes,
+                    num_host_blocks=blocks.num_host,
                     own_target_s=setup.tbt_target_s or 0.0,
                 )
             )
@@ -315,11 +385,39 @@ class PlayedEngine:
                 return
         if ticket is not None:
             self._tickets[request.key] = ticket
-        if request.prefix_source is not None:
+        if request.prefix_source is not None and request.output_token_ids:
             self._move_in(request)
             return
+        if request.prefix_source is None or not self._fetch(request, request.prefix_source, work):
+            self._add(request, work)
+
+    def _add(self, request: Request, work: Work) -> None:
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
+
+    def _fetch(self, request: Request, source: PrefixSource, work: Work) -> bool:
+        """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
+        without. As node/peers/prefix_fetches.py does."""
+        tokens = request.known_token_ids[: source.num_blocks * self.block_size]
+        hashes = block_hashes(root_hash(_FINGERPRINT, request.cache_salt), tokens, self.block_size)
+        prefix = self.engine.borrow(hashes)
+        if prefix is None:
+            return False
+        lender = self._simulation.engines[source.incarnation].engine
+        if (lent := lender.lend(hashes[prefix.num_cached_blocks :])) is None:
+            self.engine.drop_prefix(prefix)
+            return False
+        num_bytes = len(lent[1]) * self.block_size * TOKEN_BYTES
+        end_s = self._simulation.clock.now_s + FETCH_S + num_bytes / (LINK_GBYTES_PER_S * 1e9)
+
+        def over() -> None:
+            lender.give_back(lent[0])
+            self.engine.keep_prefix(prefix)
+            self.num_fetches += 1
+            self._add(request, work)
+
+        self._simulation.at(end_s, over)
+        return True
 
     def _refuse(self, request: Request, error: PromiseRefused) -> None:
         gateway = self._gateway_of.pop(request.key)
@@ -354,6 +452,7 @@ class PlayedEngine:
             is_draining=self.is_draining,
             links=self._links,
             link_gbytes_per_s=self._simulation.link_rates,
+            host_block_s=totals.host.block_s,
             num_steps=self._num_steps,
             num_requests=load.num_running + load.num_waiting + len(self._intents),
             room_blocks=load.room_blocks,
@@ -379,11 +478,31 @@ class PlayedEngine:
     def _step(self) -> None:
         if self._is_busy or not self.engine.has_work:
             return
-        self._device.now_s = self._simulation.clock.now_s
+        self._device.now_s = began_s = self._simulation.clock.now_s
         output = self.engine.step()
+        self._note_cache()
+        if self._device.now_s == began_s and self._wait_for_copies():
+            return
         self._num_steps += 1
+        self.busy_s += self._device.now_s - began_s
         self._is_busy = True
         self._simulation.at(self._device.now_s, lambda: self._step_ended(output))
+
+    def _wait_for_copies(self) -> bool:
+        """Nothing was launched: the next copy's end may bring something."""
+        now_s = self._simulation.clock.now_s
+        end_s = None if self._copier is None else self._copier.next_end_s(now_s)
+        if end_s is not None and end_s != self._woken_s:
+            self._woken_s = end_s
+            self._simulation.at(end_s, self._step)
+        return self._copier is not None
+
+    def _note_cache(self) -> None:
+        if self.cache is not None:
+            due_s = self.cache.due_s(self._device.now_s)
+            if due_s is not None:
+                cache = self.cache
+                self._simulation.at(due_s, lambda: self._simulation._publish(cache))
 
     def _step_ended(self, output: StepOutput) -> None:
         self._is_busy = False

@@ -81,6 +81,34 @@ def beam_blocks() -> str:
     return table(head, rows) + "\n" + source("beam_blocks")
 
 
+def index() -> str:
+    """The prefix index."""
+    return figure_table(figures("index", "index").values()) + "\n" + source("index")
+
+
+def prefix() -> str:
+    """A trace through caches and routing, over steps that are played."""
+    rows = [
+        (
+            f"{row['num_engines']}",
+            row["policy"].replace("_", " "),
+            f"{row['pool_tokens'] / 1e6:.2f} + {row['host_tokens'] / 1e6:.1f}",
+            f"{100 * row['hit_rate']:.1f}",
+            f"{100 * row['oracle_hit_rate']:.1f}",
+            f"{100 * row['busy']:.0f}",
+            f"{row['ttft_mean_s']:.2f}",
+            f"{row['ttft_p50_s']:.2f} / {row['ttft_p99_s']:.1f}",
+            f"{row['fetches']:,}",
+        )
+        for row in load("prefix")["rows"]
+    ]
+    head = (
+        *("engines", "policy", "M tokens each, pool + host", "hits, %", "one pool of all, %"),
+        *("busy, %", "mean TTFT, s", "p50 / p99", "fetches"),
+    )
+    return table(head, rows) + "\n" + source("prefix")
+
+
 def quality() -> str:
     """Perplexity of the bundled model with its weights quantised."""
     found = figures("quality", "perplexity")

@@ -174,7 +174,7 @@ def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
     """A held block is in the index once it is full and computed."""
     b, count = ledger.blocks, engine.num_published
     if count is None:
-        text = "does not answer on the prefix index"
+        text = "has nothing in the prefix index"
         yield Judged(warning(engine.name, text, "gateways do not see what it has cached"), True)
     elif not b.cached <= count <= b.cached + b.held:
         text = f"the index has {count} blocks of it: {b.cached} are cached, {b.held} held"

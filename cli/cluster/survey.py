@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,8 @@ from ...core.channels.channel import FrameBuffer
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
-from ...prefix_index.messages import BadMessage, IndexAway, Snapshot, decode
-from ...prefix_index.mirror import read_snapshot
+from ...prefix_index.messages import BadMessage, IndexAway
+from ...prefix_index.pages import decode_contents
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
 
@@ -105,8 +105,6 @@ def parse_ledger(text: str) -> Ledger:
 
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _ANSWER_S = 3.0
-_INDEX_ANSWER_S = 2.0  # an engine publishes a snapshot within 1.5 s, however many request one
-_REQUEST_AGAIN_S = 0.3  # the first request may be sent before this process is subscribed
 _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
 
@@ -114,7 +112,7 @@ _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 class EngineView:
     """One engine. `member` is None if no entry in Redis is its; `silence`: why there is no ledger.
 
-    `num_published`: blocks that it has by the prefix index; None if it does not answer there.
+    `num_published`: blocks that it has by the prefix index; None if it has nothing there.
     """
 
     name: str
@@ -135,7 +133,7 @@ class Survey:
 
 async def survey(cluster: ClusterConfig) -> Survey:
     """Request everything at once. Raises StartupFailed if Redis does not answer."""
-    members, num_bad_entries = await _members(cluster)
+    members, num_bad_entries = await members_of(cluster)
     addresses = sorted({member.address for member in members})
     tls = ClusterTls.of(cluster)
     nodes_members = ([m for m in members if m.address == address] for address in addresses)
@@ -151,64 +149,28 @@ async def survey(cluster: ClusterConfig) -> Survey:
 
 
 async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
-    if not members:
-        return {}
     link = RedisIndexLink(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
     try:
-        return await count_published(link, {member.incarnation for member in members})
+        return await count_published(link, [member.incarnation for member in members])
     finally:
         await link.close()
 
 
-async def count_published(
-    link: RedisIndexLink, incarnations: Collection[str], timeout_s: float = _INDEX_ANSWER_S
-) -> dict[str, int]:
-    """How many blocks each engine lists in the prefix index, by the snapshot that it publishes when
-    requested; without one an engine is absent."""
+async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> dict[str, int]:
+    """How many blocks on its device each engine lists in the prefix index; absent if nothing."""
     counts: dict[str, int] = {}
-    requesting = asyncio.create_task(_request_snapshots(link, incarnations, counts))
-    try:
-        async with asyncio.timeout(timeout_s), aclosing(link.messages()) as messages:
-            async for raw in messages:
-                await _take(link, raw, incarnations, counts)
-                if counts.keys() >= set(incarnations):
-                    break
-    except TimeoutError:
-        pass
-    finally:
-        requesting.cancel()
-        await asyncio.wait({requesting})
+    for incarnation in incarnations:
+        try:
+            raw = await link.read_contents(incarnation)
+            counts[incarnation] = decode_contents(raw, incarnation).device_blocks
+        except (BadMessage, IndexAway):
+            continue
     return counts
 
 
-async def _request_snapshots(
-    link: RedisIndexLink, incarnations: Collection[str], counts: dict[str, int]
-) -> None:
-    while True:
-        for incarnation in set(incarnations) - counts.keys():
-            try:
-                await link.request_snapshot(incarnation)
-            except IndexAway:
-                return
-        await asyncio.sleep(_REQUEST_AGAIN_S)
-
-
-async def _take(
-    link: RedisIndexLink, raw: bytes, incarnations: Collection[str], counts: dict[str, int]
-) -> None:
-    """Of all that is published only snapshots of these engines count."""
-    try:
-        message = decode(raw)
-        if not isinstance(message, Snapshot) or message.incarnation not in incarnations:
-            return
-        hashes, _ = await read_snapshot(link, message)
-        counts[message.incarnation] = len(hashes)
-    except (BadMessage, IndexAway):  # e.g. a newer snapshot is being written
-        return
-
-
-async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
-    """The directory, and how many of its entries are junk or not signed with our secret."""
+async def members_of(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
+    """The directory, and how many of its entries are junk or not signed with our secret. Raises
+    StartupFailed if Redis does not answer."""
     await require_redis(cluster.redis_url)
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
     try:

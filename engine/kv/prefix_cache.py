@@ -8,7 +8,7 @@ observer is told of the two as one.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Protocol
 
 from ...core.request.token_ids import BlockHash, Tier
@@ -19,7 +19,7 @@ from .host_blocks import HostBlocks
 class CacheObserver(Protocol):
     """Receives what this engine could serve from its cache: a cluster-wide index is made of it."""
 
-    def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+    def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
         """The best place that each is in; `was` and `now` differ."""
         ...
 

@@ -182,7 +182,7 @@ class FrontDoor:
                 )
                 routed_s = self._clock.monotonic_s()
                 cached, remaining_s = router.cached_tokens(num_tokens), deadline_s - routed_s
-                lendable = router.lendable_tokens(cached)
+                lendable = router.lendable_tokens(num_tokens)
                 self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s, lendable)
             except BatonError as error:
                 self._feed.call_refused(caller, error)

@@ -5,7 +5,6 @@ Knows no grpc and no directory: cluster_view.py adds and removes engines.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,9 @@ from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
-from .routing import READ_ADAPTER_S, EngineState, choose_plan
+from .prompts_in_flight import PromptsInFlight
+from .routing import READ_ADAPTER_S, EngineState
+from .routing_policies import LeastEstimate, Policy
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
@@ -70,20 +71,21 @@ class ChosenEngine:
 class EngineTable:
     """All linked engines by incarnation; what is mirrored of the prefix index is theirs.
 
-    `chance`: what plans that are alike are drawn by; without it gateways that know the same choose
-    the same. `plans`: what is noted of those that are chosen.
+    `policy`: how engines are chosen; without it by the least estimate, and gateways that know the
+    same choose the same. `plans`: what is noted of those that are chosen.
     """
 
     def __init__(
         self,
         mirror: PrefixMirror,
-        chance: random.Random | None = None,
+        policy: Policy | None = None,
         plans: PlanRecord | None = None,
     ) -> None:
-        self._chance = chance
+        self._policy = policy or LeastEstimate()
         self.plans = plans
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
+        self.prompts = PromptsInFlight(mirror.clock)
         self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
         self.moves: Counter[str] = Counter()  # of running requests, by how they ended
@@ -91,7 +93,7 @@ class EngineTable:
 
     def add(self, engine: LinkedEngine) -> None:
         """The engine's link is up."""
-        engine.released = self.released
+        engine.released, engine.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
         num_blocks = engine.member.num_blocks + engine.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)
@@ -99,6 +101,7 @@ class EngineTable:
     def remove(self, incarnation: str) -> None:
         """The engine's link is down."""
         del self.engines[incarnation]
+        self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
     def choose(
@@ -110,7 +113,9 @@ class EngineTable:
         caller_id: int = 0,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
+        host_tokens: Mapping[str, int] = _NOTHING_CACHED,
         lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        in_flight_tokens: int = 0,
         is_noted: bool = True,
         adapter: str = "",
     ) -> Route:
@@ -118,21 +123,26 @@ class EngineTable:
         is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
-        `lendable_tokens`: of them, those that others could fetch. `is_constrained`: it is for
-        engines alone that take constraints. `adapter`: its LoRA adapter's digest: it is for engines
-        that serve adapters, at best one that has this one. `is_noted`: for a request, not to know
-        whether there is a plan.
+        `host_tokens`: the last of them, where these are in host memory alone. `lendable_tokens`:
+        the first of them, that others could fetch. `in_flight_tokens`: that some engine computes
+        now. `is_constrained`: it is for engines alone that take constraints. `adapter`: its LoRA
+        adapter's digest: it is for engines that serve adapters, at best one that has this one.
+        `is_noted`: for a request, not to know whether there is a plan.
         """
         costs = self._costs()
         holders = self._holders(demand.num_tokens, lendable_tokens, avoid)
         states = [
-            engine.state(
-                engine.load,
-                demand,
-                caller_id,
-                cached_tokens.get(engine.incarnation, 0) if cached_tokens else 0,
-                costs.get(engine.fingerprint) if costs else None,
-                self._fetch(engine, holders, cached_tokens) if holders else None,
+            self._policy.seen(
+                engine.state(
+                    engine.load,
+                    demand,
+                    caller_id,
+                    cached_tokens.get(engine.incarnation, 0) if cached_tokens else 0,
+                    costs.get(engine.fingerprint) if costs else None,
+                    self._fetch(engine, holders, cached_tokens, host_tokens) if holders else None,
+                    host_tokens.get(engine.incarnation, 0) if host_tokens else 0,
+                    in_flight_tokens,
+                )
             )
             for engine in self.engines.values()
             if engine.load is not None
@@ -142,7 +152,7 @@ class EngineTable:
         if adapter:
             states = [self._with_adapter(state, adapter) for state in states]
         choose = partial(
-            choose_plan, states, demand.num_tokens, fingerprint=fingerprint, chance=self._chance
+            self._policy.choose, states, demand.num_tokens, caller_id, fingerprint=fingerprint
         )
         clear = self.suspects.keep_clear(avoid)
         try:
@@ -189,14 +199,18 @@ class EngineTable:
 
     @staticmethod
     def _fetch(
-        engine: LinkedEngine, holders: Mapping[str, Holders], cached_tokens: Mapping[str, int]
+        engine: LinkedEngine,
+        holders: Mapping[str, Holders],
+        cached_tokens: Mapping[str, int],
+        host_tokens: Mapping[str, int],
     ) -> Fetch | None:
         of_its_kind = holders.get(engine.fingerprint)
         if of_its_kind is None or not engine.block_bytes or not engine.takes_prompts:
             return None
         token_bytes = engine.block_bytes / engine.member.block_size
-        own_tokens = cached_tokens.get(engine.incarnation, 0)
-        return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
+        name = engine.incarnation
+        own_tokens = cached_tokens.get(name, 0) - host_tokens.get(name, 0)
+        return of_its_kind.best_fetch(name, own_tokens, token_bytes)
 
     def _costs(self) -> Mapping[str, StepCost]:
         """`step_costs`, where some engine is to borrow one."""
@@ -264,7 +278,7 @@ class EngineTable:
         for engine in prefill:
             num_cached = cached_tokens.get(engine.incarnation, 0)
             waits_s.append(seconds(engine, num_tokens - num_cached))
-            if fetch := self._fetch(engine, holders, cached_tokens):
+            if fetch := self._fetch(engine, holders, cached_tokens, _NOTHING_CACHED):
                 fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
                 waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)

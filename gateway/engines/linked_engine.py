@@ -14,11 +14,13 @@ from ...core.errors import PromiseRefused
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
+from ...core.request.token_ids import salted
 from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
 from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
+from .prompts_in_flight import PromptsInFlight
 from .routing import EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary
@@ -173,8 +175,8 @@ class LinkedEngine:
     `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
     adapters in its steps; 0: it serves none. `released`: callers of
     which something ended here, or was answered, so that what waits may find a place; whoever
-    dispatches what waits clears it. `num_index_hits`: dispatches for which the index promised
-    cached tokens; `num_stale_hits`: those of them that found fewer.
+    dispatches what waits clears it. `prompts`: those of all engines. `num_index_hits`: dispatches
+    for which the index promised cached tokens; `num_stale_hits`: those of them that found fewer.
     """
 
     member: Member
@@ -190,6 +192,7 @@ class LinkedEngine:
     num_host_blocks: int = 0
     max_loras: int = 0
     released: set[int] = field(default_factory=set)
+    prompts: PromptsInFlight | None = None
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
@@ -252,6 +255,14 @@ class LinkedEngine:
         ]
         if work is not Work.DECODE:
             self.backlog.sent(keys[0], caller_id, num_tokens, cached_tokens)
+            if self.prompts is not None:
+                self.prompts.sent(
+                    (self.incarnation, keys[0]),
+                    self.fingerprint,
+                    salted(request.cache_salt, request.adapter_digest),
+                    request.prompt_token_ids,
+                    self.member.block_size,
+                )
             if cached_tokens:
                 self._promised[keys[0]] = cached_tokens
         if work is not Work.PREFILL:
@@ -289,6 +300,8 @@ class LinkedEngine:
         """Its prompt is computed: a prefill engine has nothing more to do for it."""
         if not self.backlog.ended(key, is_computed=True):
             return
+        if self.prompts is not None:
+            self.prompts.ended((self.incarnation, key), is_computed=True)
         if not self.places.has(key):
             self._ended(key)
         elif (caller_id := self._callers.get(key)) is not None:
@@ -301,7 +314,8 @@ class LinkedEngine:
             return
         self.released.add(caller_id)
         self._promised.pop(key, None)
-        self.backlog.ended(key, is_computed=False)
+        if self.backlog.ended(key, is_computed=False) and self.prompts is not None:
+            self.prompts.ended((self.incarnation, key), is_computed=False)
         self.places.ended(key, self.clock.monotonic_s())
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
@@ -319,8 +333,11 @@ class LinkedEngine:
         cached_tokens: int,
         others_cost: StepCost | None = None,
         fetch: Fetch | None = None,
+        host_tokens: int = 0,
+        in_flight_tokens: int = 0,
     ) -> EngineState:
-        """For routing one request of this caller, of which so much should be cached here.
+        """For routing one request of this caller, of which so much should be cached here, the last
+        `host_tokens` of that in host memory alone. `in_flight_tokens`: see EngineState.
 
         `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
         given any. What is about prompts is left out where it takes none, and what is about decodes
@@ -340,9 +357,11 @@ class LinkedEngine:
             takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
             has_place = self._has_place(load, demand, cached_tokens)
+        host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
         num_requests, num_dispatched = self.places.num_requests, self.num_dispatched
         of_now = (num_requests, num_dispatched, waiting_tokens, cached_tokens)
-        return EngineState._make(known + of_now + (speed, takes_prompt, has_place, fetch, 0.0))
+        of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, 0.0)
+        return EngineState._make(known + of_now + (speed, takes_prompt, has_place) + of_prompt)
 
     def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
         """The first fields of an EngineState: those that its heartbeat decides."""

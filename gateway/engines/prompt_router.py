@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.token_ids import BlockHash, block_hashes, root_hash
+from ...core.request.token_ids import BlockHash, block_hashes, root_hash, salted
 from ..request.engine_link import Avoid, Demand, Route
 from .engine_table import EngineTable
 
@@ -21,7 +21,9 @@ _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
 @dataclass(frozen=True, slots=True)
 class PromptRouter:
-    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint.
+    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint;
+    `token_ids` and `cache_salt`, the adapter in it: what prompts that are computed now are compared
+    by.
 
     `computes_all`: a prefill engine is to score the prompt's own tokens, cached or not. `adapter`:
     the digest of the request's LoRA adapter, if it has one.
@@ -33,9 +35,19 @@ class PromptRouter:
     is_constrained: bool = False
     computes_all: bool = False
     adapter: str = ""
+    token_ids: Sequence[int] = ()
+    cache_salt: str = ""
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        cached_tokens = self.cached_tokens(demand.num_tokens)
+        listed = self._listed_tokens(demand.num_tokens)
+        lendable = self._lendable(listed)
+        in_flight = {} if self.computes_all else self._in_flight(demand.num_tokens)
+        cached_tokens = _most(listed, in_flight)
+        in_host = {
+            name: listed[name] - num_tokens
+            for name, num_tokens in lendable.items()
+            if num_tokens < listed[name] == cached_tokens[name]
+        }
         decisions = self.table.decisions
         try:
             route = self.table.choose(
@@ -46,7 +58,9 @@ class PromptRouter:
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
                 adapter=self.adapter,
-                lendable_tokens=self.lendable_tokens(cached_tokens),
+                host_tokens=in_host,
+                lendable_tokens=lendable,
+                in_flight_tokens=max(in_flight.values(), default=0),
             )
         except Unavailable:
             decisions["unavailable"] += 1
@@ -61,20 +75,30 @@ class PromptRouter:
             decisions["least_loaded"] += 1
         return route
 
-    def lendable_tokens(self, cached_tokens: Mapping[str, int]) -> dict[str, int]:
-        """Of them, what other engines could fetch."""
-        lendable: dict[str, int] = {}
+    def lendable_tokens(self, num_tokens: int) -> dict[str, int]:
+        """By incarnation, what other engines could fetch: what the index lists, in front of the
+        first block that is in host memory alone."""
+        return self._lendable(self._listed_tokens(num_tokens))
+
+    def _lendable(self, listed: Mapping[str, int]) -> dict[str, int]:
+        found: dict[str, int] = {}
         if self.computes_all:
-            return lendable
-        for incarnation, num_tokens in cached_tokens.items():
+            return found
+        for incarnation, num_tokens in listed.items():
             engine = self.table.engines[incarnation]
             size = engine.member.block_size
             chain = self.hashes[engine.fingerprint][: num_tokens // size]
-            lendable[incarnation] = self.table.mirror.lendable_blocks(incarnation, chain) * size
-        return lendable
+            in_host = self.table.mirror.first_in_host(incarnation, chain)
+            found[incarnation] = num_tokens if in_host is None else in_host * size
+        return found
 
     def cached_tokens(self, num_tokens: int) -> dict[str, int]:
         """By incarnation, how many tokens each engine is likely to have."""
+        listed = self._listed_tokens(num_tokens)
+        return listed if self.computes_all else _most(listed, self._in_flight(num_tokens))
+
+    def _listed_tokens(self, num_tokens: int) -> dict[str, int]:
+        """By the index."""
         cached: dict[str, int] = {}
         for fingerprint, chain in self.hashes.items():
             engines = _engines_of(self.table, fingerprint)
@@ -86,6 +110,30 @@ class PromptRouter:
                     num_blocks = min(num_blocks, (num_tokens - 1) // member.block_size)
                 cached[incarnation] = num_blocks * member.block_size
         return cached
+
+    def _in_flight(self, num_tokens: int) -> dict[str, int]:
+        """Of prompts like this one that engines compute now, or are about to."""
+        if not self.table.prompts:
+            return {}
+        found: dict[str, int] = {}
+        for fingerprint in self.hashes:
+            size = next(
+                e.member.block_size
+                for e in self.table.engines.values()
+                if e.fingerprint == fingerprint
+            )
+            common = self.table.prompts.common_blocks(
+                fingerprint, self.cache_salt, self.token_ids, size
+            )
+            for incarnation, num_blocks in common.items():
+                found[incarnation] = min(num_blocks, (num_tokens - 1) // size) * size
+        return found
+
+
+def _most(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    if not other:
+        return {**one}
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in one.keys() | other.keys()}
 
 
 async def route_prompt(
@@ -109,7 +157,11 @@ async def route_prompt(
         )
         for fingerprint, block_size in block_sizes.items()
     }
-    return PromptRouter(table, hashes, caller_id, is_constrained, computes_all, adapter)
+    return PromptRouter(
+        *(table, hashes, caller_id, is_constrained, computes_all, adapter),
+        token_ids,
+        salted(cache_salt, adapter),
+    )
 
 
 async def _hash_while_cached(

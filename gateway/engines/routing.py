@@ -15,8 +15,9 @@ How long a prompt takes follows from what its engine measured (core/step_cost.py
 promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
 it is as fast as one without a promise. An engine without a promise does what its role says.
 
-What an engine has cached of the prompt costs nothing; what another has, a pull, if that is quicker
-than to compute it (prefix_sources.py). A prefill engine without credit for the
+What an engine has cached of the prompt on its device costs nothing; what it has in host memory, a
+copy, and what another has, a pull, if that is quicker than to compute it (prefix_sources.py). A
+prefill engine without credit for the
 request comes after every one that has it, but is not left out. A decode engine without a place for
 it, and a prefill engine that has enough of its caller's prompts, are: the request waits here, where
 its queue is fair and a place that becomes free anywhere is the next one's.
@@ -48,6 +49,11 @@ _NO_RATES: Mapping[str, float] = MappingProxyType({})
 # Links below this share of the fastest are another kind of link; above it, measured otherwise.
 SLOW_LINK_SHARE = 0.5
 
+# Of what it takes to compute tokens: what weighs in addition that another engine computes the same
+# at this moment. Without it the second of two equal prompts would be computed again elsewhere, for
+# the time of its own last tokens.
+REPEATED = 0.25
+
 
 class EngineState(NamedTuple):
     """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
@@ -58,8 +64,10 @@ class EngineState(NamedTuple):
     they were opened, by source. `speed`: at which it computes prompts now; None: not known.
     `keeps_promise`: it takes whole requests, whatever its role.
     Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
-    more of it from another engine; `takes_prompt`: it may have another prompt of its caller;
-    `has_place`: for its decodes; `adapter_s`: until it has its LoRA adapter.
+    more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
+    memory alone, and `host_s` until they are copied back; `in_flight_tokens`: that some engine is
+    about to have, since it computes them for another prompt; `takes_prompt`: it may have another
+    prompt of its caller; `has_place`: for its decodes; `adapter_s`: until it has its LoRA adapter.
     """
 
     incarnation: str
@@ -81,19 +89,31 @@ class EngineState(NamedTuple):
     takes_prompt: bool = True
     has_place: bool = True
     fetch: Fetch | None = None
+    host_tokens: int = 0
+    host_s: float = 0.0
+    in_flight_tokens: int = 0
     adapter_s: float = 0.0
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
-        alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
+        own_s = self._own_seconds(num_tokens)
         if self.fetch is None:
-            return alone_s + self.adapter_s
-        return min(alone_s, self._fetching_seconds(num_tokens)) + self.adapter_s
+            return own_s + self.adapter_s
+        return min(own_s, self._fetching_seconds(num_tokens)) + self.adapter_s
 
     def worth_fetching(self, num_tokens: int) -> Fetch | None:
         """The fetch, if its prompt is computed sooner by it."""
-        alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
-        return self.fetch if self._fetching_seconds(num_tokens) < alone_s else None
+        own_s = self._own_seconds(num_tokens)
+        return self.fetch if self._fetching_seconds(num_tokens) < own_s else None
+
+    def _own_seconds(self, num_tokens: int) -> float:
+        """With what it has cached itself: what is in host memory is copied, or computed again if
+        that is quicker, as the engine will decide."""
+        copied_s = self.host_s + self._seconds_behind(self.cached_tokens, num_tokens)
+        if not self.host_tokens:
+            return copied_s
+        on_device = self.cached_tokens - self.host_tokens
+        return min(copied_s, self._seconds_behind(on_device, num_tokens))
 
     def _fetching_seconds(self, num_tokens: int) -> float:
         if self.fetch is None:
@@ -104,11 +124,14 @@ class EngineState(NamedTuple):
         speed = self.speed or _UNMEASURED
         num_left = max(1, num_tokens - cached_tokens)
         pairs_s = speed.pair_s * pairs_of(num_left, num_tokens - num_left)
-        return speed.step_s + (self.waiting_tokens + num_left) * speed.token_s + pairs_s
+        computed_s = (self.waiting_tokens + num_left) * speed.token_s + pairs_s
+        if self.in_flight_tokens > cached_tokens:
+            computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
+        return speed.step_s + computed_s
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = num_tokens - self.cached_tokens
+        num_pulled = num_tokens - self.cached_tokens + self.host_tokens
         pull_s = num_pulled * PULL_TOKEN_S if num_pulled > 0 else 0.0
         return self.num_requests * REQUEST_S + pull_s + self.adapter_s
 

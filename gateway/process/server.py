@@ -33,7 +33,8 @@ from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
 from ...core.version import version
-from ...prefix_index.mirror import Follower, PrefixMirror
+from ...prefix_index.follower import Follower
+from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..adapters.adapter_registry import AdapterRegistry
@@ -42,14 +43,15 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord
-from ..engines.promise_decider import PromiseDecider
-from ..engines.promise_leader import LEASE_S, PromiseLeader
+from ..engines.routing_policies import make_policy
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat_model import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
 from ..moves.mover import RequestMover
+from ..promises.promise_decider import PromiseDecider
+from ..promises.promise_leader import LEASE_S, PromiseLeader
 from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
 from ..request.session_table import DispatchQueue, SessionTable
@@ -109,7 +111,8 @@ class Gateway:
         calls = MemberCalls(secret, security.cluster_tls)
         self._directory = KnownNodes(RedisDirectory(*redis), tuple(Role), calls, secret, clock)
         self._index = index = RedisIndexLink(*redis)
-        self._table = EngineTable(PrefixMirror(clock), random.Random(), PlanRecord(clock))
+        policy = make_policy(config.routing_policy, random.Random())
+        self._table = EngineTable(PrefixMirror(clock), policy, PlanRecord(clock))
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from ...core.errors import ModelNotFound, PermissionDenied, RateLimited
 from ...core.ports import Clock
+from ...core.request.token_ids import TAG_DIGITS
 
 _CALLER_ID_BYTES = 8
 _MINUTE_S = 60.0
@@ -142,6 +143,15 @@ class TenantAdmission:
             self._tokens.spend(self.used_tokens - self._charged_tokens, now_s)
 
 
+def salt_of_tenant(salt_key: bytes, tenant: str) -> str:
+    """What the salts of all its prompts begin with."""
+    return _keyed(salt_key, f"tenant {tenant}")[:TAG_DIGITS]
+
+
+def _keyed(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
 @dataclass(slots=True)
 class Tenancy:
     """`salt_key`: what all gateways of the deployment key salts with; nodes do not need it.
@@ -182,13 +192,14 @@ class Tenancy:
         """What goes into the hashes of a prompt's blocks; empty: shared by all who have it empty.
 
         `requested` is the client's own salt, which narrows further; never used as it is, so that no
-        client can name another's.
+        client can name another's. It begins alike for all of a tenant's, so that those who list the
+        index see whose blocks are whose.
         """
         tenant = caller.tenant if requested or not self.shares_prefixes else ""
         if not tenant and not requested:
             return ""
-        message = f"{len(tenant)}:{tenant}{requested}".encode()
-        return hmac.new(self.salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
+        rest = _keyed(self.salt_key, f"{len(tenant)}:{tenant}{requested}")[:_SALT_DIGITS]
+        return salt_of_tenant(self.salt_key, tenant) + rest
 
     def _usage_of(self, caller: Caller) -> _Usage:
         """With the limits as they are now: the key file may have changed."""

@@ -16,14 +16,14 @@ import enum
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ...core.channels.channel import Channel, FrameSocket
 from ...core.errors import BatonError
 from ...core.request.token_ids import BlockHash, Tier
-from ...prefix_index.messages import Changes, NetChanges
+from ...prefix_index.messages import NetChanges
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
@@ -107,7 +107,7 @@ class Outbox:
         gone = (kind, incarnation)
         self._to_peers = [queued for queued in self._to_peers if queued[:2] != gone]
 
-    def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+    def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
         """The engine has these blocks elsewhere now, or no longer."""
         self._cache_changes.moved(block_hashes, was, now)
 
@@ -128,7 +128,7 @@ class Outbox:
             else:
                 self._channels.to_peer(kind, incarnation, message)
         if self._cache_changes:
-            removed, in_host, stored = map(b"".join, Changes.of(self._cache_changes.take()))
+            removed, in_host, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from ...core.channels.channel import encode_payload, read_frame
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
-from ...prefix_index.messages import CacheJournal, split_hashes
+from ...prefix_index.journal import CacheJournal
+from ...prefix_index.messages import split_hashes
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from baton.prefix_index.messages import IndexAway
 
 
 class FakeIndexLink:
-    """`published` keeps every message; `is_away` makes every command fail; keys can be wiped."""
+    """`published` keeps every message; `is_away` makes every command fail; keys can be wiped.
+
+    `keys`: an engine's contents under (incarnation, None), its pages by index. `num_reads`: of
+    contents.
+    """
 
     def __init__(self) -> None:
         self.published: list[bytes] = []
-        self.chunks: dict[tuple[str, int], bytes] = {}
-        self.asked: list[str] = []
+        self.keys: dict[tuple[str, int | None], bytes] = {}
+        self.num_reads = 0
         self.is_away = False
         self._subscribers: list[asyncio.Queue[bytes]] = []
-        self._listeners: dict[str, asyncio.Queue[bytes]] = {}
 
     def _check(self) -> None:
         if self.is_away:
             raise IndexAway("away")
 
-    async def publish(self, messages: Sequence[bytes]) -> None:
+    async def publish(self, incarnation: str, contents: bytes, messages: Sequence[bytes]) -> bool:
         self._check()
+        was_there = (incarnation, None) in self.keys
+        self.keys[incarnation, None] = contents
         self.published += messages
         for queue in self._subscribers:
             for message in messages:
                 queue.put_nowait(message)
+        return was_there
 
-    async def write_chunks(self, incarnation: str, chunks: Sequence[bytes]) -> None:
+    async def write_pages(self, incarnation: str, pages: Iterator[tuple[int, bytes]]) -> None:
+        for index, page in pages:
+            self._check()
+            self.keys[incarnation, index] = page
+
+    async def renew_pages(self, incarnation: str, num_pages: int) -> list[int]:
         self._check()
-        self.chunks |= {(incarnation, index): chunk for index, chunk in enumerate(chunks)}
-
-    async def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
-        queue = self._listeners[incarnation] = asyncio.Queue()
-        while True:
-            yield await queue.get()
+        return [index for index in range(num_pages) if (incarnation, index) not in self.keys]
 
     async def messages(self) -> AsyncGenerator[bytes]:
         queue: asyncio.Queue[bytes] = asyncio.Queue()
@@ -45,12 +51,12 @@ class FakeIndexLink:
         while True:
             yield await queue.get()
 
-    async def request_snapshot(self, incarnation: str) -> None:
+    async def read_contents(self, incarnation: str) -> bytes:
         self._check()
-        self.asked.append(incarnation)
-        if queue := self._listeners.get(incarnation):
-            queue.put_nowait(b"snapshot")
+        self.num_reads += 1
+        return self.keys.get((incarnation, None), b"")
 
-    async def read_chunk(self, incarnation: str, index: int) -> bytes:
-        self._check()
-        return self.chunks.get((incarnation, index), b"")
+    async def read_pages(self, incarnation: str, num_pages: int) -> AsyncGenerator[bytes]:
+        for index in range(num_pages):
+            self._check()
+            yield self.keys.get((incarnation, index), b"")

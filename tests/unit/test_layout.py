@@ -61,7 +61,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "node": ("engine_process", "requests", "peers", "supervisor", "channels", ""),
     "gateway": (
         *("process", "grpc", "http", "admission", "adapters", "telemetry", "security"),
-        *("moves", "engines", "request", "validation", "text", ""),
+        *("moves", "promises", "engines", "request", "validation", "text", ""),
     ),
     "gateway/http": ("", "turns", "chat", "generate", "dashboard", "protocol"),
     "gateway/telemetry": ("", "window", "metrics", "calls"),

@@ -23,10 +23,12 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig, UpConfig
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
-from baton.prefix_index.messages import MAX_MESSAGE_BYTES, CacheJournal, Delta, decode, encode
-from baton.prefix_index.mirror import Follower, PrefixMirror
+from baton.prefix_index.follower import Follower
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode, encode
+from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.publisher import Publisher
-from baton.prefix_index.redis_link import RedisIndexLink
+from baton.prefix_index.redis_link import LEASE_S, RedisIndexLink
 
 VOCAB_SIZE = 320
 BLOCK_SIZE = 16
@@ -122,33 +124,32 @@ async def test_requests_go_where_their_prefix_is(world: World) -> None:
     assert num_hits >= 27
 
 
-async def test_a_late_gateway_reads_a_snapshot_among_junk() -> None:
+async def test_a_late_gateway_reads_pages_among_junk() -> None:
     """The real adapter, both sides: a whole cache in several keys, and what else may lie there."""
     journal, mirror = CacheJournal("aa" * 16), PrefixMirror(SystemClock())
-    journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(9000)])
+    journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(1, 9001)])
+    incarnation, prefix = journal.incarnation, "baton:default:prefix:"
     with RedisServer.start() as server, redis.Redis.from_url(server.url) as admin:
-        admin.rpush("baton:default:prefix:" + "bb" * 16 + ":0", "of another type")
-        admin.set("baton:default:prefix:" + "cc" * 16 + ":0", b"x" * (1 << 20))
+        admin.rpush(prefix + "bb" * 16, "of another type")
+        admin.set(prefix + "cc" * 16, b"x" * (1 << 20))
         ours, theirs = (RedisIndexLink(server.url, "default") for _ in range(2))
-        assert await theirs.read_chunk("bb" * 16, 0) == b""
-        assert len(await theirs.read_chunk("cc" * 16, 0)) == MAX_MESSAGE_BYTES + 1
-        listener = admin.pubsub(ignore_subscribe_messages=True)
-        listener.subscribe("baton:default:prefix")
+        assert await theirs.read_contents("bb" * 16) == b""
+        assert MAX_MESSAGE_BYTES < len(await theirs.read_contents("cc" * 16)) < 1 << 17
         publishing = asyncio.create_task(Publisher(journal, ours, SystemClock()).run())
-        num_said = 0
-        while not num_said or num_said < journal.seq:  # what it says now, no gateway hears
-            num_said += await asyncio.to_thread(listener.get_message, timeout=0.1) is not None
-        listener.close()
-        mirror.add(journal.incarnation, 9000)
-        following = asyncio.create_task(Follower(theirs, mirror).run())
         async with asyncio.timeout(20):
-            while (
-                mirror._copies[journal.incarnation].seq != journal.seq
-                or not mirror.num_bad_messages
-            ):
+            while not admin.exists(prefix + incarnation) or journal.stored.changed:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            mirror.add(incarnation, 9000)
+            following = asyncio.create_task(Follower(theirs, mirror).run())
+            while mirror._copies[incarnation].seq != journal.seq or not mirror.num_bad_messages:
                 admin.publish("baton:default:prefix", b"junk")
                 await asyncio.sleep(0.02)
-        assert 0 < admin.ttl(f"baton:default:prefix:{journal.incarnation}:2") <= 10
+            assert len(mirror._copies[incarnation].hashes) == 9000
+            assert 0 < admin.ttl(f"{prefix}{incarnation}:9") <= LEASE_S
+            admin.flushall()
+            while len(admin.keys(prefix + incarnation + "*")) < 11:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         for task in (publishing, following):
             task.cancel()
         await asyncio.wait({publishing, following})
@@ -225,10 +226,11 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0.1)
         for link, message in ((theirs, forged), (plain, forged), (ours, true)):
-            await link.publish([message])
-            await link.write_chunks(incarnation, [message])
-            chunk = await gateway.read_chunk(incarnation, 0)
-            assert chunk == (true if link is ours else b"")
+            await link.write_pages(incarnation, iter([(0, message)]))
+            await link.publish(incarnation, message, [message])
+            read = [page async for page in gateway.read_pages(incarnation, 1)]
+            assert read == [await gateway.read_contents(incarnation)]
+            assert read == [true if link is ours else b""]
         await asyncio.wait_for(listening, 20)
         assert heard == [b"", b"", true]
         for link in (ours, gateway, theirs, plain):

@@ -22,10 +22,10 @@ from patience import SOON_S
 
 from baton.client import AsyncClient, Result
 from baton.core.config import ClusterConfig, GatewayConfig
-from baton.gateway.engines import promise_decider, promises
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.promise_leader import LEASE_S, PERIOD_S
 from baton.gateway.process.server import Gateway, serve
+from baton.gateway.promises import promise_decider, promises
+from baton.gateway.promises.promise_leader import LEASE_S, PERIOD_S
 
 TARGET_MS = 20.0
 TAKEN_OVER_S = LEASE_S + 2 * PERIOD_S + SOON_S

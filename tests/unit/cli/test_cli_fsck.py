@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from fakes.index_link import FakeIndexLink
 
 from baton.cli.cluster.fsck import as_dict, examine, judge
 from baton.cli.cluster.survey import (
@@ -23,7 +22,8 @@ from baton.cli.cluster.survey import (
 from baton.cli.host.finding import Finding, Level
 from baton.core.membership import Member, Role
 from baton.core.request.token_ids import BlockHash
-from baton.prefix_index.messages import CacheJournal, encode
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.pages import encode_contents
 
 P, D = "a" * 32, "b" * 32
 KEY = "c" * 32 + "/0"
@@ -197,7 +197,7 @@ def test_the_index_lists_all_that_is_cached(num_published: int, is_sound: bool) 
 def test_an_engine_that_publishes_nothing() -> None:
     cluster = Cluster()
     cluster.num_published = None
-    assert "p0: does not answer on the prefix index" in cluster.wrong()
+    assert "p0: has nothing in the prefix index" in cluster.wrong()
 
 
 def test_junk_in_redis_and_an_empty_cluster_are_reported() -> None:
@@ -252,32 +252,14 @@ def test_what_is_no_ledger_is_refused(text: str) -> None:
         parse_ledger(text)
 
 
-class FakeIndexLink:
-    """Engine P answers every question with a snapshot of `journal`; nobody else answers."""
-
-    def __init__(self, journal: CacheJournal) -> None:
-        self._journal = journal
-        self._published: asyncio.Queue[bytes] = asyncio.Queue()
-        self._chunks: list[bytes] = []
-
-    async def messages(self) -> AsyncGenerator[bytes]:
-        self._published.put_nowait(b"junk")
-        while True:
-            yield await self._published.get()
-
-    async def request_snapshot(self, incarnation: str) -> None:
-        if incarnation == self._journal.incarnation:
-            chunks, snapshot = self._journal.snapshot()
-            self._chunks = [encode(chunk) for chunk in chunks]
-            self._published.put_nowait(encode(snapshot))
-
-    async def read_chunk(self, incarnation: str, index: int) -> bytes:
-        return self._chunks[index]
-
-
-async def test_published_blocks_are_counted_over_all_chunks() -> None:
-    journal = CacheJournal(P)
-    journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(5000)])
-    journal.take()
-    assert await count_published(FakeIndexLink(journal), {P}) == {P: 5000}
-    assert await count_published(FakeIndexLink(journal), {P, D}, timeout_s=0.05) == {P: 5000}
+async def test_published_blocks_are_those_on_the_device() -> None:
+    journal, link = CacheJournal(P), FakeIndexLink()
+    hashes = [BlockHash(i.to_bytes(16, "little")) for i in range(1, 5001)]
+    journal.record([], hashes, hashes[:10])
+    journal.record([], [], hashes[:10])
+    await link.publish(P, encode_contents(journal.contents(0)), [])
+    await link.publish(D, b"junk", [])
+    assert await count_published(link, [P]) == {P: 4990}
+    assert await count_published(link, [P, D]) == {P: 4990}
+    link.is_away = True
+    assert await count_published(link, [P]) == {}

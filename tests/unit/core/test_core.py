@@ -29,7 +29,14 @@ from baton.core.request.request import (
     mix64,
     token_key,
 )
-from baton.core.request.token_ids import block_hashes, column, pack, root_hash, unpack
+from baton.core.request.token_ids import (
+    block_hashes,
+    column,
+    pack,
+    root_hash,
+    tenant_tag,
+    unpack,
+)
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, inference_pb2, node_pb2
 
@@ -52,12 +59,15 @@ def test_a_column_takes_numbers_and_nothing_else() -> None:
 
 def test_block_hash_is_the_documented_formula() -> None:
     root = root_hash("f" * 8, "tenant")
-    assert root == hashlib.blake2b(b"8:ffffffff" + b"tenant", digest_size=16).digest()
+    tag = hashlib.blake2b(b"tenant", digest_size=4).digest()
+    assert root == tag + hashlib.blake2b(b"8:ffffffff" + b"tenant", digest_size=12).digest()
     tokens = list(range(20))
     packed = b"".join(t.to_bytes(4, "little") for t in tokens[:16])
     assert block_hashes(root, tokens, 16) == [
-        hashlib.blake2b(root + packed, digest_size=16).digest()
+        tag + hashlib.blake2b(root + packed, digest_size=12).digest()
     ]
+    assert root_hash("f")[:4] == bytes(4), "nobody's"
+    assert tenant_tag("12345678 and more") == tenant_tag("12345678")
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=70), st.sampled_from([1, 4, 16]))

@@ -15,8 +15,6 @@ from baton.prefix_index.messages import (
     Delta,
     Head,
     Message,
-    Snapshot,
-    SnapshotChunk,
     decode,
     encode,
 )
@@ -24,14 +22,11 @@ from baton.prefix_index.mirror import PrefixMirror
 
 A = "aa" * 16
 seqs = st.integers(0, 2**64 - 1)
-counts = st.integers(0, 2**32 - 1)
 incarnations = st.binary(min_size=16, max_size=16).map(bytes.hex)
 hash_lists = st.lists(st.binary(min_size=16, max_size=16), max_size=5).map(tuple)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Head, incarnations, seqs),
     st.builds(Delta, incarnations, seqs, hash_lists, hash_lists, hash_lists),
-    st.builds(Snapshot, incarnations, seqs, counts),
-    st.builds(SnapshotChunk, incarnations, seqs, counts, hash_lists, hash_lists),
 )
 
 
@@ -47,15 +42,14 @@ def test_the_layout_is_messagepack_as_documented() -> None:
 
 
 def test_a_message_without_the_host_tier_is_read() -> None:
-    for message in (Delta(A, 7, (b"r" * 16,)), SnapshotChunk(A, 7, 0, (b"r" * 16,))):
-        fields = msgspec.msgpack.decode(encode(message))[:-1]
-        assert decode(msgspec.msgpack.encode(fields)) == message
+    message = Delta(A, 7, (b"r" * 16,))
+    fields = msgspec.msgpack.decode(encode(message))[:-1]
+    assert decode(msgspec.msgpack.encode(fields)) == message
 
 
 def test_the_fullest_message_is_within_the_limit() -> None:
     full = tuple(i.to_bytes(16, "little") for i in range(MAX_HASHES))
     assert len(encode(Delta(A, 1, full))) <= MAX_MESSAGE_BYTES
-    assert len(encode(SnapshotChunk(A, 1, 0, full))) <= MAX_MESSAGE_BYTES
 
 
 @given(st.one_of(st.binary(max_size=80), messages.map(encode)), st.data())
@@ -84,11 +78,10 @@ def test_junk_is_refused_and_never_more_than_that(raw: bytes, data: st.DataObjec
         encode(Head(A, 1)).replace(b"head 2", b"head 3"),
         encode(Head(A, 1)) + b"x",
         encode(Delta(A, 1, (), (b"h" * 16,)))[:-1],
-        encode(Snapshot(A, 1, 1)) + b"x",
         msgspec.msgpack.encode(["delta 2", A, 1, [b"h" * 15], []]),
         msgspec.msgpack.encode(["head 2", A.upper(), 1]),
         msgspec.msgpack.encode(["head 2", A, -1]),
-        msgspec.msgpack.encode(["snapshot 2", A, 1]),
+        msgspec.msgpack.encode(["snapshot 2", A, 1, 1]),
     ],
 )
 def test_examples_of_junk(raw: bytes) -> None:

@@ -12,24 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
-from baton.prefix_index.messages import (
-    MAX_HASHES,
-    CacheJournal,
-    Delta,
-    Head,
-    Message,
-    NetChanges,
-    Snapshot,
-    SnapshotChunk,
-    encode,
-)
-from baton.prefix_index.mirror import (
-    REQUEST_S,
-    STALE_S,
-    PrefixMirror,
-    ReadSnapshot,
-    RequestSnapshot,
-)
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.messages import MAX_HASHES, Delta, Head, Message, NetChanges, encode
+from baton.prefix_index.mirror import READ_S, STALE_S, PrefixMirror
+from baton.prefix_index.pages import PAGE_BLOCKS, Contents, decode_page
 
 A, B = "aa" * 16, "bb" * 16
 NUM_HASHES = 6
@@ -47,12 +33,14 @@ class Channel:
     cache: set[BlockHash] = field(default_factory=set)
     sent: list[Message] = field(default_factory=list)
     cache_at: dict[int, set[BlockHash]] = field(default_factory=lambda: {0: set()})
-    snapshots: dict[int, list[SnapshotChunk]] = field(default_factory=dict)
+    pages: dict[int, bytes] = field(default_factory=dict)  # in Redis
 
     def __post_init__(self) -> None:
         self.journal = CacheJournal(A)
         self.mirror = PrefixMirror(self.clock)
         self.mirror.add(A, NUM_HASHES)
+        self.contents = self.journal.contents(0)
+        self.was_ahead = False
 
     def toggle(self, block_hash: BlockHash) -> None:
         is_removed = block_hash in self.cache
@@ -60,43 +48,55 @@ class Channel:
         self.journal.record([block_hash] * is_removed, [block_hash] * (not is_removed))
 
     def publish(self) -> None:
-        self.sent += self.journal.take() or [self.journal.head()]
+        """As the publisher does: pages, contents, deltas."""
+        deltas = self.journal.take()
+        self.write_pages()
+        self.contents = self.journal.contents(0)
+        self.sent += deltas or [self.journal.head()]
         self.cache_at[self.journal.seq] = set(self.cache)
 
-    def offer_snapshot(self) -> None:
-        self.publish()
-        chunks, snapshot = self.journal.snapshot()
-        self.snapshots[snapshot.seq] = chunks
-        self.sent.append(snapshot)
+    def write_pages(self) -> None:
+        """Also between two deltas: a large write takes its time."""
+        stored = self.journal.stored
+        self.was_ahead |= len(self.journal._unpublished) > 0
+        self.pages.update(stored.encode(stored.changed, 0))
+        stored.changed.clear()
 
-    def deliver(self, message: Message) -> RequestSnapshot | ReadSnapshot | None:
+    def read(self) -> None:
         """As the follower does."""
+        if not self.mirror.wants(self.contents):
+            return
+        hashes, in_host = set[BlockHash](), set[BlockHash]()
+        for index in range(self.contents.num_pages):
+            page = decode_page(self.pages[index], A, index)
+            hashes.update(page.hashes)
+            in_host.update(page.in_host)
+        self.mirror.install(self.contents, hashes, in_host)
+
+    def deliver(self, message: Message, *, is_read: bool = True) -> str | None:
+        """As the follower does; Redis may not answer."""
         need = self.mirror.take(encode(message))
-        if isinstance(need, ReadSnapshot):
-            chunks = self.snapshots[need.snapshot.seq]
-            hashes = {block_hash for chunk in chunks for block_hash in chunk.hashes}
-            self.mirror.install(need.snapshot, hashes)
+        if need is not None and is_read:
+            self.read()
         return need
 
     def mirrored(self) -> set[BlockHash]:
         return {h(i) for i in range(NUM_HASHES) if self.mirror.holds_any([A], [h(i)])}
 
     def settle(self) -> None:
-        """A channel that works again: heads come, questions are answered."""
-        for _ in range(3):
-            self.clock.advance(REQUEST_S)
+        """A channel and a Redis that work again."""
+        for _ in range(2):
+            self.clock.advance(READ_S)
             self.sent.clear()
             self.publish()
             for message in list(self.sent):
-                if isinstance(self.deliver(message), RequestSnapshot):
-                    self.offer_snapshot()
-                    self.deliver(self.sent[-1])
+                self.deliver(message)
 
 
 steps = st.one_of(
     st.tuples(st.just("toggle"), st.integers(0, NUM_HASHES - 1)),
-    st.tuples(st.sampled_from(["publish", "snapshot"]), st.just(0)),
-    st.tuples(st.sampled_from(["deliver", "lose", "double", "late"]), st.integers(0, 50)),
+    st.tuples(st.sampled_from(["publish", "write pages", "wait"]), st.just(0)),
+    st.tuples(st.sampled_from(["deliver", "lose", "double", "late", "unread"]), st.integers(0, 50)),
 )
 
 
@@ -105,46 +105,59 @@ steps = st.one_of(
 def test_an_exact_mirror_is_right_and_every_mirror_becomes_exact(
     script: list[tuple[str, int]],
 ) -> None:
+    """Also where pages are ahead of their contents: hashes that no delta has named yet may show."""
     channel = Channel()
     for verb, number in script:
         if verb == "toggle":
             channel.toggle(h(number))
         elif verb == "publish":
             channel.publish()
-        elif verb == "snapshot":
-            channel.offer_snapshot()
+        elif verb == "write pages":
+            channel.write_pages()
+        elif verb == "wait":
+            channel.clock.advance(READ_S)
         elif channel.sent:
             index = number % len(channel.sent) if verb == "late" else 0
             message = channel.sent[index] if verb == "double" else channel.sent.pop(index)
             if verb != "lose":
-                channel.deliver(message)
-        if (seq := channel.mirror._copies[A].seq) is not None:
+                channel.deliver(message, is_read=verb != "unread")
+        if (seq := channel.mirror._copies[A].seq) is not None and not channel.was_ahead:
             assert channel.mirrored() == channel.cache_at[seq]
     channel.settle()
     assert channel.mirror._copies[A].seq == channel.journal.seq
     assert channel.mirrored() == channel.cache
 
 
-def test_a_gap_is_noticed_asked_about_and_closed() -> None:
+def test_a_gap_is_noticed_and_closed_by_the_pages() -> None:
     channel = Channel()
     channel.toggle(h(1))
     channel.publish()
     channel.sent.clear()  # lost
     channel.toggle(h(2))
     channel.publish()
-    assert channel.deliver(channel.sent[-1]) == RequestSnapshot(A)
+    assert channel.deliver(channel.sent[-1], is_read=False) == A
     assert channel.mirrored() == {h(2)}, "an inexact mirror is still a hint"
-    assert channel.deliver(Head(A, 2)) is None, "one question is enough for a while"
-    channel.offer_snapshot()
-    assert isinstance(channel.deliver(channel.sent[-1]), ReadSnapshot)
+    assert channel.deliver(Head(A, 2)) is None, "one look is enough for a while"
+    channel.clock.advance(READ_S)
+    assert channel.deliver(Head(A, 2)) == A
     assert channel.mirrored() == {h(1), h(2)}
     assert (channel.mirror._copies[A].seq, channel.mirror.num_gaps) == (2, 1)
-    assert channel.deliver(channel.sent[-1]) is None, "whoever is exact reads no snapshot"
+    assert not channel.mirror.wants(channel.contents), "whoever is exact reads nothing"
 
 
-def test_an_absurd_number_costs_one_snapshot() -> None:
+def test_engines_that_are_new_are_to_be_read() -> None:
     channel = Channel()
-    assert channel.deliver(Head(A, 2**63)) == RequestSnapshot(A)
+    assert channel.mirror.added.is_set()
+    channel.mirror.add(B, 5)
+    channel.mirror.remove(B)
+    assert channel.mirror.take_new() == [A]
+    assert not channel.mirror.added.is_set()
+    assert channel.mirror.take_new() == []
+
+
+def test_an_absurd_number_costs_one_look() -> None:
+    channel = Channel()
+    assert channel.deliver(Head(A, 2**63)) == A
     channel.toggle(h(1))
     channel.settle()
     assert channel.mirrored() == {h(1)}
@@ -153,7 +166,7 @@ def test_an_absurd_number_costs_one_snapshot() -> None:
 def test_the_unknown_are_dropped_and_the_gone_forgotten() -> None:
     channel = Channel()
     channel.deliver(Delta(B, 1, (), (h(1),)))
-    channel.mirror.install(Snapshot(B, 1, 1), {h(1)})
+    channel.mirror.install(Contents(B, 1, 1, 1, 0, 0), {h(1)}, set())
     assert channel.mirror.num_foreign_messages == 1
     assert not channel.mirror.holds_any([A, B], [h(1)])
     channel.deliver(Delta(A, 1, (), (h(1),)))
@@ -165,13 +178,13 @@ def test_the_unknown_are_dropped_and_the_gone_forgotten() -> None:
 def test_nobody_has_more_blocks_than_its_pool() -> None:
     channel = Channel()
     many = tuple(h(i) for i in range(NUM_HASHES + 1))
-    assert channel.deliver(Delta(A, 1, (), many)) == RequestSnapshot(A)
+    assert channel.deliver(Delta(A, 1, (), many)) == A
     assert channel.mirrored() == set()
-    assert channel.deliver(Snapshot(A, 9, 2**32 - 1)) is None
-    channel.mirror.install(Snapshot(A, 9, 1), set(many))
+    channel.mirror._copies[A].seq = None
+    assert not channel.mirror.wants(Contents(A, 9, 1, 4, NUM_HASHES - 3, 0))
+    channel.mirror.install(Contents(A, 9, 1, 1, 0, 0), set(many), set())
     assert channel.mirror._copies[A].seq is None
-    channel.deliver(SnapshotChunk(A, 1, 0, ()))
-    assert channel.mirror.num_bad_messages == 3
+    assert channel.mirror.num_bad_messages == 2
 
 
 def test_an_engine_that_is_not_heard_of_counts_as_empty_until_it_is() -> None:
@@ -196,7 +209,15 @@ def test_cached_blocks_are_the_unbroken_beginning() -> None:
     assert mirror.cached_blocks([B, "cc" * 16], []) == {B: 0}
 
 
-def test_large_caches_travel_in_pieces() -> None:
+@given(st.integers(1, 300), st.integers(0, 300))
+def test_long_chains_are_looked_up_as_far_as_they_are_there(length: int, num_cached: int) -> None:
+    mirror, chain = PrefixMirror(FakeClock()), [h(i) for i in range(length)]
+    mirror.add(A, 1000)
+    mirror.take(encode(Delta(A, 1, (), tuple(chain[:num_cached]))))
+    assert mirror.cached_blocks([A], chain).get(A, 0) == min(length, num_cached)
+
+
+def test_large_changes_travel_in_pieces() -> None:
     journal = CacheJournal(A)
     everything = [h(i) for i in range(2 * MAX_HASHES + 5)]
     journal.record([], everything)
@@ -206,9 +227,38 @@ def test_large_caches_travel_in_pieces() -> None:
     assert (first.seq, second.seq) == (4, 5), "three deltas came before"
     assert (len(first.removed), len(first.stored)) == (10, MAX_HASHES - 10)
     assert (len(second.removed), len(second.stored)) == (0, 10)
-    chunks, snapshot = journal.snapshot()
-    assert (snapshot.num_chunks, snapshot.seq) == (len(chunks), 5) == (3, 5)
-    assert len({x for chunk in chunks for x in chunk.hashes}) == 3 * MAX_HASHES - 5
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(Tier)), max_size=120))
+def test_pages_hold_what_the_journal_was_told(steps: list[tuple[int, Tier]]) -> None:
+    journal, expected, written = CacheJournal(A), dict[BlockHash, Tier](), dict[int, bytes]()
+    for number, now in steps:
+        hashes = [h(number + 1)]
+        journal.record(*(hashes if tier is now else [] for tier in (Tier.NOWHERE, Tier.DEVICE)))
+        journal.record([], [], hashes if now is Tier.HOST else [])
+        expected[hashes[0]] = now
+        written.update(journal.stored.encode(journal.stored.changed, 7))
+        journal.stored.changed.clear()
+    read = [decode_page(raw, A, index) for index, raw in written.items()]
+    assert [*written] == [*range(journal.stored.num_pages)]
+    found = {each: Tier.DEVICE for page in read for each in page.hashes}
+    found |= {each: Tier.HOST for page in read for each in page.in_host}
+    assert found == {each: tier for each, tier in expected.items() if tier}
+    assert len(found) == len(journal.stored)
+    contents, tiers = journal.contents(7), [*found.values()]
+    assert contents.device_blocks == tiers.count(Tier.DEVICE)
+    assert contents.host_blocks == tiers.count(Tier.HOST)
+
+
+def test_what_goes_and_what_comes_share_pages() -> None:
+    """A step that evicts as much as it stores changes the pages of what it evicts."""
+    journal = CacheJournal(A)
+    journal.record([], [h(i) for i in range(4 * PAGE_BLOCKS)])
+    journal.stored.changed.clear()
+    gone = [h(i) for i in range(PAGE_BLOCKS, 2 * PAGE_BLOCKS)]
+    journal.record(gone, [h(10**6 + i) for i in range(PAGE_BLOCKS)])
+    assert journal.stored.changed == {1}
+    assert journal.stored.num_pages == 4
 
 
 moves = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(Tier)))
@@ -232,7 +282,9 @@ def test_net_changes_lead_from_one_state_to_the_other(
     move(second)
     expected = {(h(n), tier) for n, tier in tiers.items() if tier is not before[n]}
     assert len(changes) == len(expected)
-    taken = changes.take()
+    taken = [
+        (each, tier) for tier, found in zip(Tier, changes.take(), strict=True) for each in found
+    ]
     assert set(taken) == expected and len(taken) == len(expected)
     assert not changes
 
@@ -247,19 +299,19 @@ def test_the_mirror_knows_what_is_in_host_memory_alone() -> None:
         for delta in journal.take():
             mirror.take(encode(delta))
 
-    def found() -> tuple[int, int]:
-        return mirror.cached_blocks([A], chain).get(A, 0), mirror.lendable_blocks(A, chain)
+    def found() -> tuple[int, int | None]:
+        return mirror.cached_blocks([A], chain).get(A, 0), mirror.first_in_host(A, chain)
 
     publish(stored=chain)
-    assert found() == (4, 4)
+    assert found() == (4, None)
     publish(in_host=chain[2:])
     assert found() == (4, 2)
-    chunks, snapshot = journal.snapshot()
+    pages = [decode_page(raw, A, 0) for _, raw in journal.stored.encode([0], 0)]
+    contents = journal.contents(0)
     publish(stored=chain[2:3], removed=chain[3:])
-    assert found() == (3, 4)
+    assert found() == (3, None)
     mirror._copies[A].seq = None
-    hashes = {each for chunk in chunks for each in (*chunk.hashes, *chunk.in_host)}
-    mirror.install(snapshot, hashes, {each for chunk in chunks for each in chunk.in_host})
+    mirror.install(contents, set(pages[0].hashes), set(pages[0].in_host))
     assert found() == (4, 2)
     publish(in_host=[h(n) for n in range(100, 120)])
     assert found()[0] == 0, "more than there can be: lies"

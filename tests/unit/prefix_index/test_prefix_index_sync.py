@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,16 +14,11 @@ from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
 from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
-from baton.prefix_index.messages import (
-    CacheJournal,
-    Delta,
-    Head,
-    Snapshot,
-    SnapshotChunk,
-    decode,
-    encode,
-)
-from baton.prefix_index.mirror import Follower, PrefixMirror
+from baton.prefix_index.follower import Follower
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.messages import Delta, Head, decode, encode
+from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.pages import PAGE_BLOCKS, encode_contents
 from baton.prefix_index.publisher import Publisher
 
 A, B = "aa" * 16, "bb" * 16
@@ -33,8 +28,8 @@ A, B = "aa" * 16, "bb" * 16
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "BATCH_S", 0.002)
     monkeypatch.setattr(publisher_module, "HEAD_S", 0.02)
-    monkeypatch.setattr(publisher_module, "SNAPSHOT_S", 0.01)
-    monkeypatch.setattr(mirror_module, "REQUEST_S", 0.01)
+    monkeypatch.setattr(publisher_module, "_RENEW_S", 0.02)
+    monkeypatch.setattr(mirror_module, "READ_S", 0.01)
 
 
 def h(number: int) -> BlockHash:
@@ -88,7 +83,7 @@ async def test_a_mirror_follows_through_losses_and_wipes() -> None:
         assert mirrors(mirror, {1, 2}), "what was known stays"
         link.is_away = False
         await until(lambda: mirrors(mirror, {2, 3, 4}))
-        link.chunks.clear()
+        link.keys.clear()
         mirror.remove(A)
         mirror.add(A, 20)  # a gateway that comes late
         await until(lambda: mirrors(mirror, {2, 3, 4}))
@@ -106,38 +101,65 @@ async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> No
         assert told == [Delta(A, 1, (), tuple(map(h, range(10)))), Head(A, 1)]
 
 
-async def test_many_questions_bring_few_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "SNAPSHOT_S", 10.0)
+async def test_pages_that_redis_lost_are_written_again() -> None:
     link, journal = FakeIndexLink(), CacheJournal(A)
+    journal.record([], [h(i) for i in range(2 * PAGE_BLOCKS)])
     async with publishing(journal, link):
-        await until(lambda: bool(link.published))
-        for _ in range(20):
-            await link.request_snapshot(A)
-            await asyncio.sleep(0.002)
-        kinds = [type(decode(raw)) for raw in link.published]
-        assert kinds.count(Snapshot) == 1
+        await until(lambda: len(link.keys) == 3)
+        before = dict(link.keys)
+        del link.keys[A, 1]  # evicted
+        await until(lambda: link.keys == before)
+        link.is_away = True
+        journal.record([h(0)], [])
+        await asyncio.sleep(0.03)
+        link.keys.clear()
+        link.is_away = False
+        await until(lambda: len(link.keys) == 3)
+        await until(lambda: not journal.stored.changed)
+        assert link.keys[A, 0] != before[A, 0], "as it is now"
 
 
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        b"",
-        b"junk",
-        encode(Head(A, 5)),
-        encode(SnapshotChunk(A, 4, 0, (h(1),))),
-        encode(SnapshotChunk(B, 5, 0, (h(1),))),
-        encode(SnapshotChunk(A, 5, 1, (h(1),))),
-    ],
-)
-async def test_a_snapshot_that_is_gone_or_another_is_not_installed(chunk: bytes) -> None:
-    link, mirror = FakeIndexLink(), PrefixMirror(FakeClock())
+async def test_pages_are_there_before_a_delta_that_counts_them() -> None:
+    """Whoever reads behind a delta finds what it says."""
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    seen: list[bool] = []
+
+    class Watched(FakeIndexLink):
+        async def publish(
+            self, incarnation: str, contents: bytes, messages: Sequence[bytes]
+        ) -> bool:
+            mirror.add(A, 100)
+            mirror._copies[A].seq = None
+            self.keys[A, None] = contents
+            await Follower(self, mirror)._read(A)
+            seen.append(mirror._copies[A].seq == journal.seq and mirrors(mirror, {*range(10)}))
+            return await super().publish(incarnation, contents, messages)
+
+    link = Watched()
+    journal.record([], [h(i) for i in range(10)])
+    async with publishing(journal, link):
+        await until(lambda: bool(seen))
+    assert seen[0]
+
+
+@pytest.mark.parametrize("junk", ["gone", "junk", "another engine's", "another page", "short"])
+async def test_pages_that_are_gone_or_others_are_not_installed(junk: str) -> None:
+    link, mirror, journal = FakeIndexLink(), PrefixMirror(FakeClock()), CacheJournal(A)
     mirror.add(A, 20)
-    link.chunks[A, 0] = chunk
+    journal.record([], [h(1)])
+    journal.take()
+    ((_, page),) = journal.stored.encode([0], 0)
+    journal.stored._owner = bytes.fromhex(B)
+    ((_, foreign),) = journal.stored.encode([0], 0)
+    link.keys[A, None] = encode_contents(journal.contents(0))
+    moved = page[:24] + b"\1" + page[25:]
+    found = {"gone": b"", "junk": b"x" * 99, "another engine's": foreign, "another page": moved}
+    link.keys[A, 0] = found.get(junk, page[:-1])
     follower = Follower(link, mirror)
-    await follower.take(encode(Snapshot(A, 5, 1)))
-    assert mirrors(mirror, set())
     await follower.take(encode(Head(A, 5)))
-    assert link.asked == [A]
-    link.chunks[A, 0] = encode(SnapshotChunk(A, 5, 0, (h(1),)))
-    await follower.take(encode(Snapshot(A, 5, 1)))
+    assert mirrors(mirror, set())
+    link.keys[A, 0] = page
+    mirror._copies[A].may_read_s = 0.0
+    await follower.take(encode(Head(A, 5)))
     assert mirrors(mirror, {1})
+    assert link.num_reads == 2

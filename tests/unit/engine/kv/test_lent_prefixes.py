@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
+from fakes.clock import FakeClock
 
-from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
+from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, Fence
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.messages import encode
+from baton.prefix_index.mirror import PrefixMirror
 
+SOURCE = "aa" * 16
 CAPACITY, NUM_PROMPTS, NUM_BLOCKS = 8, 4, 3
 PROMPTS = [block_hashes(root_hash("toy"), [n] * NUM_BLOCKS, 1) for n in range(NUM_PROMPTS)]
 
@@ -97,3 +103,67 @@ def test_no_race_makes_a_wrong_block_visible(seed: int, is_pinned: bool) -> None
         source.check()
         target.check()
     assert num_kept > 100 and (num_stale > 0) == (not is_pinned)
+
+
+class Watched:
+    """A source, and what a gateway has mirrored of it."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.source = Pool()
+        self.mirror = PrefixMirror(FakeClock())
+        self.journal = CacheJournal(SOURCE)
+        self.mirror.add(SOURCE, 100)
+        self.source.cache._observer = self
+
+    def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
+        is_there = now is Tier.DEVICE
+        self.journal.record([] if is_there else block_hashes, block_hashes if is_there else [])
+
+    def publish(self) -> None:
+        for delta in self.journal.take():
+            self.mirror.take(encode(delta))
+
+    def disturb(self) -> None:
+        """What runs between a look-up and a pin: evictions, reuse, the same prompt once more."""
+        for _ in range(self.chance.randint(0, 3)):
+            match self.chance.choice(["rewrite", "rewrite", "compute", "end", "publish"]):
+                case "rewrite":
+                    self.source.rewrite(self.chance)
+                case "compute":
+                    self.source.compute(self.chance.choice(PROMPTS))
+                case "end" if self.source.running:
+                    self.source.pool.release(self.source.running.pop())
+                case _:
+                    self.publish()
+
+
+_MANY = [pytest.param(seed, 10_000, marks=pytest.mark.slow) for seed in range(1, 11)]
+
+
+@pytest.mark.parametrize(("seed", "num_races"), [(0, 1_000), *_MANY])
+def test_what_was_looked_up_and_is_no_longer_there_is_not_pinned(seed: int, num_races: int) -> None:
+    """Races: the blocks that a gateway found in its mirror have been given up, or given to others,
+    when they are to be pinned. What is pinned is what was looked up, and stays so."""
+    chance = random.Random(seed)
+    watched = Watched(chance)
+    source, outcomes = watched.source, Counter[str]()
+    while outcomes["races"] < num_races:
+        hashes = chance.choice(PROMPTS)
+        num_listed = watched.mirror.cached_blocks([SOURCE], hashes).get(SOURCE, 0)
+        found_then = source.lent.match(hashes[:num_listed])
+        generations = [source.generations.read(block_id) for block_id in found_then]
+        watched.disturb()
+        if not num_listed:
+            continue
+        is_same = [source.generations.read(b) for b in found_then] == generations
+        outcomes["races"] += len(found_then) < num_listed or not is_same
+        pinned = source.lent.match(hashes[:num_listed])
+        pin = source.lent.lend(pinned)
+        watched.disturb()
+        assert [source.content[block_id] for block_id in pinned] == hashes[: len(pinned)]
+        source.lent.give_back(pin)
+        outcomes["short" if len(pinned) < num_listed else "whole"] += 1
+        if outcomes["races"] % 64 == 0:
+            source.check()
+    assert min(outcomes["short"], outcomes["whole"]) > num_races / 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
-from baton.gateway.engines.routing import ALIKE, REQUEST_S, EngineState, Plan, choose_plan
+from baton.gateway.engines.routing import (
+    ALIKE,
+    PULL_TOKEN_S,
+    REQUEST_S,
+    EngineState,
+    Plan,
+    choose_plan,
+)
 from baton.gateway.request.engine_link import MustWait
 from baton.prefix_index.prefix_sources import Fetch
 
@@ -50,6 +58,8 @@ def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[Engin
             takes_prompt=st.sampled_from([True, True, False]),
             has_place=st.sampled_from([True, True, False]),
             fetch=st.none() | fetches,
+            host_tokens=st.sampled_from([0, 0, 256]),
+            host_s=st.floats(0, 0.1),
         )
         for name in names
     ]  # fmt: skip
@@ -165,3 +175,19 @@ def test_a_prefix_that_saves_little_time_is_looked_for_all_the_same() -> None:
     assert set(drawn_plans(engines, 50)) == {("p0", "d1")}
     whole = [one._replace(keeps_promise=True) for one in engines[2:]]
     assert set(drawn_plans(whole, 50)) == {("d1", "d1")}
+
+
+def test_what_is_in_host_memory_costs_its_copy_or_its_computation() -> None:
+    def state(**more: float) -> EngineState:
+        return EngineState("p", Role.PREFILL, "f", 16, speed=PromptSpeed(0.0, 1e-4), **more)  # type: ignore[arg-type]
+
+    on_device = state(cached_tokens=800)
+    assert math.isclose(on_device.prompt_seconds(1000), 0.02)
+    assert on_device.decode_seconds(1000) == 200 * PULL_TOKEN_S
+    in_host = state(cached_tokens=800, host_tokens=600, host_s=0.01)
+    assert math.isclose(in_host.prompt_seconds(1000), 0.03)
+    assert in_host.decode_seconds(1000) == 800 * PULL_TOKEN_S, "a pull is quicker than a copy"
+    slow = state(cached_tokens=800, host_tokens=600, host_s=0.1)
+    assert math.isclose(slow.prompt_seconds(1000), 0.08), "it computes them again"
+    fetch = Fetch("x", 800, 0.005)
+    assert in_host._replace(fetch=fetch).worth_fetching(1000) == fetch

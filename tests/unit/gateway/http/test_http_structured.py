@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 
 from baton.constraints.grammars import Grammars, accept
@@ -21,6 +22,7 @@ from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.generate.structured import constraint_of
 from baton.gateway.validation.validation import ConstraintCheck, check_sampling
+from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import common_pb2
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -202,14 +204,8 @@ def linked(incarnation: str, role: Role, can_constrain: bool) -> LinkedEngine:
     return LinkedEngine(member, None)  # type: ignore[arg-type]
 
 
-class NoMirror:
-    """Nothing is cached."""
-
-    def add(self, incarnation: str, num_blocks: int) -> None: ...
-
-
 def test_a_role_of_which_no_engine_takes_constraints_is_named() -> None:
-    table = EngineTable(NoMirror())  # type: ignore[arg-type]
+    table = EngineTable(PrefixMirror(FakeClock()))
     assert table.lacks_constraints() is None, "nobody is known: that is another error"
     table.add(linked("a", Role.PREFILL, True))
     table.add(linked("b", Role.DECODE, False))

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.core.step_cost import StepCost
-from baton.gateway.engines.promises import (
+from baton.gateway.promises.promises import (
     HEAVIER,
     HOLD_S,
     LEAST_GAIN,

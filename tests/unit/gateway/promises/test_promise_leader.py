@@ -13,8 +13,8 @@ from baton.core.membership import Member, Role
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
-from baton.gateway.engines.promise_decider import PromiseDecider
-from baton.gateway.engines.promise_leader import PERIOD_S, PromiseLeader
+from baton.gateway.promises.promise_decider import PromiseDecider
+from baton.gateway.promises.promise_leader import PERIOD_S, PromiseLeader
 from baton.prefix_index.mirror import PrefixMirror
 
 COST = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)

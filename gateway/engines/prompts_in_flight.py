@@ -1,0 +1,115 @@
+"""Prompts that this gateway has sent to be computed, and that no engine lists as cached yet.
+
+    sent ─► first token ─► its engine publishes it ─► the prefix index has it
+    └────────── here, and LINGER_S more ──────────┘
+
+So requests that begin together with the same new prompt find each other: an engine that is about
+to compute a prefix will have it when the next one's turn comes. Prompts are compared as they are,
+those alone that begin with the same block; nothing is hashed for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...core.ports import Clock
+from ...core.request.token_ids import NUM_BYTES, pack
+from .decode_places import Key
+
+LINGER_S = 0.3  # from a first token until the index has its prompt
+_MOST_ALIKE = 8  # that are compared with a prompt: the last ones
+
+_Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: what prompts must have in common
+_Place = tuple[str, Key]  # incarnation, request
+
+
+@dataclass(slots=True)
+class _Prompt:
+    kind: _Kind
+    packed: memoryview
+
+
+@dataclass(slots=True, eq=False)
+class PromptsInFlight:
+    """One gateway's."""
+
+    clock: Clock
+    _prompts: dict[_Place, _Prompt] = field(default_factory=dict)
+    _by_kind: dict[_Kind, OrderedDict[_Place, None]] = field(default_factory=dict)
+    _answered: OrderedDict[_Place, float] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def sent(
+        self, place: _Place, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
+    ) -> None:
+        """A prompt goes to an engine to be computed; one shorter than a block is no matter."""
+        self._forget_old()
+        if len(token_ids) >= block_size:
+            packed = memoryview(pack(token_ids))
+            kind = (fingerprint, salt, bytes(packed[: NUM_BYTES * block_size]))
+            self._prompts[place] = _Prompt(kind, packed)
+            self._by_kind.setdefault(kind, OrderedDict())[place] = None
+
+    def ended(self, place: _Place, *, is_computed: bool) -> None:
+        """It has its first token, or will not be computed."""
+        if place not in self._prompts:
+            return
+        if is_computed:
+            self._answered[place] = self.clock.monotonic_s() + LINGER_S
+        else:
+            self._drop(place)
+
+    def engine_lost(self, incarnation: str) -> None:
+        for place in [place for place in self._prompts if place[0] == incarnation]:
+            self._drop(place)
+
+    def common_blocks(
+        self, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
+    ) -> Mapping[str, int]:
+        """How many first blocks of a prompt each engine is about to have, by incarnation."""
+        self._forget_old()
+        if not self._prompts or len(token_ids) < block_size:
+            return {}
+        first = pack(token_ids[:block_size])
+        places = self._by_kind.get((fingerprint, salt, first))
+        if not places:
+            return {}
+        packed, found = memoryview(pack(token_ids)), dict[str, int]()
+        for place, _ in zip(reversed(places), range(_MOST_ALIKE), strict=False):
+            num_bytes = NUM_BYTES * block_size
+            count = _common(packed, self._prompts[place].packed, num_bytes)
+            found[place[0]] = max(count, found.get(place[0], 0))
+        return found
+
+    def _forget_old(self) -> None:
+        now_s = self.clock.monotonic_s()
+        while self._answered:
+            place, until_s = next(iter(self._answered.items()))
+            if until_s > now_s:
+                return
+            self._drop(place)
+
+    def _drop(self, place: _Place) -> None:
+        self._answered.pop(place, None)
+        prompt = self._prompts.pop(place)
+        alike = self._by_kind[prompt.kind]
+        del alike[place]
+        if not alike:
+            del self._by_kind[prompt.kind]
+
+
+def _common(one: memoryview, other: memoryview, num_bytes: int) -> int:
+    """How many blocks of `num_bytes` both begin with; the first is the same."""
+    low, high = 1, min(len(one), len(other)) // num_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        part = slice(low * num_bytes, middle * num_bytes)
+        if one[part] == other[part]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,156 @@
+"""Other ways to choose engines, by name, to compare routing.py with: `--routing-policy`.
+
+    auto               the least estimate, of computing, copying, fetching and waiting (routing.py)
+    least_loaded       the same without a look at what is cached
+    round_robin        engines in turn
+    random             any engine
+    session_affinity   each caller's requests to the same engine, as long as it can take them
+
+All of them leave out what cannot serve the request, as `choose_plan` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from ...core.errors import Unavailable
+from ...core.membership import Role
+from ..request.engine_link import Avoid, MustWait
+from .routing import EngineState, Plan, choose_plan
+
+Order = Callable[[Sequence[EngineState], int], Iterator[EngineState]]
+
+
+class Policy(Protocol):
+    """One gateway's."""
+
+    def choose(
+        self,
+        engines: Sequence[EngineState],
+        num_tokens: int,
+        caller_id: int,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+    ) -> Plan:
+        """See `choose_plan`: what it raises is raised here."""
+        ...
+
+    def seen(self, engine: EngineState) -> EngineState:
+        """The engine as this policy knows it: some do not look at what is cached."""
+        ...
+
+
+class LeastEstimate:
+    """`auto`, and, blind to what is cached, `least_loaded`. `chance`: see `choose_plan`."""
+
+    def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
+        self._chance = chance
+        self._is_blind = is_blind
+
+    def choose(
+        self,
+        engines: Sequence[EngineState],
+        num_tokens: int,
+        caller_id: int,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+    ) -> Plan:
+        return choose_plan(
+            engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
+        )
+
+    def seen(self, engine: EngineState) -> EngineState:
+        return _blind(engine) if self._is_blind else engine
+
+
+class InOrder:
+    """The first pair, or engine, that can serve the request, in an order of the policy's own."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def choose(
+        self,
+        engines: Sequence[EngineState],
+        num_tokens: int,
+        caller_id: int,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+    ) -> Plan:
+        ordered = [*self._order(engines, caller_id)]
+        decode = [engine for engine in ordered if engine.role is Role.DECODE]
+        for engine in ordered:
+            if engine.role is not Role.PREFILL and not engine.keeps_promise:
+                continue
+            pairs = [[engine, other] for other in decode if other is not engine]
+            for plan in [[engine]] * engine.keeps_promise + pairs * (engine.role is Role.PREFILL):
+                try:
+                    return choose_plan(plan, num_tokens, avoid=avoid, fingerprint=fingerprint)
+                except (Unavailable, MustWait):
+                    continue
+        # None: this raises why.
+        return choose_plan(engines, num_tokens, avoid=avoid, fingerprint=fingerprint)
+
+    def seen(self, engine: EngineState) -> EngineState:
+        return _blind(engine)
+
+
+def _blind(engine: EngineState) -> EngineState:
+    return engine._replace(
+        cached_tokens=0, fetch=None, host_tokens=0, host_s=0.0, in_flight_tokens=0
+    )
+
+
+def _in_turn() -> Order:
+    count = itertools.count()
+
+    def order(engines: Sequence[EngineState], _: int) -> Iterator[EngineState]:
+        first = next(count)
+        for role in Role:  # each in turn by itself
+            of_role = sorted((e for e in engines if e.role is role), key=_name)
+            yield from (of_role[(first + i) % len(of_role)] for i in range(len(of_role)))
+
+    return order
+
+
+def _drawn(chance: random.Random) -> Order:
+    def order(engines: Sequence[EngineState], _: int) -> Iterator[EngineState]:
+        return iter(chance.sample(engines, len(engines)))
+
+    return order
+
+
+def _by_caller(engines: Sequence[EngineState], caller_id: int) -> Iterator[EngineState]:
+    """Rendezvous hashing: an engine that comes or goes moves its own callers alone."""
+
+    def weight(engine: EngineState) -> bytes:
+        return hashlib.blake2b(f"{caller_id} {engine.incarnation}".encode()).digest()
+
+    return iter(sorted(engines, key=weight))
+
+
+def _name(engine: EngineState) -> str:
+    return engine.incarnation
+
+
+def make_policy(name: str, chance: random.Random | None = None) -> Policy:
+    """By one of the names above. `chance`: without it what is alike is taken in order, and what is
+    random is the same each time."""
+    match name:
+        case "auto" | "least_loaded":
+            return LeastEstimate(chance, is_blind=name == "least_loaded")
+        case "round_robin":
+            return InOrder(_in_turn())
+        case "random":
+            return InOrder(_drawn(chance or random.Random(0)))
+        case "session_affinity":
+            return InOrder(_by_caller)
+        case _:
+            raise ValueError(f"no such policy: {name}")

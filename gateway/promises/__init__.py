@@ -1,0 +1,1 @@
+"""What engines promise their decodes, decided for all of them by one gateway."""

@@ -1,0 +1,64 @@
+"""Feeds a gateway's mirror from Redis: messages as they come, pages of new engines and after a gap.
+
+One thing at a time: while pages are read, the messages behind them wait in the subscription. Pages
+have all that their number counts, and every delta says what is so now: those behind the number lead
+from the pages to what the engine has, also where the pages were ahead of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from ..core.request.token_ids import BlockHash
+from .messages import BadMessage, IndexAway
+from .mirror import PrefixMirror
+from .pages import decode_contents, decode_page
+from .redis_link import RedisIndexLink
+
+
+class Follower:
+    """`run` follows until cancelled, through any loss of Redis."""
+
+    def __init__(self, link: RedisIndexLink, mirror: PrefixMirror) -> None:
+        self._link = link
+        self._mirror = mirror
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read_new())
+            async with aclosing(self._link.messages()) as messages:
+                async for raw in messages:
+                    await self.take(raw)
+
+    async def take(self, raw: bytes) -> None:
+        """One message, and what follows from it."""
+        async with self._turn:
+            if (incarnation := self._mirror.take(raw)) is not None:
+                await self._read(incarnation)
+
+    async def _read_new(self) -> None:
+        while True:
+            await self._mirror.added.wait()
+            for incarnation in self._mirror.take_new():
+                async with self._turn:
+                    await self._read(incarnation)
+
+    async def _read(self, incarnation: str) -> None:
+        """All that an engine has stored. What fails is made up for by its next message."""
+        try:
+            contents = decode_contents(await self._link.read_contents(incarnation), incarnation)
+            if not self._mirror.wants(contents):
+                return
+            hashes, in_host = set[BlockHash](), set[BlockHash]()
+            pages, index = self._link.read_pages(incarnation, contents.num_pages), 0
+            async with aclosing(pages):
+                async for raw in pages:
+                    page = decode_page(raw, incarnation, index)
+                    hashes.update(page.hashes)
+                    in_host.update(page.in_host)
+                    index += 1
+        except (BadMessage, IndexAway):
+            return
+        self._mirror.install(contents, hashes, in_host)

@@ -1,0 +1,90 @@
+"""A burst of one prompt lands together, and what was sent is forgotten when the index has it."""
+
+from __future__ import annotations
+
+from array import array
+
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.step_costs import linear_cost
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.membership import Member, Role
+from baton.core.request.request import Request, SamplingParams
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.engines.prompts_in_flight import LINGER_S, PromptsInFlight
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
+from baton.prefix_index.mirror import PrefixMirror
+
+SIZE = 4
+SOURCES = ("p" * 32, "q" * 32, "r" * 32)
+
+
+@given(st.lists(st.integers(1, 3), max_size=40), st.lists(st.integers(1, 3), max_size=40))
+def test_common_blocks_are_those_that_are_the_same(one: list[int], other: list[int]) -> None:
+    prompts = PromptsInFlight(FakeClock())
+    prompts.sent(("p", ("a", 0)), "fp", "", one, SIZE)
+    most = min(len(one), len(other)) // SIZE
+    expected = next(
+        (i for i in range(most) if one[: (i + 1) * SIZE] != other[: (i + 1) * SIZE]), most
+    )
+    assert prompts.common_blocks("fp", "", other, SIZE).get("p", 0) == expected
+    assert not prompts.common_blocks("fp", "another tenant", other, SIZE)
+    assert not prompts.common_blocks("another model", "", other, SIZE)
+
+
+def test_what_ends_is_forgotten() -> None:
+    clock = FakeClock()
+    prompts, ids = PromptsInFlight(clock), array("I", range(20))
+    for index, name in enumerate("ppq"):
+        prompts.sent((name, (str(index), 0)), "fp", "", ids, SIZE)
+    prompts.sent(("p", ("short", 0)), "fp", "", ids[:3], SIZE)
+    assert prompts.common_blocks("fp", "", ids, SIZE) == {"p": 5, "q": 5}
+    prompts.ended(("p", ("0", 0)), is_computed=True)
+    prompts.ended(("p", ("1", 0)), is_computed=False)
+    prompts.ended(("p", ("1", 0)), is_computed=True)
+    assert prompts.common_blocks("fp", "", ids, SIZE) == {"p": 5, "q": 5}
+    clock.advance(LINGER_S)
+    assert prompts.common_blocks("fp", "", ids, SIZE) == {"q": 5}
+    prompts.engine_lost("q")
+    assert len(prompts) == 0 and not prompts._by_kind and not prompts._answered
+
+
+def table() -> EngineTable:
+    table = EngineTable(PrefixMirror(FakeClock()))
+    load = ReportedLoad(0, 0, 0, 900, 900, False, frozenset(), step_cost=linear_cost(0.005, 1e-4))
+    for name in (*SOURCES, "d" * 32):
+        role = Role.DECODE if name[0] == "d" else Role.PREFILL
+        member = Member(name, role, name[0], "h:1", "demo", "fp", 4096, SIZE, 1000)
+        engine = LinkedEngine(member, FakeLink(name), clock=table.mirror.clock)
+        table.add(engine)
+        links = frozenset(SOURCES) if role is Role.DECODE else frozenset[str]()
+        engine.receive_heartbeat(
+            ReportedLoad(0, 0, 0, 900, 900, False, links, step_cost=load.step_cost)
+        )
+    return table
+
+
+async def test_a_burst_of_one_prompt_lands_together() -> None:
+    engines, homes = table(), list[str]()
+    prefix = list(range(400))
+    for number in range(4):
+        prompt = [*prefix, *range(1000 + 20 * number, 1020 + 20 * number)]
+        router = await route_prompt(engines, prompt, "tenant", caller_id=number)
+        route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
+        request = Request(str(number), 0, prompt, SamplingParams(), cache_salt="tenant")
+        route.prefill.dispatch(request, Work.PREFILL, None, 10.0)
+        homes.append(route.prefill.incarnation)
+    assert homes == homes[:1] * 4
+    assert engines.engines[homes[0]].backlog.tokens_ahead == 480, "each computes its own end"
+    other = await route_prompt(engines, prefix, "another tenant")
+    assert other.cached_tokens(400) == {}
+    output = EngineOutput("0", 0, 0, (5,))
+    engines.engines[homes[0]].settle([output])
+    engines.engines[homes[0]].cancel("1", 0)
+    assert len(engines.prompts) == 3
+    engines.remove(homes[0])
+    assert len(engines.prompts) == 0
