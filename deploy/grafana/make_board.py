@@ -68,6 +68,13 @@ EXPERTS = [
     (f"max by (role, node) ({EXPERT_RATE})", "{{role}} {{node}}, the busiest"),
     (f"avg by (role, node) ({EXPERT_RATE})", "{{role}} {{node}}, mean"),
 ]
+ACCEPTED = (
+    "max by (role, node, position) "
+    f"(rate(baton_spec_decode_num_accepted_tokens_per_pos_total{OF_NODES}[$__rate_interval]))"
+)
+ADAPTERS = (
+    "max by (max_lora, running_lora_adapters, waiting_lora_adapters) (baton_lora_requests_info)"
+)
 STALE = f"{rate('index_stale_hits_total')} / {rate('index_hits_total')}"
 MEAN_STAGE = " / ".join(
     rate(f"request_stage_seconds_{what}", " by (stage)") for what in ("sum", "count")
@@ -163,6 +170,37 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Promised steps/s", "short", node_rate("promised_steps_total"), "timeseries"),
         ("Steps/s that kept it", "short", node_rate("kept_steps_total"), "timeseries"),
         ("Refused by engines/s", "short", node_rate("promise_refusals_total"), "timeseries"),
+        ("Steps with drafts/s", "short", node_rate("spec_decode_num_drafts_total"), "timeseries"),
+        ("Drafts/s", "short", node_rate("spec_decode_num_draft_tokens_total"), "timeseries"),
+        (
+            "Accepted drafts/s",
+            "short",
+            node_rate("spec_decode_num_accepted_tokens_total"),
+            "timeseries",
+        ),
+        (
+            "Accepted drafts/s by position",
+            "short",
+            [(ACCEPTED, "{{role}} {{node}} {{position}}")],
+            "timeseries",
+        ),
+        (
+            "Tokens of a step with drafts",
+            "short",
+            of_nodes("spec_decode_mean_acceptance_length"),
+            "timeseries",
+        ),
+        (
+            "LoRA adapters, last seen",
+            "dateTimeAsIso",
+            [
+                (
+                    f"{ADAPTERS} * 1000",
+                    "{{running_lora_adapters}} run, {{waiting_lora_adapters}} wait",
+                )
+            ],
+            "stat",
+        ),
         ("Tokens/s of an expert", "short", EXPERTS, "timeseries"),
         ("Busiest expert over the mean", "short", of_nodes("expert_load_imbalance"), "timeseries"),
         (

@@ -1,7 +1,7 @@
 """KV blocks that the beams of a search share, and what its reorderings copy: the bundled model on a
 CPU, through the real engine, counted in its block tables.
 
-    python -m baton.bench.beam_blocks
+    python -m baton.bench.decoding.beam_blocks
 
 Saved is the share of blocks that beams without sharing would hold beside those they do: the figure
 of Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention", section 6.3
@@ -24,7 +24,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.sequence import Sequence
 
-from .floors.figures import ROOT, command_line, commit, machine
+from ..floors.figures import ROOT, command_line, commit, machine
 
 WIDTHS = (2, 4, 6, 8)
 LENGTHS = ((19, 58), (161, 338), (600, 60))  # means of Alpaca and ShareGPT; a long prompt
@@ -108,7 +108,7 @@ def main() -> int:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
-        "command": command_line("beam_blocks", sys.argv[1:]),
+        "command": command_line("decoding.beam_blocks", sys.argv[1:]),
         "block_size": _BLOCK_SIZE,
         "rows": rows,
     }

@@ -1,6 +1,6 @@
 """What speculation gives: n-grams on the bundled model, on a CPU; on a GPU drafts and a coin.
 
-python -m baton.bench.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...] [--out FILE]
+python -m baton.bench.decoding.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...] [--out FILE]
 
 On a CPU the bundled model completes code, once without and once with n-grams, each request alone.
 GPU hosts have no trained checkpoints: there a seeded coin decides which drafts the target accepts,
@@ -32,8 +32,8 @@ from baton.engine.local import LocalEngine
 from baton.engine.speculation.ngram import NgramProposer
 from baton.engine.speculation.proposer import Context, Proposer
 
-from .floors.figures import ROOT, Figure, command_line, commit, machine, table
-from .floors.gpu_shapes import SHAPES, Shape
+from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
+from ..floors.gpu_shapes import SHAPES, Shape
 
 _NUM_TOKENS, _REPEATS = 200, 3
 _HEAD_VOCAB = 32_000
@@ -303,7 +303,9 @@ def _tokens_in(engine: Engine, seconds: float) -> tuple[int, float]:
 
 def main(argv: list[str]) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m baton.bench.speculation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.bench.decoding.speculation", description=__doc__
+    )
     parser.add_argument("--gpu", action="store_true", help="drafts that a coin accepts")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--drafts", type=int, default=None, help="default: 4 on a CPU, 3 on a GPU")
@@ -320,7 +322,7 @@ def main(argv: list[str]) -> int:
     result = {
         "gpu": torch.cuda.get_device_name() if arguments.gpu else None,
         "commit": arguments.commit or commit(),
-        "command": command_line("speculation", argv),
+        "command": command_line("decoding.speculation", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "figures": [figure.as_dict() for figure in figures],

@@ -1,6 +1,6 @@
 """What LoRA adapters cost on one GPU: steps of decodes with and without, and a new adapter.
 
-python -m baton.bench.lora [--shape NAME] [--rank N] [--adapters N]
+python -m baton.bench.decoding.lora [--shape NAME] [--rank N] [--adapters N]
 
 The same engine decodes 64 sequences of 1k tokens without adapters, where it computes as if none
 were enabled, and with 8 of rank 16. Then an adapter is read while those steps go on: how long
@@ -27,8 +27,8 @@ from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.lora.layout import Layout
 
-from .floors.figures import ROOT, Figure, command_line, commit, machine, table
-from .floors.gpu_shapes import SHAPES
+from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
+from ..floors.gpu_shapes import SHAPES
 
 _BATCH, _CONTEXT = 64, 1024
 _STEPS, _REPEATS = 20, 5
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit(),
-        "command": command_line("lora", argv),
+        "command": command_line("decoding.lora", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "shape": arguments.shape,

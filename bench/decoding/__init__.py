@@ -1,0 +1,1 @@
+"""What decoding beside the plain step costs and gains: drafts, beams, adapters."""
