@@ -1,6 +1,7 @@
 """What speculation gives: n-grams on the bundled model, on a CPU; on a GPU drafts and a coin.
 
-python -m baton.bench.decoding.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...] [--out FILE]
+python -m baton.bench.decoding.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...]
+                                           [--out FILE]
 
 On a CPU the bundled model completes code, once without and once with n-grams, each request alone.
 GPU hosts have no trained checkpoints: there a seeded coin decides which drafts the target accepts,
