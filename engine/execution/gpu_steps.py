@@ -162,7 +162,6 @@ class GpuSteps:
         self.make_graphs(times)
         self._capture_decodes(self.graphs, times)
         if self._adapters is not None:
-            self._adapters.plan([], [], self.graphs.sizes[-1])
             self._capture_decodes(self._adapter_graphs, times)
             self._adapters.rest()
         for room, graphs in self.prefill_graphs.items():
@@ -179,6 +178,8 @@ class GpuSteps:
             inputs = graphs.inputs(size)
             upload_into(inputs.flatten(), self._decode_arrays(batch, []).ravel())
             self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
+            if graphs is self._adapter_graphs and self._adapters is not None:
+                self._adapters.plan([], [], size)
             graphs.capture(size, partial(self._decode, inputs), times.library(size))
 
     def make_graphs(self, times: ProductTimes) -> None:

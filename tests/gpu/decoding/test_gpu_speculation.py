@@ -75,7 +75,7 @@ def test_tokens_are_those_without_speculation(num_requests: int, attention: str)
         speculative_config=NGRAM,
     )
     drafted, num_accepted = outputs(drafting, num_requests)
-    assert num_accepted > 10 * num_requests
+    assert num_accepted > 5 * num_requests
     num_different = 0
     for one, other in zip(drafted, plain, strict=True):
         pairs = zip(one, other, strict=True)
