@@ -56,6 +56,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "prefix": host.prefix,
     "quality": host.quality,
     "speculation": host.speculation,
+    "speculation gpu": host.speculation_gpu,
+    "lora": host.lora,
     "soak": host.soak,
     "strangers": host.strangers,
     "fault sweep": host.fault_sweep,

@@ -28,6 +28,17 @@ def speculation() -> str:
     return figure_table(figures("speculation").values()) + "\n" + source("speculation")
 
 
+def speculation_gpu() -> str:
+    """Drafts that a coin accepts, on an H200."""
+    found = figures("speculation_gpu").values()
+    return figure_table(found) + "\n" + source("speculation_gpu")
+
+
+def lora() -> str:
+    """What LoRA adapters cost steps, on an H200."""
+    return figure_table(figures("lora").values()) + "\n" + source("lora")
+
+
 def callers() -> str:
     """A light caller beside bulk callers."""
     return figure_table(figures("callers").values()) + "\n" + source("callers")
