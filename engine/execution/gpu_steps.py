@@ -125,8 +125,8 @@ class GpuSteps:
         block_size: int,
         max_num_seqs: int,
         mixed_tokens: int = 0,
-        adapters: RankAdapters | None = None,
         max_drafts: int = 0,
+        adapters: RankAdapters | None = None,
     ) -> None:
         self.model = model
         self._adapters = adapters

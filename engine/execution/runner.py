@@ -239,8 +239,8 @@ class ModelRunner:
                 config.block_size,
                 self.max_num_seqs,
                 min(config.mixed_graph_tokens, most_tokens) if self.max_num_seqs > 1 else 0,
-                self.adapters,
                 config.max_drafts,
+                self.adapters,
             )
 
         def run_largest_step() -> None:

@@ -150,9 +150,10 @@ class TorchAttention:
             block_ids = torch.tensor(block_table[:num_blocks], device=self._pool.device)
             rows = block_rows(self._pool, block_ids).unbind(0)
             last = first + query_len
-            self._slices.append(_Slice(first, last, seq_len, index < num_decodes, rows))
+            is_decode = index < num_decodes or query_len == 1
+            self._slices.append(_Slice(first, last, seq_len, is_decode, rows))
             first = last
-            if index >= num_decodes:
+            if not is_decode:
                 self._grow_masks(seq_len)
 
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

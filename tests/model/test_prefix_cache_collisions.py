@@ -157,10 +157,13 @@ def test_different_roots_and_blocks_never_hash_the_same_bytes(
     """Where two texts meet in one input, moving a character from one to the other must show."""
     inputs = recorded_inputs(monkeypatch)
     words = ["", "a", "aa", "1:", "1:a", "2:aa", ":", "é"]
+    roots = set()
     for fingerprint in words:
         for salt in words:
+            inputs.clear()
             root_hash(fingerprint, salt)
-    assert len(set(inputs)) == len(words) ** 2
+            roots.add(inputs[0])  # behind it comes the tenant's tag
+    assert len(roots) == len(words) ** 2
     inputs.clear()
     parents = [BlockHash(bytes([i] * 16)) for i in range(3)]
     blocks: list[Sequence[int]] = [

@@ -88,17 +88,19 @@ async def test_readers_that_stop_cost_little_and_nobody_else(gateway: GatewayPro
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(gateway: GatewayProcess) -> None:
     gateway.prefill.first_token_s = 0.2
     gateway.prefill.step_cost = linear_cost_message(0.0, 0.001)
-    request = inference_pb2.GenerateRequest(text="x" * 200)
-    request.sampling.max_tokens = 2
+    requests = [inference_pb2.GenerateRequest(text=f"{n}" + "x" * 199) for n in range(5)]
+    for request in requests:
+        request.sampling.max_tokens = 2
+    first, last, *others = requests
     async with grpc.aio.insecure_channel(gateway.grpc) as channel:
         generate = inference_pb2_grpc.InferenceStub(channel).Generate  # type: ignore[no-untyped-call]
-        assert [chunk async for chunk in generate(request, timeout=5)]
+        assert [chunk async for chunk in generate(first, timeout=5)]
         await asyncio.sleep(2 * HEARTBEAT_S)  # now it knows the cost
-        running = [asyncio.create_task(generate(request, timeout=5).read()) for _ in range(3)]
+        running = [asyncio.create_task(generate(one, timeout=5).read()) for one in others]
         await asyncio.sleep(0.05)
         began_s = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await generate(request, timeout=0.4).read()
+            await generate(last, timeout=0.4).read()
         assert time.monotonic() - began_s < 0.4, "before its deadline"
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         trailers = dict(refused.value.trailing_metadata() or ())

@@ -369,7 +369,8 @@ async def test_a_body_is_read_up_to_the_cap_and_no_further(world: World) -> None
 @pytest.mark.parametrize(
     "path",
     ["/", "/v1", "/v1/nope", "/v1/../admin", "//v1/models", "/invocations", "/update_weights",
-     "/pause", "/collective_rpc", "/v1/embeddings", "/v1/responses/x", "/V1/models", "/v1/models/"],
+     "/pause", "/collective_rpc", "/v1/embeddings", "/v1/responses/x/y", "/V1/models",
+     "/v1/models/"],
 )  # fmt: skip
 async def test_unknown_paths(world: World, path: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", world.gateway.http_port)
@@ -554,7 +555,7 @@ async def test_what_is_listed_is_all_there_is(world: World) -> None:
     assert ours - {"/metrics"} == {
         "/live", "/ready", "/health", "/version", "/load", "/v1/models", "/v1/models/{model}",
         "/server_info", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize",
-        "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/v1/messages/count_tokens",
         "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     }  # fmt: skip
 

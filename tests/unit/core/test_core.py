@@ -217,7 +217,7 @@ def test_a_dispatch_carries_the_whole_request() -> None:
         "object": ((2, -1.5), (7, 3.0)),
     }  # fmt: skip
     given = {n: values[one.field.schema.get("type", "anyOf")] for n, one in SAMPLING.items()}
-    given |= {"logprobs": 0, "seed": 2**63 - 1, "early_stopping": "never"}
+    given |= {"logprobs": 0, "seed": 2**63 - 1, "early_stopping": "never", "speculative": False}
     sampling = SamplingParams(**given, constraint=Constraint(ConstraintKind.REGEX, "a+"))
     plain = SamplingParams()
     assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]

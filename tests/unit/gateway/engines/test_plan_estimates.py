@@ -60,6 +60,8 @@ def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[Engin
             fetch=st.none() | fetches,
             host_tokens=st.sampled_from([0, 0, 256]),
             host_s=st.floats(0, 0.1),
+            in_flight_tokens=st.sampled_from([0, 0, 512]),
+            adapter_s=st.sampled_from([0.0, 0.1]),
         )
         for name in names
     ]  # fmt: skip

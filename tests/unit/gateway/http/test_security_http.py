@@ -132,7 +132,8 @@ def test_every_route_that_exists_has_its_scope() -> None:
     assert {
         path for path in paths if scope_of(path, exists=True) == INFER
     } == {"/v1/models", "/v1/models/{model:.+}", "/v1/completions", "/v1/chat/completions",
-          "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+          "/v1/responses", "/v1/responses/{response_id}", "/v1/messages",
+          "/v1/messages/count_tokens",
           "/tokenize", "/detokenize", "/openapi.json"}  # fmt: skip
     assert {path for path in paths if scope_of(path, exists=True) is None} == {
         "/live", "/ready", "/health", "/version", "/dashboard/login"
