@@ -50,7 +50,7 @@ from .engine_link import (
     Work,
 )
 from .move import Move, MovePause, MoveStep
-from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult
+from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult, UnfinishedRun
 from .suspects import EngineDeaths, Suspects
 
 GATEWAY = "gateway"
@@ -122,6 +122,7 @@ class Session:
         self._output_ids: list[int] = []
         self._prompt_scores = PromptScores(len(request.prompt_token_ids))
         self._attempt: Attempt | None = None
+        self._last: Attempt | None = None  # the same, and what was the last one
         self._num_attempts = 0
         self._num_refusals = 0  # of them: attempts that came to nothing at once
         self._num_rounds = 0  # of them: of moves
@@ -341,7 +342,7 @@ class Session:
         self._send(attempt, now_s, tuple(sibling.request_id for sibling in siblings))
 
     def _begin_attempt(self, route: Route) -> Attempt:
-        self._attempt = attempt = self._new_attempt(route)
+        self._attempt = self._last = attempt = self._new_attempt(route)
         self._deaths.attempt_began(self.call_id, attempt.pair)
         self._is_led = False
         self._stamp(Event.ROUTED)
@@ -515,7 +516,8 @@ class Session:
         """The old engine is not needed any more."""
         if move.has_source and self._attempt is not None:
             self._attempt.cancel(self.request_id)
-        self._attempt, self._move = move.target, None
+        self._attempt = self._last = move.target
+        self._move = None
         move.over("moved")
         self._advance(move.target, move.fresh)
 
@@ -545,7 +547,7 @@ class Session:
             self._end_move(move, "lost")
             return False
         move.lose_source()
-        self._attempt = move.target
+        self._attempt = self._last = move.target
         self._num_rounds -= 1  # it counts as the retry
         return True
 
@@ -619,6 +621,20 @@ class Session:
             timeline=tuple(self.timeline),
         )
         self._sink.emit(self._chunk(text, shown, result))
+
+    @property
+    def unfinished_run(self) -> UnfinishedRun | None:
+        """Of one that ended badly; None: no engine had it."""
+        if (last := self._last) is None:
+            return None
+        return UnfinishedRun(
+            last.route.prefill.name,
+            last.route.decode.name,
+            last.is_handed_over,
+            self._transfer,
+            len(self._output_ids),
+            tuple(self.timeline),
+        )
 
     def _end_badly(self, error: BatonError) -> None:
         """The other end: cancelled or failed."""
