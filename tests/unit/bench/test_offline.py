@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.bench.offline import HostTimes, Work, main
+from baton.bench.offline.__main__ import main
+from baton.bench.offline.engines import HostTimes
+from baton.bench.offline.workload import Work
 
 
 def test_the_requests_are_nano_vllms() -> None:
