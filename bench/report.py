@@ -44,6 +44,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "overload": serving.overload,
     "faults": serving.faults,
     "schemes": baselines.schemes,
+    "schemes on a gpu": baselines.on_gpu,
+    "pairs": baselines.pairs,
     "admissions": baselines.admissions,
     "goodput": goodput.highest,
     "goodput by rate": goodput.by_rate,
