@@ -49,6 +49,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "admissions": baselines.admissions,
     "goodput": goodput.highest,
     "goodput by rate": goodput.by_rate,
+    "sharegpt": goodput.sharegpt,
     "front": host.front,
     "texts": host.texts,
     "callers": host.callers,
