@@ -40,6 +40,7 @@ _GPU_SHAPE = "llama-3.1-8b"
 _GPU_DEFAULTS: dict[str, Any] = {
     "out": "baselines_gpu",
     "load_format": "dummy",
+    "gpu_memory_utilization": 0.6,  # prompts that are not cut up need the rest
     "max_model_len": 8192,
     "block_size": 16,
     "num_requests": 64,

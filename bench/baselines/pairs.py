@@ -95,6 +95,7 @@ class PairPlayer:
             Role.DECODE,
             shape.tbt_s,
             shape.chunk_tokens,
+            max_num_seqs=self._runner.max_num_seqs,
             blocks=Blocks(shape.block_size, shape.num_blocks),
             eos_ids=(shape.eos,),
         )
