@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from .results import ROOT, load, number, source, table
+from .results import RESULTS, load, number, source, table
 
 _WIDTH, _LEFT, _ROW, _TOP = 640, 170, 24, 34
 _GPU = "baselines_gpu"
@@ -48,7 +48,7 @@ def pairs(name: str = "baselines") -> str:
 
 def on_gpu() -> str:
     """Both for a GPU, once they were measured."""
-    if not (ROOT / "bench" / "results" / f"{_GPU}.json").exists():
+    if not (RESULTS / f"{_GPU}.json").exists():
         return "`python -m baton.bench.baselines --gpu` makes this table where there is a GPU.\n"
     return f"{schemes(_GPU)}\n{pairs(_GPU)}"
 

@@ -71,7 +71,8 @@ def by_rate() -> str:
 
 def sharegpt() -> str:
     """Every file of ShareGPT's lengths, by the model that it is named after."""
-    rows, sources = [], []
+    rows: list[Row] = []
+    sources: list[str] = []
     for path in sorted(RESULTS.glob(f"{_SHAREGPT}*.json")):
         found = load(path.stem)
         for row in sorted(found["rows"], key=lambda row: (row["mode"], row["rate_per_s"])):
@@ -97,7 +98,7 @@ def sharegpt() -> str:
         *("model", "cards", "mode", "rate/s", "normalised latency, ms/token"),
         *("TTFT p50 / p90, ms", "TPOT p50 / p90, ms", "good for Y"),
     )
-    return "\n".join([table(head, rows), *sources])
+    return "\n".join([table(head, rows), *sources]) if rows else "Not measured yet.\n"
 
 
 def _rows() -> list[dict[str, Any]]:
