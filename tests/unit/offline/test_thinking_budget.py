@@ -21,7 +21,8 @@ from baton.offline.batch_endpoints import batch_app, serving
 from baton.offline.local_calls import LocalCalls
 
 MAX_TOKENS = 40
-TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
+TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>
+{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}assistant:
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>
 {%- else %}<think>{% endif %}"""
@@ -131,6 +132,23 @@ async def test_reasoning_ends_with_its_budget_and_an_answer_follows(
             assert num_reasoning == budget + 1, "and the tag"
             assert free.startswith(reasoning[:-1]), "until then as without"
     assert (await of_chat(ask, 0))[0] == "", "none at all"
+
+
+async def test_strict_tools_are_called_by_their_schema_behind_a_budget(
+    ask: Callable[..., Any],
+) -> None:
+    schema = {"type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"]}
+    schema["additionalProperties"] = False
+    function = {"name": "now", "parameters": schema, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    more = {"tools": tools, "tool_choice": "required", "thinking_token_budget": 3}
+    answer = await ask("/v1/chat/completions", {**CHAT, **more, "max_tokens": 200})
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert {call["name"] for call in calls} == {"now"}
+    assert all(json.loads(call["arguments"]) == {"zone": "UTC"} for call in calls)
+    assert choice["message"]["reasoning_content"]
 
 
 async def test_an_answers_shape_holds_behind_the_budget(ask: Callable[..., Any]) -> None:
