@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from ...core import errors
 from ...core.errors import BatonError, EngineFailed, StartupFailed
@@ -35,6 +36,11 @@ _LAST_MESSAGE_S = 2.0  # how long a loss may take to be noticed once a step has 
 _WORD_BYTES = 8
 
 OnLost = Callable[[BatonError], None]
+OnResult = Callable[[memoryview], None]
+
+
+def _ignore(payload: memoryview) -> None:
+    """Of an engine of one stage, whose rank 0 has all results itself."""
 
 
 class RankProgress:
@@ -98,6 +104,7 @@ class RankGroup:
         self._orders: dict[int, _Order] = {}
         self._error: BatonError | None = None
         self._is_over = threading.Event()  # lost, or closed
+        self.on_result: OnResult = _ignore  # a step's; on the watch thread
         self._loaded = threading.Event()
         self._handles: list[bytes] = []  # once loaded
         self._starting: dict[int, float] = {}  # who loads yet, and when it last came further
@@ -119,6 +126,10 @@ class RankGroup:
     def send(self, kind: MessageKind, payload: bytes = b"") -> None:
         """All ranks do this, behind all that was sent before. Raises EngineFailed."""
         self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `batch.Runner`; it is done before whatever is sent next."""
+        self.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
 
     def order(
         self,
@@ -240,6 +251,8 @@ class RankGroup:
         if message.kind is MessageKind.ANSWER:
             self._starting.pop(rank, None)  # loaded: it waits for the others
             self._answer(rank, message)
+        elif message.kind is MessageKind.RESULT:
+            self.on_result(message.payload)
         elif message.kind is MessageKind.LINE:
             self._on_line(f"rank {rank}: {bytes(message.payload).decode()}")
         elif message.kind is MessageKind.FAILED:

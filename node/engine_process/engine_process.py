@@ -41,7 +41,7 @@ from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
 from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
-from ...engine.parallel.parallel_runner import ParallelRunner
+from ...engine.parallel.pipeline_runner import join_ranks
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...engine.parallel.ranked_adapters import adapters_of
 from ...engine.parallel.ranked_copies import host_copier_of
@@ -192,7 +192,7 @@ def _serve(
     host_copier = host_copier_of(runner, ranks.followers)
     adapters = adapters_of(runner.adapters, ranks.followers)
     engine = Engine(
-        runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
+        join_ranks(runner, ranks.followers, engine_config.pipeline_parallel_size),
         limits,
         generations,
         fingerprint=fingerprint.short(runner.fingerprint),
@@ -334,6 +334,7 @@ def _limits(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         prefill_chunk_tokens=runner.prefill_chunk_tokens,
         graph_rows=runner.graph_rows,
+        num_stages=engine.pipeline_parallel_size,
     )
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
 
