@@ -306,6 +306,12 @@ class ModelRunner:
         return self._steps.model
 
     @property
+    def engine_block_bytes(self) -> int:
+        """A KV block's on all ranks together."""
+        of_layer = self.kv.block_bytes // len(self.layers)
+        return of_layer * self.model_config.num_layers * self._communicator.size
+
+    @property
     def prefill_chunk_tokens(self) -> int:
         """See `EngineLimits`. A CPU gains nothing by larger steps, and a pipeline is filled by
         smaller ones."""

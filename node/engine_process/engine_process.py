@@ -169,7 +169,13 @@ def _serve(
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
     if plan.name is RoleName.PREFILL:  # its chunks are announced when they are launched
         runner.count_steps(generations)
-    parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
+    parts = pool_parts(
+        runner.model_config,
+        engine_config.tensor_parallel_size,
+        engine_config.pipeline_parallel_size,
+        incarnation,
+        SystemEntropy(),
+    )
     offered = contextlib.ExitStack()
     access = offered.enter_context(
         exported(
@@ -185,7 +191,7 @@ def _serve(
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
-    block_bytes = welcome.block_bytes = runner.kv.block_bytes * len(parts)
+    block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
