@@ -26,7 +26,7 @@ from ...core.config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
-from ..model.checkpoint import OnProgress
+from ..model.weights.filling import OnProgress
 from .loopback import connect_store
 from .parallel_runner import decode
 from .pipeline_runner import ResultSender
