@@ -86,7 +86,8 @@ class _Order:
 
 
 class RankGroup:
-    """Ranks 1 and up, by their channels. `on_line` gets lines for people."""
+    """Ranks 1 and up, by their channels. `on_line` gets lines for people; `stage_size`: ranks of
+    each stage of a pipeline, rank 0 counted; all are one stage unless given."""
 
     def __init__(
         self,
@@ -95,7 +96,9 @@ class RankGroup:
         start_timeout_s: float,
         on_lost: OnLost,
         on_line: Callable[[str], None],
+        stage_size: int | None = None,
     ) -> None:
+        self._stage_size = stage_size or 1 + len(channels)
         self._channels = dict(enumerate(channels, start=1))
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._on_lost, self._on_line = on_lost, on_line
@@ -269,7 +272,9 @@ class RankGroup:
         """Find a rank that has taken nothing for too long, though there is something to take.
 
         Until it serves it takes nothing, but shows signs of life where it does not wait for others.
+        Who waits for the stage before waits as long as that does: the first stage is to blame.
         """
+        standing: list[tuple[int, float, int]] = []  # stage, since when, rank
         now_s, num_sent, starting = time.monotonic(), self._num_sent, self._starting
         for rank, (num_taken, since_s) in self._looked.items():
             found = self._progress.read(rank)
@@ -278,10 +283,11 @@ class RankGroup:
                 self._lose(_start_failure(rank, self._start_timeout_s))
             elif is_idle or found != num_taken:
                 self._looked[rank] = (found, now_s)
-            elif now_s - since_s > self._timeout_s:
-                self._lose(
-                    EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s")
-                )
+            elif now_s - since_s > self._timeout_s / 2:
+                standing.append((rank // self._stage_size, since_s, rank))
+        if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
+            _, since_s, rank = min(standing)
+            self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))
 
     def _lose(self, error: BatonError) -> None:
         if not self._is_over.is_set():

@@ -77,6 +77,7 @@ def start_ranks(
         config.rank_start_timeout_s,
         on_lost,
         on_line,
+        config.tensor_parallel_size,
     )
     processes = tuple(process for process, _ in started)
     try:
