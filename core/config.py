@@ -183,6 +183,13 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def size_flags(self) -> str:
+        """The flags that `num_ranks` comes from, for people."""
+        text = f"--tensor-parallel-size {self.tensor_parallel_size}"
+        num_stages = self.pipeline_parallel_size
+        return text if num_stages == 1 else f"{text} x --pipeline-parallel-size {num_stages}"
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """`--speculative-config`; raises StartupFailed."""
         text = self.speculative_config

@@ -33,15 +33,8 @@ def devices_of_ranks(config: EngineConfig) -> list[str]:
     _, _, numbers = device.partition(":")
     gpus = numbers.split(",") if numbers else [str(number) for number in range(size)]
     if len(gpus) != size:
-        raise StartupFailed(f"{_sizes(config)} with {len(gpus)} GPUs ({device})")
+        raise StartupFailed(f"{config.size_flags} with {len(gpus)} GPUs ({device})")
     return [f"cuda:{gpu}" for gpu in gpus]
-
-
-def _sizes(config: EngineConfig) -> str:
-    """The flags that say how many GPUs an engine has."""
-    text = f"--tensor-parallel-size {config.tensor_parallel_size}"
-    num_stages = config.pipeline_parallel_size
-    return text if num_stages == 1 else f"{text} and --pipeline-parallel-size {num_stages}"
 
 
 def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:

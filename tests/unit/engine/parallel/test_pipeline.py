@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
-from fakes.played_ranks import PlayedProcess, play_ranks
+from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
