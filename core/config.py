@@ -168,14 +168,12 @@ class EngineConfig:
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        """Raises StartupFailed where a flag is not for several stages."""
-        flags = {"--speculative-config": self.speculation, "--enable-lora": self.enable_lora}
-        for name, value in flags.items():
-            if value and self.pipeline_parallel_size > 1:
-                raise StartupFailed(
-                    f"{name} is not for engines with --pipeline-parallel-size above 1",
-                    hint="--tensor-parallel-size",
-                )
+        """Raises StartupFailed where another flag is not for several stages."""
+        if self.speculation is not None and self.pipeline_parallel_size > 1:
+            raise StartupFailed(
+                "--speculative-config is not for engines with --pipeline-parallel-size above 1",
+                hint="--tensor-parallel-size",
+            )
 
     @property
     def num_ranks(self) -> int:

@@ -206,7 +206,9 @@ class Engine:
         if cost is None or promise_s is None:
             return
         if own_ms := request.sampling.tbt_target_ms:
-            promise_s = max(min(promise_s, own_ms / 1000), (self.tbt_target_s or 0.0) / 2)
+            own_s, least_s = own_ms / 1000, (self.tbt_target_s or 0.0) / 2
+            num_stages = self.limits.num_stages
+            promise_s = max(min(promise_s, own_s / num_stages), least_s / num_stages)
         shape = self._scheduler.step_with(request, num_coming)
         alone = StepShape(num_decodes=1, keys=request.num_known_tokens)
         if cost.seconds(shape) > promise_s >= cost.seconds(alone):

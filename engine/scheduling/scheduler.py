@@ -252,14 +252,15 @@ class Scheduler:
     def promise_s(self) -> float | None:
         """What a step with decodes takes at most: its own target, or the strictest of those that
         decode, but no less than half of its own: one request shall not hold up all prompts. None:
-        no target, or it was withdrawn, and nobody decodes to whom it was promised."""
+        no target, or it was withdrawn, and nobody decodes to whom it was promised. A decode of a
+        pipeline waits for a step of each other stage."""
         if self.tbt_target_s is None:
             return None
         if not self.is_promising and all(one.is_held for one in self.running):
             return None
         targets_ms = (one.request.sampling.tbt_target_ms for one in self.running)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
-        return max(strictest_s, self.tbt_target_s / 2)
+        return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
 
     def _keep_promise(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""
@@ -279,10 +280,11 @@ class Scheduler:
         schedule.limit_prompts(num_tokens)
 
     def decodes(self) -> StepShape:
-        """A step of all that decode, and nothing else."""
-        return step_shape(
+        """A step of all that decode, of a pipeline of its share of them, and nothing else."""
+        shape = step_shape(
             ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
         )
+        return self._share_of(shape.num_decodes, shape.keys)
 
     def step_with(self, request: Request, num_coming: int) -> StepShape:
         """A step of all that will decode here once their prompts are computed, with this request,
@@ -291,7 +293,12 @@ class Scheduler:
         lengths = [one.num_tokens for one in others if not one.is_held]
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
-        return StepShape(num_decodes=len(lengths) + num_more, keys=keys)
+        return self._share_of(len(lengths) + num_more, keys)
+
+    def _share_of(self, num_decodes: int, keys: int) -> StepShape:
+        """Of so many decodes, what one step has."""
+        num_stages = self._limits.num_stages
+        return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
 
     @property
     def has_prefills(self) -> bool:

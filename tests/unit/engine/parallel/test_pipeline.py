@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
+from fakes.adapters import merge, write_adapter
 from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 
 from baton.core.config import EngineConfig
@@ -202,17 +204,32 @@ def test_too_many_stages_are_refused(config: EngineConfig, ranks: list[PlayedPro
         load(config, pipeline_parallel_size=6)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        {"enable_lora": True},
-        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
-    ],
-)
-def test_what_a_pipeline_cannot_do_is_refused_by_name(flag: dict[str, object]) -> None:
-    with pytest.raises(StartupFailed, match="--pipeline-parallel-size above 1") as caught:
-        EngineConfig(pipeline_parallel_size=2, **flag)  # type: ignore[arg-type]
-    assert f"--{next(iter(flag)).replace('_', '-')}" in caught.value.message
+def test_speculation_is_refused_by_name() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 2}'
+    with pytest.raises(StartupFailed, match="--speculative-config is not for engines with --pipe"):
+        EngineConfig(pipeline_parallel_size=2, speculative_config=text)
+
+
+def test_a_stage_has_its_layers_of_a_lora_adapter(
+    config: EngineConfig, ranks: list[PlayedProcess], tmp_path: Path
+) -> None:
+    base = Path(config.model)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
+    merged = merge(tmp_path / "merged", base, adapter)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    plain = Request("a" * 32, 0, tuple(range(3, 23)), sampling)
+    expected = []
+    for path in (base, merged):
+        alone = load(dataclasses.replace(config, model=str(path)))
+        expected.append(alone.generate([plain])[plain.key])
+        alone.close()
+    assert expected[0] != expected[1]
+    engine = load(config, pipeline_parallel_size=3, enable_lora=True, max_lora_rank=8)
+    one = engine.load_adapter("one", str(adapter))
+    other = dataclasses.replace(plain, request_id="b" * 32, adapter=one)
+    found = engine.generate([plain, other])
+    assert [found[plain.key], found[other.key]] == expected
+    engine.close()
 
 
 def test_a_result_that_makes_no_sense_ends_the_engine(
