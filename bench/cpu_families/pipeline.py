@@ -3,8 +3,8 @@
 python -m baton.bench.cpu_families.pipeline [--stages 2]
 
 What the stages lose is all that keeps one waiting: an empty pipeline at both ends, stages of
-unequal length, the way between them. Of S stages it is the share 1 - T1 / (S * TS) of their time. On
-fewer cores than stages it says nothing.
+unequal length, the way between them. Of S stages it is the share 1 - T1 / (S * TS) of their time.
+On fewer cores than stages it says nothing.
 """
 
 from __future__ import annotations
