@@ -15,6 +15,7 @@ from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
+from baton.engine.kv.host_copies import CopyCost
 from baton.engine.local import LocalEngine
 from baton.engine.parallel.rank_channel import MessageKind
 from baton.engine.scheduling.admission import OutputLengthEstimator
@@ -144,6 +145,26 @@ def test_everything_is_as_in_one_process(
     for totals in (found.totals, expected.totals):
         assert totals.num_preemptions > 0
         assert totals.prefix_hit_tokens > 0
+
+
+def test_blocks_come_back_from_host_memory_on_every_stage(
+    config: EngineConfig,
+    expected: Outcome,
+    ranks: list[PlayedProcess],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OutputLengthEstimator, "estimate", lambda *_: 1)
+    monkeypatch.setattr(CopyCost, "pays", lambda *_: True)
+    engine = load(config, pipeline_parallel_size=3, swap_space=0.02)
+    try:
+        found = Outcome(engine)
+        assert engine.runner.host_copier is not None
+        runners = [engine.runner, *(rank.runner for rank in ranks)]
+        assert engine.runner.engine_block_bytes == sum(each.kv.block_bytes for each in runners)
+    finally:
+        engine.close()
+    assert found.tokens == expected.tokens
+    assert found.totals.host_hit_tokens > 0
 
 
 def test_a_failure_of_any_stage_is_reported_by_its_rank(
