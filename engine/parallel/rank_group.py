@@ -85,6 +85,16 @@ class _Order:
     answers: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Looked:
+    """How many messages a rank had taken at the last look, since when it has taken none of those
+    that it could, and when it last took one."""
+
+    num_taken: int
+    since_s: float
+    moved_s: float
+
+
 class RankGroup:
     """Ranks 1 and up, by their channels. `on_line` gets lines for people; `stage_size`: ranks of
     each stage of a pipeline, rank 0 counted; all are one stage unless given."""
@@ -112,7 +122,8 @@ class RankGroup:
         self._handles: list[bytes] = []  # once loaded
         self._starting: dict[int, float] = {}  # who loads yet, and when it last came further
         self._progress = RankProgress.create(len(channels))
-        self._looked = dict.fromkeys(self._channels, (0, time.monotonic()))
+        now_s = time.monotonic()
+        self._looked = {rank: _Looked(0, now_s, now_s) for rank in self._channels}
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
         for channel in channels:
             channel.set_timeout(timeout_s)
@@ -272,19 +283,25 @@ class RankGroup:
         """Find a rank that has taken nothing for too long, though there is something to take.
 
         Until it serves it takes nothing, but shows signs of life where it does not wait for others.
-        Who waits for the stage before waits as long as that does: the first stage is to blame.
+        A stage may wait for the one before: it has its time from that one's last step on, and of
+        those that stand still the first is to blame.
         """
         standing: list[tuple[int, float, int]] = []  # stage, since when, rank
         now_s, num_sent, starting = time.monotonic(), self._num_sent, self._starting
-        for rank, (num_taken, since_s) in self._looked.items():
+        for rank, looked in self._looked.items():
+            stage = rank // self._stage_size
             found = self._progress.read(rank)
-            is_idle = found == num_sent or found == 0
+            if found != looked.num_taken:
+                looked.num_taken, looked.moved_s = found, now_s
+                looked.since_s = now_s
             if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
                 self._lose(_start_failure(rank, self._start_timeout_s))
-            elif is_idle or found != num_taken:
-                self._looked[rank] = (found, now_s)
-            elif now_s - since_s > self._timeout_s / 2:
-                standing.append((rank // self._stage_size, since_s, rank))
+            elif found in (0, num_sent):  # it has nothing to take
+                looked.since_s = now_s
+            before = range(1, stage * self._stage_size)
+            since_s = max([looked.since_s, *(self._looked[other].moved_s for other in before)])
+            if now_s - since_s > self._timeout_s / 2:
+                standing.append((stage, since_s, rank))
         if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
             _, since_s, rank = min(standing)
             self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -202,6 +202,23 @@ def test_a_stage_that_hangs_is_named_in_time(
             engine.engine.step()
     assert time.monotonic() - began_s < 1.5
     time.sleep(1.0)
+    engine.close()
+
+
+def test_a_stage_may_wait_for_a_slow_one(
+    config: EngineConfig, ranks: list[PlayedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slow stages in front of it take longer than any may."""
+    engine = load(config, pipeline_parallel_size=4, rank_timeout_s=0.5)
+    for rank in ranks[:2]:
+        launch = rank.runner.launch
+
+        def slow(batch: object, launch: Callable[..., object] = launch) -> object:
+            time.sleep(0.35)
+            return launch(batch)
+
+        monkeypatch.setattr(rank.runner, "launch", slow)
+    engine.generate([dataclasses.replace(requests()[0], sampling=SamplingParams(max_tokens=2))])
     engine.close()
 
 
