@@ -10,7 +10,6 @@ of one stage of a pipeline; the stages' own are torch_stages.py. Knows no model.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,9 @@ from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
 from ..kv.cuda_memory import export_handle
-from ..model.communicator import Communicator, Sent, Summand
+from ..model.communicator import Communicator, Sent, Stages, Summand
 from .loopback import gloo_options
-from .torch_stages import GlooStages, NcclStages
+from .torch_stages import GlooStages, NcclStages, set_up_nccl
 
 if TYPE_CHECKING:
     from .peer_reduce import PeerReduce  # needs Triton
@@ -48,20 +47,39 @@ def make_communicator(
     def meet_stage(handle: bytes) -> list[bytes]:
         return meet(handle)[stage * size : (stage + 1) * size]
 
-    communicator: GlooCommunicator | NcclCommunicator
+    stages, communicator = Stages(), Communicator()
     if config.device == "cpu" or not torch.cuda.is_available():
         # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
         to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
         timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
-        communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
         if num_stages > 1:
-            communicator.stages = GlooStages(of_column, stage, num_stages, timeouts_s)
-        return communicator
-    device = torch.device("cuda", torch.device(config.device).index or 0)
-    communicator = NcclCommunicator(of_stage, rank, size, device, meet_stage)
-    if num_stages > 1:
-        communicator.stages = NcclStages(of_column, stage, num_stages, device)
+            stages = GlooStages(of_column, stage, num_stages, timeouts_s)
+        if size > 1:
+            communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
+    else:
+        device = torch.device("cuda", torch.device(config.device).index or 0)
+        if num_stages > 1:
+            stages = NcclStages(of_column, stage, num_stages, device)
+        if size > 1:
+            communicator = NcclCommunicator(of_stage, rank, size, device, meet_stage)
+    if size == 1:
+        communicator = StageOfOne(meet_stage)
+    communicator.stages = stages
     return communicator
+
+
+class StageOfOne(Communicator):
+    """The one rank of its stage."""
+
+    def __init__(self, meet: Meet) -> None:
+        self._meet = meet
+
+    def connect(self) -> None:
+        self._meet(b"")
+        self.stages.connect()
+
+    def close(self) -> None:
+        self.stages.close()
 
 
 class GlooCommunicator(Communicator):
@@ -142,13 +160,7 @@ class NcclCommunicator(Communicator):
         own = allocate_exchange(self.size, self._device)
         handle = b"" if own is None else export_handle(own.address, self._device)
         handles = self._meet(handle)
-        # On hosts whose GPUs are shared, a program that multicasts can take them all down.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        # Rank 0 finds out who hangs and ends the engine: torch's watchdog would end it unexplained.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        torch.cuda.set_device(self._device)
+        set_up_nccl(self._device)
         options = c10d.ProcessGroupNCCL.Options()
         try:
             self._group = c10d.ProcessGroupNCCL(self._store, self.rank, self.size, options)

@@ -11,6 +11,7 @@ What is passed on is whole on every rank of a stage, so each sends to its like. 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,17 @@ from ..model.communicator import Stages
 from .loopback import gloo_options
 
 _MAX_TAG = 1 << 20
+
+
+def set_up_nccl(device: torch.device) -> None:
+    """Of this process, before its first group."""
+    # On hosts whose GPUs are shared, a program that multicasts can take them all down.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Rank 0 finds out who hangs and ends the engine: torch's watchdog would end it unexplained.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    torch.cuda.set_device(device)
 
 
 class GlooStages(Stages):
@@ -90,7 +102,7 @@ class NcclStages(Stages):
         self._group: Any = None
 
     def connect(self) -> None:
-        """Behind NcclCommunicator.connect, which sets NCCL up."""
+        set_up_nccl(self._device)
         options = c10d.ProcessGroupNCCL.Options()
         try:
             self._group = c10d.ProcessGroupNCCL(self._store, self.stage, self.num_stages, options)
