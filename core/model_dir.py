@@ -1,6 +1,6 @@
 """Where a model lies on disk, and the small facts in its JSON files: stdlib only.
 
-Knows no tensor: weights are engine/model/checkpoint.py, the architecture is
+Knows no tensor: weights are engine/model/weights/checkpoint.py, the architecture is
 engine/model/model_config.py.
 """
 
