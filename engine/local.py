@@ -61,7 +61,7 @@ class LocalEngine:
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),
         )
-        self.engine.tbt_target_s = config.tbt_target_s
+        self.engine.promise.tbt_target_s = config.tbt_target_s
         if host_copier is not None:
             host_copier.begin()
 

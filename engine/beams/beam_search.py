@@ -216,7 +216,7 @@ class BeamSearches:
             error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
             self.fail(search, error, output)
         else:
-            self._scheduler.preempt_group(search)
+            self._scheduler.preemption.preempt_group(search)
 
     def _finish(self, search: BeamSearch, output: StepOutputBuilder) -> None:
         first = search.request.sample_index

@@ -204,7 +204,7 @@ def _serve(
         adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
         proposer=make_proposer(engine_config.speculation),
     )
-    engine.tbt_target_s = engine_config.tbt_target_s
+    engine.promise.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens
     if engine_config.enable_expert_parallel:
         engine.num_expert_ranks = engine_config.tensor_parallel_size
@@ -283,7 +283,7 @@ def _serve(
         clock,
         links.channels,
         gate,
-        PromiseOrders(engine),
+        PromiseOrders(engine.promise),
         adapter_gate,
     )
     try:

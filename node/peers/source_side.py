@@ -95,7 +95,7 @@ class SourceSide:
                     self._lend(effect)
                 case ReleaseBlocks(transfer_id, key, error):
                     if (fence := self._lent.pop(transfer_id, None)) is not None:
-                        self._engine.give_back(fence)
+                        self._engine.prefixes.give_back(fence)
                     else:
                         self.on_release(key, error)
                 case _:
@@ -103,7 +103,7 @@ class SourceSide:
 
     def _lend(self, pin: PinPrefix) -> None:
         """All of them, or none: nobody waits here for memory or for a step."""
-        transfer_id, lent = pin.transfer_id, self._engine.lend(pin.block_hashes)
+        transfer_id, lent = pin.transfer_id, self._engine.prefixes.lend(pin.block_hashes)
         if lent is None:
             self.feed(Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")))
             return

@@ -162,7 +162,7 @@ class Node:
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine),
+            self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine.promise),
             AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
 
