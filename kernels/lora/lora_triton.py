@@ -7,6 +7,9 @@ multiplies that by B^T and adds it to y.
 A block is of rows of one adapter, so that its weights are read once for up to 16 rows. Which rows
 that are is read from fixed memory inside: a CUDA graph is replayed over any mixture, and rows
 without an adapter are in no block. Sums are in float32 and in a fixed order.
+
+The product stands between the two (dependent_launch.py): its weight is on the way while shrink
+reads, and B is in the registers of expand before the product has ended.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..upload import upload_into
 from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
 
-_INPUT_PARTS = 8
-_TILE_INPUTS = 64
+_PART_INPUTS = 512
+_TILE_WEIGHTS = 8192  # of a program of shrink, in its registers
 _TILE_OUTPUTS = 128
 
 
@@ -31,10 +35,13 @@ def _shrink(
     num_rows, num_blocks, num_inputs, part_inputs, inputs_at,
     slot_stride, row_stride, x_stride,
     BLOCK: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, PROJECTIONS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     block, part, projection = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    let_next_in(PDL)
     slot = tl.load(blocks + block)
     if slot < 0:
+        wait_for_previous(PDL)  # as all: else this kernel could end before what is in front
         return
     first, end = tl.load(blocks + num_blocks + block), tl.load(blocks + 2 * num_blocks + block)
     places = first + tl.arange(0, BLOCK)
@@ -44,20 +51,21 @@ def _shrink(
     is_rank = rank < tl.load(ranks + slot)
     weights = bank + slot.to(tl.int64) * slot_stride + inputs_at + projection * num_inputs
     weights += rank[None, :].to(tl.int64) * row_stride
-    total = tl.zeros((BLOCK, RANK), tl.float32)
     start = part * part_inputs
-    for offset in range(0, part_inputs, TILE):
-        column = start + offset + tl.arange(0, TILE)
-        is_input = (column < num_inputs) & (column < start + part_inputs)
-        taken = tl.load(
-            x + row[:, None] * x_stride + column[None, :],
-            mask=is_row[:, None] & is_input[None, :],
-            other=0.0,
-        )
-        weight = tl.load(
-            weights + column[:, None], mask=is_input[:, None] & is_rank[None, :], other=0.0
-        )
+    end_input = tl.minimum(num_inputs, start + part_inputs)
+    column = start + tl.arange(0, TILE)
+    is_weight = (column < end_input)[:, None] & is_rank[None, :]
+    weight = tl.load(weights + column[:, None], mask=is_weight, other=0.0)
+    total = tl.zeros((BLOCK, RANK), tl.float32)
+    wait_for_previous(PDL)
+    for _ in range(0, part_inputs, TILE):
+        is_taken = is_row[:, None] & (column < end_input)[None, :]
+        at = x + row[:, None] * x_stride + column[None, :]
+        taken = tl.load(at, mask=is_taken, other=0.0)
         total = tl.dot(taken, weight, total, input_precision="ieee")
+        column += TILE
+        is_weight = (column < end_input)[:, None] & is_rank[None, :]
+        weight = tl.load(weights + column[:, None], mask=is_weight, other=0.0)
     out = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
     tl.store(out + rank[None, :], total, mask=is_row[:, None])
 
@@ -68,15 +76,15 @@ def _expand(
     num_rows, num_blocks, outputs_at, outputs0, outputs1, outputs2,
     slot_stride, row_stride, y_stride,
     BLOCK: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
-    PROJECTIONS: tl.constexpr, PARTS: tl.constexpr,
+    PROJECTIONS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, tile, projection = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    let_next_in(PDL)
     slot = tl.load(blocks + block)
-    if slot < 0:
-        return
     before = tl.where(projection == 0, 0, tl.where(projection == 1, outputs0, outputs0 + outputs1))
     count = tl.where(projection == 0, outputs0, tl.where(projection == 1, outputs1, outputs2))
-    if tile * TILE >= count:
+    if (slot < 0) | (tile * TILE >= count):
+        wait_for_previous(PDL)
         return
     first, end = tl.load(blocks + num_blocks + block), tl.load(blocks + 2 * num_blocks + block)
     places = first + tl.arange(0, BLOCK)
@@ -84,10 +92,6 @@ def _expand(
     row = tl.load(rows + places, mask=is_row, other=0).to(tl.int64)
     rank = tl.arange(0, RANK)
     is_rank = rank < tl.load(ranks + slot)
-    taken = tl.zeros((BLOCK, RANK), tl.float32)
-    for part in tl.static_range(PARTS):
-        summand = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
-        taken += tl.load(summand + rank[None, :], mask=is_row[:, None], other=0.0)
     column = tile * TILE + tl.arange(0, TILE)
     is_output = column < count
     weights = bank + slot.to(tl.int64) * slot_stride + outputs_at + before
@@ -96,6 +100,11 @@ def _expand(
         mask=is_rank[:, None] & is_output[None, :],
         other=0.0,
     )
+    wait_for_previous(PDL)
+    taken = tl.zeros((BLOCK, RANK), tl.float32)
+    for part in tl.static_range(PARTS):
+        summand = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
+        taken += tl.load(summand + rank[None, :], mask=is_row[:, None], other=0.0)
     added = tl.dot(taken.to(weight.dtype), weight, input_precision="ieee")
     out = y + row[:, None] * y_stride + before + column[None, :]
     mask = is_row[:, None] & is_output[None, :]
@@ -116,35 +125,48 @@ class TritonAdapters:
         self._rank = max(16, triton.next_power_of_2(bank.shape[1]))
 
     def set_rank(self, slot: int, rank: int) -> None:
+        """See `AddsAdapters`."""
         self._ranks[slot : slot + 1].fill_(rank)
 
     def plan(self, slots: Int32s) -> None:
-        """The next step's adapters: of each row, NO_SLOT for none."""
+        """See `AddsAdapters`."""
         groups = RowGroups.of(slots, len(self._bank))
         found = np.concatenate([groups.rows, groups.blocks.ravel()])
         upload_into(self._groups[: len(found)], found)
 
-    def add(self, y: Tensor, x: Tensor, place: Place) -> None:
+    def shrink(self, x: Tensor, place: Place) -> Tensor:
+        """[parts of the inputs, rows, projections, rank] in float32."""
         num_rows, projections = len(x), len(place.parts)
-        count = num_blocks(num_rows, len(self._bank))
-        rows = self._groups[:num_rows]
-        blocks = self._groups[num_rows : num_rows + 3 * count]
-        shape = (_INPUT_PARTS, num_rows, projections, self._rank)
+        rows, blocks, count = self._blocks(num_rows)
+        parts = triton.cdiv(place.num_inputs, _PART_INPUTS)
+        tile = min(_PART_INPUTS, _TILE_WEIGHTS // self._rank)
+        shape = (parts, num_rows, projections, self._rank)
         shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
-        part_inputs = triton.cdiv(place.num_inputs, _INPUT_PARTS * _TILE_INPUTS) * _TILE_INPUTS
         slot_stride, row_stride, _ = self._bank.stride()
-        _shrink[(count, _INPUT_PARTS, projections)](
+        _shrink[(count, parts, projections)](
             x, self._bank, self._ranks, rows, blocks, shrunk,
-            num_rows, count, place.num_inputs, part_inputs, place.inputs_at,
+            num_rows, count, place.num_inputs, _PART_INPUTS, place.inputs_at,
             slot_stride, row_stride, x.stride(0),
-            BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_INPUTS, PROJECTIONS=projections,
-            num_warps=4,
+            BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=tile, PROJECTIONS=projections,
+            num_warps=4, **launch_options(x.device),
         )  # fmt: skip
+        return shrunk
+
+    def expand(self, y: Tensor, shrunk: Tensor, place: Place) -> None:
+        """See `AddsAdapters`."""
+        parts, num_rows, projections, _ = shrunk.shape
+        rows, blocks, count = self._blocks(num_rows)
         outputs0, outputs1, outputs2 = (*place.parts, 0, 0)[:3]
+        slot_stride, row_stride, _ = self._bank.stride()
         _expand[(count, triton.cdiv(max(place.parts), _TILE_OUTPUTS), projections)](
             y, self._bank, self._ranks, rows, blocks, shrunk,
             num_rows, count, place.outputs_at, outputs0, outputs1, outputs2,
             slot_stride, row_stride, y.stride(0),
             BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_OUTPUTS, PROJECTIONS=projections,
-            PARTS=_INPUT_PARTS, num_warps=4,
+            PARTS=parts, num_warps=4, **launch_options(y.device),
         )  # fmt: skip
+
+    def _blocks(self, num_rows: int) -> tuple[Tensor, Tensor, int]:
+        """What `plan` wrote for so many rows, and the number of blocks."""
+        count = num_blocks(num_rows, len(self._bank))
+        return self._groups[:num_rows], self._groups[num_rows : num_rows + 3 * count], count

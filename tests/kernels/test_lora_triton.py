@@ -56,10 +56,10 @@ def test_each_row_gets_what_its_adapter_adds(
     expected, found = y.clone(), y.to(DEVICE)
     reference = adapters(TorchAdapters, bank)
     reference.plan(of_rows)
-    reference.add(expected, x, place)
+    reference.expand(expected, reference.shrink(x, place), place)
     ours = adapters(TritonAdapters, bank.to(DEVICE))
     ours.plan(of_rows)
-    ours.add(found, x.to(DEVICE), place)
+    ours.expand(found, ours.shrink(x.to(DEVICE), place), place)
     limit = 3e-6 if dtype == torch.float32 else 2e-2
     difference = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
     assert difference < limit, f"{difference:.2e}"
@@ -94,16 +94,16 @@ def test_a_graph_is_replayed_over_any_mixture() -> None:
     )
     ours, reference = adapters(TritonAdapters, bank), adapters(TorchAdapters, bank.cpu())
     ours.plan(np.full(24, NO_SLOT, np.int32))
-    ours.add(y, x, place)
+    ours.expand(y, ours.shrink(x, place), place)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.add(y, x, place)
+        ours.expand(y, ours.shrink(x, place), place)
     random = np.random.default_rng(1)
     for _ in range(3):
         slots = random.integers(-1, 3, 24).astype(np.int32)
         expected = torch.zeros(24, 96).bfloat16()
         reference.plan(slots)
-        reference.add(expected, x.cpu(), place)
+        reference.expand(expected, reference.shrink(x.cpu(), place), place)
         y.zero_()
         ours.plan(slots)
         graph.replay()

@@ -155,7 +155,9 @@ def test_prompt_logprobs_are_asked_for_until_they_are_here() -> None:
     rig.send(link, 0, 0, "a", attempt=1)
     assert rig.chunks[-1].prompt_logprobs == SCORES[:2]
     assert rig.sessions[0]._dispatcher._wanted_sampling().prompt_logprobs is None
-    assert rig.sessions[1]._wanted_sampling().prompt_logprobs is None, "the first sample's to ask"
+    assert rig.sessions[1]._dispatcher._wanted_sampling().prompt_logprobs is None, (
+        "the first sample's to ask"
+    )
 
 
 @pytest.mark.parametrize("nonsense", [{"logprobs": SCORES[:1]}, {"prompt_logprobs": SCORES[:3]}])
