@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..constraints.grammars import Grammars
-from ..core.config import EngineConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError
 from ..core.request.request import Adapter, Request
 from .engine import Engine

@@ -19,7 +19,8 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from ..core.config import EngineConfig, GatewayConfig
+from ..core.config import GatewayConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import Unavailable
 from .batch_endpoints import serving
 from .batch_file import BatchLine, ResultFile, check_ids, read_lines

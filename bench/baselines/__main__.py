@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from baton.core import flags
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.metrics import percentile
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.kv_memory import CpuKvMemory

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.sequence import Sequence

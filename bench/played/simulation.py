@@ -43,8 +43,9 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.moves.mover import RequestMover
 from baton.gateway.promises.promise_decider import PromiseDecider

@@ -22,8 +22,6 @@ from ...kv_transfer.protocol import wire
 from ...kv_transfer.protocol.events import (
     ChunkReady,
     ClosePeer,
-    HandoffState,
-    Hello,
     Offered,
     PeerLinked,
     PeerLost,
@@ -35,6 +33,7 @@ from ...kv_transfer.protocol.events import (
     Tick,
     Withdrawn,
 )
+from ...kv_transfer.protocol.messages import HandoffState, Hello
 from ...kv_transfer.protocol.source import Source
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto.v1 import handoff_pb2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner

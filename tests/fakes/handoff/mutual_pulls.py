@@ -29,10 +29,7 @@ from baton.kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
-    HandoffState,
-    Hello,
     Intended,
-    Message,
     Offered,
     OpenWindow,
     PeerLinked,
@@ -50,6 +47,7 @@ from baton.kv_transfer.protocol.events import (
     WindowOpened,
     Withdrawn,
 )
+from baton.kv_transfer.protocol.messages import HandoffState, Hello, Message
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome
