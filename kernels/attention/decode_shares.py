@@ -1,4 +1,4 @@
-"""A step's keys in shares of about equal length, one for each program of decode_attention_triton.py.
+"""A step's keys in shares of about equal length: one for each program of a decode's attention.
 
 Equal over the whole step, not per sequence: else one long sequence among short ones would keep a
 few programs busy while all others are done. How many there can be depends on the number of
