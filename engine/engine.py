@@ -240,7 +240,9 @@ class Engine:
         If a step that touches its blocks is in flight, they stay fenced until that has completed.
         """
         sequence = self._sequences.by_key.get(key)
-        if not self._sequences.beams.abort(key) and sequence is not None:
+        if key in self._sequences.beams.by_key:
+            self._sequences.beams.abort(key)
+        elif sequence is not None:
             self._sequences.end(sequence)
 
     def measure_first_steps(self, budget_s: float) -> float:

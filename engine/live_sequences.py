@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import root_hash
-from .beams.beam_search import BeamSearches
+from .beams.beam_search import BeamSearch, BeamSearches
 from .execution.batch import Runner
 from .execution.constraints import Constraints
 from .kv.limits import EngineLimits
@@ -73,7 +73,16 @@ class LiveSequences:
     def keep(self, sequence: Sequence) -> None:
         """It has its place: found by its key from here on, or those of its search."""
         self.by_key[sequence.key] = sequence
-        self.beams.file(sequence)
+        if sequence.group is not None:
+            self.beams.file(sequence)
+
+    def keys_of(self, sequence: Sequence) -> tuple[str, ...]:
+        """Of all requests that a sequence is for."""
+        search = self._search_of(sequence)
+        return (sequence.key,) if search is None else search.keys
+
+    def _search_of(self, sequence: Sequence) -> BeamSearch | None:
+        return None if sequence.group is None else self.beams.of(sequence)
 
     def fork(self, parent: Sequence, request: Request, token_id: int) -> None:
         """A new sequence behind all of the parent's known tokens."""
@@ -106,7 +115,7 @@ class LiveSequences:
 
     def end(self, sequence: Sequence) -> None:
         """Give back all that it has, and its search."""
-        if (search := self.beams.of(sequence)) is not None:
+        if (search := self._search_of(sequence)) is not None:
             self.beams.end(search)
             return
         del self.by_key[sequence.key]
@@ -124,7 +133,7 @@ class LiveSequences:
 
     def fail(self, sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
         """End it with an error, if the scheduler has not ended it yet."""
-        if (search := self.beams.of(sequence)) is not None:
+        if (search := self._search_of(sequence)) is not None:
             self.beams.fail(search, error, output)
             return
         output.fail(sequence, error)

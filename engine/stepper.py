@@ -155,7 +155,7 @@ class Stepper:
         `is_waited_for`: the one before has just been collected, for this one to have drafts.
         """
         self.poll_host()
-        if self._sequences.beams:
+        if self._sequences.beams.by_key:
             self._sequences.beams.advance(output)
         if previous is None and self._speculator is not None:
             self._speculator.draft(self._scheduler.queues, self._last_shape)
@@ -173,7 +173,7 @@ class Stepper:
         fresh = [one.sequence for one in planned if not one.sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
-            keys = self._sequences.beams.keys_of(sequence)
+            keys = self._sequences.keys_of(sequence)
             output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
         shape = step_shape(planned)
         eos = self._sequences.eos_token_ids
@@ -234,7 +234,7 @@ class Stepper:
             if scheduled.sequence in step.fence.sequences:
                 output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
                 self._results.advance(scheduled, sampled, output)
-        if self._sequences.beams and self._sequences.beams.advance(output):
+        if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()
 
     def _measure(self, step: StepInFlight) -> None:

@@ -63,6 +63,11 @@ Item: TypeAlias = (
 )
 
 
+def callbacks_to(inbox: Inbox[Item]) -> Callable[[Callable[[], None]], None]:
+    """What another thread calls with what it has finished."""
+    return lambda run: inbox.put(Callback(run))
+
+
 class EngineLoop:
     """Runs until a shutdown, until it has drained, or until the engine fails (it raises then)."""
 

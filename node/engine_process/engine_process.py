@@ -54,7 +54,7 @@ from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from .adapter_gate import AdapterGate
 from .engine_links import EngineLinks
-from .engine_loop import Callback, EngineLoop, InputEnded, Item
+from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
 from .grammar_gate import GrammarGate
 from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
@@ -212,7 +212,7 @@ def _serve(
             ),
             puller=PullerSide(
                 Puller(hello, clock, LINK_WAIT_S),
-                Windows([ranked], lambda run: inbox.put(Callback(run))),
+                Windows([ranked], callbacks_to(inbox)),
                 routes,
                 outbox,
                 fetches,
