@@ -1,0 +1,62 @@
+"""A device that computes nothing, and takes as long as a `StepCost` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.core.request.request import (
+    TokenLogprobs,
+)
+from baton.core.step_cost import StepCost, StepShape, pairs_of
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+
+_TOKEN_ID = 97
+
+
+class PlayedDevice:
+    """A `batch.Runner` that computes nothing and takes its time; and the clock that it moves."""
+
+    runs_ahead = False
+
+    def __init__(self, cost: StepCost) -> None:
+        self.now_s = 0.0
+        self._cost = cost
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> _Step:
+        num_prompt_tokens = pairs = num_decodes = keys = 0
+        for part in batch:
+            num_tokens = part.num_scheduled_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+                keys += part.start + 1
+            else:
+                num_prompt_tokens += num_tokens
+                pairs += pairs_of(num_tokens, part.start)
+        self.now_s += self._cost.seconds(StepShape(num_prompt_tokens, pairs, num_decodes, keys))
+        return _Step(batch)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is forked")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: Sequence[SequenceSlice]
+    number: int = 0
+
+    def has_completed(self) -> bool:
+        return True
+
+    def collect(self) -> list[SampledToken | None]:
+        token = SampledToken(_TOKEN_ID, -1.0)
+        return [None if part.sample is None else token for part in self.batch]
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return {}
