@@ -104,13 +104,20 @@ class RankAdapters:
         self.is_active = False
 
     def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`product` of x and what the adapters add. They read x first: meanwhile the product's
-        kernel loads its weight."""
-        x = x if isinstance(x, Tensor) else x.dequantised(x.dtype)
-        shrunk = self._adds.shrink(x, place)
-        y = product()
+        """`product` of x and what the adapters add, launched right behind it."""
+        y, shrunk = self._beside(product, x, place)
         self._adds.expand(y, shrunk, place)
         return y
+
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
+        """`ops.silu_and_mul` of the same."""
+        return self._adds.expand_gated(*self._beside(product, x, place), place)
+
+    def _beside(
+        self, product: Callable[[], Tensor], x: Activations, place: Place
+    ) -> tuple[Tensor, Tensor]:
+        x = x if isinstance(x, Tensor) else x.dequantised(x.dtype)
+        return product(), self._adds.shrink(x, place)
 
 
 class _OfProduct:
@@ -125,3 +132,6 @@ class _OfProduct:
 
     def add_to(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
         return self._adapters.add_to(product, x, self._place)
+
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+        return self._adapters.add_to_gated(product, x, self._place)

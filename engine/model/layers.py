@@ -35,6 +35,10 @@ class ProductAdapters(Protocol):
         """`product` of x, and what its rows' adapters add to it."""
         ...
 
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+        """`ops.silu_and_mul` of the same."""
+        ...
+
 
 Product = Callable[[Tensor], Activations]  # of inputs with a weight
 
@@ -90,13 +94,16 @@ class Linear:
 
     def __call__(self, x: Activations) -> Tensor:
         if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to(lambda: self._ops.linear(x, self.weight, self.bias), x)
+            return self.adapters.add_to(lambda: self._product(x), x)
+        return self._product(x)
+
+    def _product(self, x: Activations) -> Tensor:
         return self._ops.linear(x, self.weight, self.bias)
 
     def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         """The first half of the outputs, by SiLU, times the second."""
         if self.adapters is not None and self.adapters.is_active:
-            return self._ops.silu_and_mul(self(x))
+            return self.adapters.add_to_gated(lambda: self._product(x), x)
         return self._ops.gated_linear(x, self.weight, self.bias, reader)
 
     def targets(self) -> Targets:

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..layers.ops import silu_and_mul
+
 Int32s = NDArray[np.int32]
 
 BLOCK_ROWS = 16  # of one adapter, that a program of the kernels works on
@@ -52,13 +54,17 @@ class AddsAdapters(Protocol):
         """y [rows, outputs] += `shrunk` times the B of each row's adapter."""
         ...
 
+    def expand_gated(self, y: Tensor, shrunk: Tensor, place: Place) -> Tensor:
+        """`ops.silu_and_mul` of the same; y may be changed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
     """Rows by adapter, in blocks of BLOCK_ROWS at most, as kernels read it.
 
-        rows [rows]          those with an adapter, slot by slot
-        blocks [3, blocks]   slot (NO_SLOT: an unused block), first, end in `rows`
+        rows [rows]          those without one, then slot by slot
+        blocks [3, blocks]   slot, first, end in `rows`; unused blocks are empty, of NO_SLOT
 
     As many blocks for so many rows and slots, whatever adapters they have: a CUDA graph's grid.
     """
@@ -72,10 +78,8 @@ class RowGroups:
         order = np.argsort(slots, kind="stable").astype(np.int32)
         blocks = np.zeros((3, num_blocks(len(slots), num_slots)), np.int32)
         blocks[0] = NO_SLOT
-        first, index = int(np.count_nonzero(slots == NO_SLOT)), 0
-        for slot, count in zip(
-            *np.unique(slots[slots != NO_SLOT], return_counts=True), strict=True
-        ):
+        first, index = 0, 0
+        for slot, count in zip(*np.unique(slots, return_counts=True), strict=True):
             end = first + int(count)
             for start in range(first, end, BLOCK_ROWS):
                 blocks[:, index] = slot, start, min(start + BLOCK_ROWS, end)
@@ -86,7 +90,7 @@ class RowGroups:
 
 def num_blocks(num_rows: int, num_slots: int) -> int:
     """That so many rows can have at most."""
-    return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots)
+    return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots + 1)
 
 
 class TorchAdapters:
@@ -132,3 +136,8 @@ class TorchAdapters:
                 added = shrunk[rows, index, :rank] @ weights
                 y[rows, column : column + count] = (of_part + added).to(y.dtype)
                 first, column = first + count, column + count
+
+    def expand_gated(self, y: Tensor, shrunk: Tensor, place: Place) -> Tensor:
+        """See `AddsAdapters`."""
+        self.expand(y, shrunk, place)
+        return silu_and_mul(y)
