@@ -167,12 +167,16 @@ class EngineLoop:
             return self._recount_s
         self._recount_s = now_s + RECOUNT_S
         self._is_uncounted = False
-        numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
-        numbers.num_steps = self._num_steps
-        numbers.num_requests += self._gate.num_waiting + self._adapters.num_waiting
+        numbers = self._numbers()
         self._has_reported_prompts = numbers.waiting_tokens > 0
         self._pulse.count(numbers)
         return None
+
+    def _numbers(self) -> node_pb2.Heartbeat:
+        numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
+        numbers.num_steps = self._num_steps
+        numbers.num_requests += self._gate.num_waiting + self._adapters.num_waiting
+        return numbers
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:
         """How long to wait for the first of some deadlines; None if there is none."""
