@@ -143,6 +143,7 @@ class Engine:
             step_costs=self._step_costs,
             step_record=self._step_record,
             clock=clock,
+            num_stages=limits.num_stages,
         )
         self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 

@@ -5,6 +5,7 @@
 The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
 the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
 else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
+Of a pipeline several steps are in flight (steps_in_flight.py), each of other sequences.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from ..core.errors import InvalidRequest
@@ -32,6 +34,7 @@ from .scheduling.step_record import StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 from .speculation.speculator import Speculator
 from .step_results import StepResults
+from .steps_in_flight import StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
@@ -72,6 +75,7 @@ class Stepper:
         step_costs: StepCostEstimator,
         step_record: StepRecord,
         clock: Clock,
+        num_stages: int = 1,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -87,17 +91,24 @@ class Stepper:
         self._last_shape = StepShape()
         self._collected_s = 0.0  # when the last step was
         self._in_flight: StepInFlight | None = None
+        self._pipeline: StepsInFlight[StepInFlight] | None = None
+        if num_stages > 1:
+            self._pipeline = StepsInFlight(num_stages)
 
     @property
     def has_work(self) -> bool:
         """See Engine."""
         if self._in_flight is not None or (self._host is not None and self._host.has_work):
             return True
+        if self._pipeline:
+            return True
         queues = self._scheduler.queues
         return bool(queues.running or queues.waiting) and not queues.is_stalled
 
     def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         """See Engine."""
+        if self._pipeline is not None:
+            return self._step_pipeline(self._pipeline, meanwhile)
         output = StepOutputBuilder()
         previous, self._in_flight = self._in_flight, None
         must_wait = previous is not None and self._must_wait(previous)
@@ -125,6 +136,19 @@ class Stepper:
             self._collect(step, output)
         else:
             self._in_flight = step
+        return output.build()
+
+    def _step_pipeline(
+        self, steps: StepsInFlight[StepInFlight], meanwhile: Meanwhile | None
+    ) -> StepOutput:
+        """Launch as many batches as have room in the pipeline, and collect the oldest."""
+        output = StepOutputBuilder()
+        watch = None if meanwhile is None else lambda: meanwhile() | self.poll_host()
+        collect = partial(self._collect, output=output)
+        if not steps.advance(lambda: self._launch(None, output), collect, watch):
+            self._scheduler.queues.stall()
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
         return output.build()
 
     def _launch_due_s(self, previous: StepInFlight | None) -> float:

@@ -90,10 +90,11 @@ class Queues:
         return bool(self.loading) or not all(computed)
 
     def decodes(self) -> StepShape:
-        """A step of all that decode, and nothing else."""
-        return step_shape(
+        """A step of all that decode, of a pipeline of its share of them, and nothing else."""
+        shape = step_shape(
             ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
         )
+        return self._share_of(shape.num_decodes, shape.keys)
 
     def step_with(self, request: Request, num_coming: int) -> StepShape:
         """A step of all that will decode here once their prompts are computed, with this request,
@@ -102,7 +103,12 @@ class Queues:
         lengths = [one.num_tokens for one in others if not one.is_held]
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
-        return StepShape(num_decodes=len(lengths) + num_more, keys=keys)
+        return self._share_of(len(lengths) + num_more, keys)
+
+    def _share_of(self, num_decodes: int, keys: int) -> StepShape:
+        """Of so many decodes, what one step has."""
+        num_stages = self._limits.num_stages
+        return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
 
     def waiting_tokens(self) -> Counter[int]:
         """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.

@@ -165,12 +165,13 @@ class Scheduler:
             0 if self._is_long_due else limits.small_step_tokens,
         )
         may_pass, self._is_long_due = not self._is_long_due, False
+        num_decodes = self._share_of_decodes()
         for sequence in [*self.queues.running]:
-            if schedule.num_budget_tokens == 0:
+            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
                 continue  # preempted by one before it, or not yet its turn
-            if sequence.needs_last_token or self._awaits_its_end(sequence):
+            if self._awaits_last_token(sequence) or self._awaits_its_end(sequence):
                 continue
             if sequence.draft_token_ids:
                 self.preemption.fit_drafts(sequence, schedule)
@@ -178,10 +179,21 @@ class Scheduler:
                 schedule.plan(sequence)
         if self.promise.tbt_target_s is not None and schedule.scheduled:
             self.promise.keep(schedule)
+        if limits.num_stages > 1:
+            self._share_prompts(schedule)
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
         return schedule
+
+    def _share_prompts(self, schedule: Schedule) -> None:
+        """Leave prompts for the steps that follow: one stage computes while the others wait, unless
+        there is a step for each."""
+        queues, num_stages = self.queues, self._limits.num_stages
+        num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
+        num_tokens += sum(queues.waiting.waiting_tokens().values())
+        share = -(-num_tokens // num_stages)
+        schedule.limit_prompts(max(share, self._limits.small_step_tokens))
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""
@@ -213,6 +225,20 @@ class Scheduler:
             return False  # it makes no difference
         others = (other for other in self.queues.running if other is not sequence)
         return bool(self.queues.waiting) or any(other.has_prefill_in_flight for other in others)
+
+    def _share_of_decodes(self) -> int | None:
+        """How many decodes a step has at most, so that those of a pipeline have as many each; None:
+        there is one step at a time, which has all."""
+        num_stages = self._limits.num_stages
+        if num_stages == 1:
+            return None
+        return -(-sum(not one.is_prefilling for one in self.queues.running) // num_stages)
+
+    def _awaits_last_token(self, sequence: Sequence) -> bool:
+        """Whether the host has to know the token that a step in flight samples, and does not."""
+        if self._limits.num_stages > 1:
+            return sequence.num_awaited_tokens > 0
+        return sequence.needs_last_token
 
     def _awaits_its_end(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes the last token that it can have here."""

@@ -28,14 +28,15 @@ class StepPromise:
     def target_s(self) -> float | None:
         """What a step with decodes takes at most: its own target, or the strictest of those that
         decode, but no less than half of its own: one request shall not hold up all prompts. None:
-        no target, or it was withdrawn, and nobody decodes to whom it was promised."""
+        no target, or it was withdrawn, and nobody decodes to whom it was promised. A decode of a
+        pipeline waits for a step of each other stage."""
         if self.tbt_target_s is None:
             return None
         if not self.is_promising and all(one.is_held for one in self._queues.running):
             return None
         targets_ms = (one.request.sampling.tbt_target_ms for one in self._queues.running)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
-        return max(strictest_s, self.tbt_target_s / 2)
+        return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
 
     def keep(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""
@@ -62,7 +63,9 @@ class StepPromise:
         if cost is None or target_s is None:
             return
         if own_ms := request.sampling.tbt_target_ms:
-            target_s = max(min(target_s, own_ms / 1000), (self.tbt_target_s or 0.0) / 2)
+            own_s, least_s = own_ms / 1000, (self.tbt_target_s or 0.0) / 2
+            num_stages = self._limits.num_stages
+            target_s = max(min(target_s, own_s / num_stages), least_s / num_stages)
         shape = self._queues.step_with(request, num_coming)
         alone = StepShape(num_decodes=1, keys=request.num_known_tokens)
         if cost.seconds(shape) > target_s >= cost.seconds(alone):

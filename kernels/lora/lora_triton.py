@@ -27,9 +27,9 @@ from ..upload import upload_into
 from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
 
 _PART_INPUTS = 1024
-_TILE_WEIGHTS = 8192  # of a step of shrink: so few that it finds room beside a product
+_TILE_WEIGHTS = 4096  # of a step of shrink: so few that it finds room beside a product
 _TILE_OUTPUTS = 64
-_SHRINK_WARPS, _EXPAND_WARPS = 4, 1
+_SHRINK_WARPS, _EXPAND_WARPS = 2, 1
 
 
 @triton.jit
