@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.engine.model.communicator import Sent
 from baton.engine.parallel.loopback import connect_store, make_store
 from baton.engine.parallel.peer_reduce import PeerReduce

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine import engine as engine_module
 from baton.engine.local import LocalEngine

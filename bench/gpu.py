@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.cuda_graphs import StepGraph

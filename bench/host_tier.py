@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.kv.host_copies import CudaCopier, Direction, HostCopier, HostCopy
 from baton.engine.kv.kv_memory import CudaKvMemory

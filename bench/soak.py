@@ -23,7 +23,8 @@ from pathlib import Path
 
 from baton.cli.deployment.deployment import Deployment
 from baton.client import AsyncClient
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
 
 from .floors.figures import ROOT, command_line, commit, machine

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.cli.deployment.deployment import Deployment, running_in_background
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 
 from .floors.figures import commit, machine
 

@@ -23,7 +23,8 @@ from typing import TypeAlias
 from ..client import Client, Result
 from ..client.client import Generation
 from ..client.messages import GenerateParams
-from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ..core.config import GatewayConfig, NodeConfig, UpConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
 from ..core.metrics import percentile
 from ..core.model_dir import resolve_model_dir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from ..core.config import EngineConfig
+from ..core.engine_config import EngineConfig
 from ..core.model_dir import eos_token_ids
 from ..core.ports import SystemEntropy
 from ..core.request.request import Request, SamplingParams

@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ..core import flags
-from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
+from ..core.config import ClusterConfig, GatewayConfig, NodeConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, StartupFailed
 from ..core.membership import Role
 from ..core.process import event_loop

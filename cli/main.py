@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core import flags
-from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ..core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from ..core.engine_config import EngineConfig
 from .launch import reporting, run_reporting
 
 _Commands = Any  # argparse has no public name for what add_subparsers returns

@@ -27,6 +27,18 @@ _MAX_PORT = 65535
 SECRET_FIELDS = frozenset({"cluster_secret", "cluster_secret_also", "redis_url"})
 
 
+def flag(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag."""
+    metadata = {"help": help, "aliases": aliases, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def _base_type(annotation: Any) -> type:
     """The type to parse a value with: `int | None` parses as int, a tuple's values as text."""
     if typing.get_origin(annotation) is tuple:

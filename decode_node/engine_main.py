@@ -14,10 +14,11 @@ import sys
 if __name__ == "__main__":
     gc.disable()  # while modules load, of which nothing is garbage: a sixth of the start
 
-from ..core.config import EngineConfig
+from ..core.engine_config import EngineConfig
 from ..core.membership import Role
 from ..engine.kv.limits import seqs_for_pool
-from ..node.engine_process.engine_process import EngineParts, RolePlan, main
+from ..node.engine_process.engine_process import main
+from ..node.engine_process.role_plan import EngineParts, RolePlan
 from .role import DecodeRole
 
 MAX_NUM_BATCHED_TOKENS = 512

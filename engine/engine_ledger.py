@@ -26,9 +26,9 @@ def engine_ledger(
             }
             for sequence in sequences
         },
-        "num_held_blocks": scheduler.num_held_blocks,
+        "num_held_blocks": scheduler.queues.num_held_blocks,
         "num_fences": len(pool.open_fences),
-        "num_preemptions": scheduler.num_preemptions,
+        "num_preemptions": scheduler.preemption.num_preemptions,
     }
 
 

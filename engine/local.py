@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..constraints.grammars import Grammars
-from ..core.config import EngineConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError
 from ..core.request.request import Adapter, Request
 from .engine import Engine
@@ -62,7 +62,7 @@ class LocalEngine:
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),
         )
-        self.engine.tbt_target_s = config.tbt_target_s
+        self.engine.promise.tbt_target_s = config.tbt_target_s
         if host_copier is not None:
             host_copier.begin()
 

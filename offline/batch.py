@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from ..core.config import EngineConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import Unavailable
 from .batch_file import BatchLine, ResultFile, check_ids, read_lines
 

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from ..core.config import EngineConfig, GatewayConfig
+from ..core.config import GatewayConfig
+from ..core.engine_config import EngineConfig
 from ..core.ports import SystemClock
 from ..gateway.admission.admission import LoopPacing
 from ..gateway.http.chat import chat

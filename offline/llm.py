@@ -21,7 +21,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ..client.messages import GenerateParams, build_request
-from ..core.config import EngineConfig, GatewayConfig
+from ..core.config import GatewayConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, InvalidRequest
 from ..core.flags import from_json
 from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate

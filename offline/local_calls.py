@@ -17,7 +17,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from ..core.config import EngineConfig, GatewayConfig
+from ..core.config import GatewayConfig
+from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, StartupFailed
 from ..core.ports import SystemClock, SystemEntropy
 from ..core.request.request import Request, Ticket, TokenLogprobs

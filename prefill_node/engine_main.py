@@ -18,9 +18,11 @@ import sys
 if __name__ == "__main__":
     gc.disable()  # while modules load, of which nothing is garbage: a sixth of the start
 
-from ..core.config import EngineConfig, NodeConfig
+from ..core.config import NodeConfig
+from ..core.engine_config import EngineConfig
 from ..core.membership import Role
-from ..node.engine_process.engine_process import EngineParts, RolePlan, main
+from ..node.engine_process.engine_process import main
+from ..node.engine_process.role_plan import EngineParts, RolePlan
 from .role import PrefillRole
 
 PREFILL_CHUNK_TOKENS = 8192

@@ -19,13 +19,8 @@ from ..core.request.timeline import Event
 from ..engine.engine import Engine
 from ..engine.kv.block_pool import BlockRef
 from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
-from ..kv_transfer.protocol.events import (
-    ChunkAnnounced,
-    ChunkReady,
-    HandoffState,
-    Offered,
-    Withdrawn,
-)
+from ..kv_transfer.protocol.events import ChunkAnnounced, ChunkReady, Offered, Withdrawn
+from ..kv_transfer.protocol.messages import HandoffState
 from ..node.channels.mailboxes import Outbox
 from ..node.peers.puller_side import PullerSide
 from ..node.peers.source_side import SourceSide

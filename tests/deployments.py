@@ -25,7 +25,8 @@ from baton.cli.deployment.deployment import Deployment
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import role_name
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.membership import Member
 from baton.proto.v1 import node_pb2_grpc
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core import flags
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.metrics import TokenTimes, percentile
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.kv_memory import CpuKvMemory

@@ -184,7 +184,7 @@ class Player:
         self, scheme: Scheme, engine: Engine, running: Mapping[str, Job], outcome: Outcome
     ) -> None:
         """Of those that have memory: tokens in it, and what is set aside."""
-        sequences = engine._scheduler.running
+        sequences = engine._scheduler.queues.running
         outcome.num_running.append(len(sequences))
         for sequence in sequences:
             outcome.used += sequence.num_computed_tokens

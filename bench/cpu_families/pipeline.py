@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 

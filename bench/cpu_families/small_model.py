@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams, token_key
 from baton.engine.local import LocalEngine
 from baton.engine.model.model_config import ModelConfig

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.sequence import Sequence
@@ -49,7 +49,7 @@ class Counted:
 
     def look(self) -> None:
         """Behind a step."""
-        beams: list[Sequence] = list(self._engine._sequences.values())
+        beams: list[Sequence] = list(self._engine._sequences.by_key.values())
         tables = {beam.key: beam.block_ids for beam in beams}
         self.num_held += len({block for table in tables.values() for block in table})
         self.num_unshared += sum(map(len, tables.values()))

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.lora.layout import Layout

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.model.decoder import Decoder
 

@@ -30,7 +30,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from baton.cli.host.gpu_choice import choose_here
 from baton.core import flags
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.model_dir import read_json, resolve_model_dir
 from baton.loadgen.figures import ReportWindow
 

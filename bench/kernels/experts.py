@@ -31,7 +31,8 @@ from torch import Tensor
 from baton.kernels.experts.experts import ExpertInputs, ExpertWeights, Fp8Groups, Mixture
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
-from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order, router_logits
+from baton.kernels.experts.router_logits_triton import router_logits
+from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order
 from baton.kernels.experts.tiles import TABLE, Cut, Few, Plan, Tiles, as_json, choose_plan
 from baton.kernels.layers.ops import Ops
 from baton.kernels.products.weights import quantise_blocks, quantise_rows

@@ -45,8 +45,9 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.moves.mover import RequestMover
 from baton.gateway.promises.promise_decider import PromiseDecider
@@ -354,7 +355,7 @@ class PlayedEngine:
             clock=self._device,
             host_copier=self._copier,
         )
-        self.engine.tbt_target_s = setup.tbt_target_s
+        self.engine.promise.tbt_target_s = setup.tbt_target_s
         self._tickets: dict[str, Ticket] = {}  # of what is held
         self._intents: dict[str, Request] = {}  # by key
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
@@ -394,7 +395,7 @@ class PlayedEngine:
             return
         if work is Work.LOCAL and request.may_refuse:
             try:
-                self.engine.check_promise(request)
+                self.engine.promise.check(request)
             except PromiseRefused as refused:
                 self._refuse(request, refused)
                 return
@@ -415,19 +416,19 @@ class PlayedEngine:
         without. As node/peers/prefix_fetches.py does."""
         tokens = request.known_token_ids[: source.num_blocks * self.block_size]
         hashes = block_hashes(root_hash(_FINGERPRINT, request.cache_salt), tokens, self.block_size)
-        prefix = self.engine.borrow(hashes)
+        prefix = self.engine.prefixes.borrow(hashes)
         if prefix is None:
             return False
         lender = self._simulation.engines[source.incarnation].engine
-        if (lent := lender.lend(hashes[prefix.num_cached_blocks :])) is None:
-            self.engine.drop_prefix(prefix)
+        if (lent := lender.prefixes.lend(hashes[prefix.num_cached_blocks :])) is None:
+            self.engine.prefixes.drop(prefix)
             return False
         num_bytes = len(lent[1]) * self.block_size * TOKEN_BYTES
         end_s = self._simulation.clock.now_s + FETCH_S + num_bytes / (LINK_GBYTES_PER_S * 1e9)
 
         def over() -> None:
-            lender.give_back(lent[0])
-            self.engine.keep_prefix(prefix)
+            lender.prefixes.give_back(lent[0])
+            self.engine.prefixes.keep(prefix)
             self.num_fetches += 1
             self._add(request, work)
 
@@ -474,9 +475,9 @@ class PlayedEngine:
             output_tokens=load.output_tokens,
             step_cost=self.engine.step_cost(),
             decodes=load.decodes,
-            tbt_target_s=self.engine.promise_s,
+            tbt_target_s=self.engine.promise.target_s,
             step_tokens=self.engine.limits.prompt_step_tokens,
-            is_promise_withdrawn=not self.engine.is_promising,
+            is_promise_withdrawn=not self.engine.promise.is_promising,
             counters=EngineCounters(
                 num_prompts=totals.num_prompts,
                 num_prompt_tokens=totals.num_prompt_tokens,
@@ -487,7 +488,7 @@ class PlayedEngine:
 
     def set_promise(self, *, is_promising: bool) -> None:
         """An order: from the next step on."""
-        self.engine.is_promising = is_promising
+        self.engine.promise.is_promising = is_promising
         self._simulation.moves.append((self._simulation.clock.now_s, self.name, is_promising))
 
     def _step(self) -> None:

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from baton.core import flags
-from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.config import NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.metrics import Slo
 from baton.core.model_dir import read_json, resolve_model_dir
 from baton.loadgen import plots

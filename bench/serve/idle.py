@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from baton.client import AsyncClient, Result
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.metrics import percentile
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.timeline import Event

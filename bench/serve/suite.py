@@ -29,7 +29,8 @@ from typing import Any
 
 from baton.client import Result
 from baton.core import flags
-from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.config import NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.metrics import Slo
 from baton.loadgen import plots
 from baton.loadgen.arrivals import BACKGROUND

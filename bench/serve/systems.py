@@ -25,7 +25,8 @@ from urllib.request import urlopen
 from baton.cli.deployment.deployment import Deployment, running_in_background
 from baton.cluster.redis_server import RedisServer
 from baton.core import flags
-from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.process.children import bound_to_us
 
 from .clients.node_driver import CLUSTER

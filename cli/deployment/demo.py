@@ -8,7 +8,8 @@ import sys
 import time
 
 from ...client import AsyncClient, Result
-from ...core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ...core.config import GatewayConfig, NodeConfig, UpConfig
+from ...core.engine_config import EngineConfig
 from ...core.metrics import percentile
 from .deployment import Deployment
 

@@ -21,14 +21,8 @@ from ...client import AsyncClient
 from ...cluster.redis_client import require_redis
 from ...cluster.redis_server import RedisServer
 from ...cluster.secret import operator_key
-from ...core.config import (
-    TBT_TARGET_MS,
-    ClusterConfig,
-    EngineConfig,
-    GatewayConfig,
-    NodeConfig,
-    UpConfig,
-)
+from ...core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from ...core.engine_config import TBT_TARGET_MS, EngineConfig
 from ...core.errors import BatonError, StartupFailed
 from ...node.supervisor.placement import engine_configs
 from ..host.certs import ca_of, with_role_certificate, with_server_certificate

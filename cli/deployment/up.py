@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from ...core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ...core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from ...core.engine_config import EngineConfig
 from ...gateway.process.startup_message import READY, TRY
 from ..host.certs import ca_of
 from ..host.gpu_choice import choose_here

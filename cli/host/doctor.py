@@ -23,7 +23,8 @@ from packaging.requirements import Requirement
 
 from ...cluster.redis_client import REDIS_ERRORS, connect
 from ...cluster.redis_server import find_redis_server
-from ...core.config import EngineConfig, NodeConfig, UpConfig
+from ...core.config import NodeConfig, UpConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import HandoffFailed, StartupFailed
 from ...core.model_dir import resolve_model_dir
 from .finding import Finding, exit_code, ok, problem, render, warning

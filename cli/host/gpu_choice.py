@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.config import EngineConfig, NodeConfig, UpConfig
+from ...core.config import NodeConfig, UpConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import resolve_model_dir
 from ...engine.model.weights.weight_files import weights_bytes

@@ -51,7 +51,8 @@ class BeamSearch(SequenceGroup):
 
 
 class BeamSearches:
-    """Of one engine, whose `sequences` it keeps. `on_end(num_outputs)`: one ended by itself."""
+    """Of one engine, whose `sequences` it keeps; `by_key`: each under all keys of its requests.
+    `on_end(num_outputs)`: one ended by itself."""
 
     def __init__(
         self,
@@ -66,11 +67,8 @@ class BeamSearches:
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_end = on_end
-        self._by_key: dict[str, BeamSearch] = {}
+        self.by_key: dict[str, BeamSearch] = {}
         self._due: list[BeamSearch] = []  # that found something since `advance`
-
-    def __len__(self) -> int:
-        return len(self._by_key)
 
     def begin(self, sequence: Sequence, max_outputs: int) -> None:
         """Make a new sequence, of a request for beams, the first of a search; a held one only
@@ -90,27 +88,18 @@ class BeamSearches:
     def file(self, sequence: Sequence) -> None:
         """The engine has taken the sequence in: its search is found by its requests' keys."""
         if (search := self.of(sequence)) is not None:
-            self._by_key |= dict.fromkeys(search.keys, search)
+            self.by_key |= dict.fromkeys(search.keys, search)
 
     def of(self, sequence: Sequence) -> BeamSearch | None:
         """The search that a sequence is part of."""
         return sequence.group if isinstance(sequence.group, BeamSearch) else None
 
-    def keys_of(self, sequence: Sequence) -> tuple[str, ...]:
-        """Of all requests that a sequence is for."""
-        search = self.of(sequence)
-        return (sequence.key,) if search is None else search.keys
-
-    def abort(self, key: str) -> bool:
-        """Nobody waits for this hypothesis any more; with the last one the search ends. False: no
-        search has this key."""
-        search = self._by_key.get(key)
-        if search is None:
-            return False
+    def abort(self, key: str) -> None:
+        """Nobody waits for this hypothesis any more; with the last one the search ends."""
+        search = self.by_key[key]
         search.wanted.discard(key)
         if not search.wanted:
             self.end(search)
-        return True
 
     def fail(self, search: BeamSearch, error: BatonError, output: StepOutputBuilder) -> None:
         """End it with an error to all whom it was for."""
@@ -120,7 +109,7 @@ class BeamSearches:
     def end(self, search: BeamSearch) -> None:
         """Give back all that it holds."""
         for key in search.keys:
-            del self._by_key[key]
+            del self.by_key[key]
         for sequence in search.members:
             self._remove(sequence)
         search.members = []
@@ -216,7 +205,7 @@ class BeamSearches:
             error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
             self.fail(search, error, output)
         else:
-            self._scheduler.preempt_group(search)
+            self._scheduler.preemption.preempt_group(search)
 
     def _finish(self, search: BeamSearch, output: StepOutputBuilder) -> None:
         first = search.request.sample_index

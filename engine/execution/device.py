@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.sampling.sample_spec import SampleSpec
 from ..kv.block_pool import PADDING_BLOCK

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.experts.experts import ExpertLoads
 from ..kv.block_pool import NUM_RESERVED_BLOCKS

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.attention.attention import AttentionBackend

@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import EngineFailed
 from ...core.step_cost import StepCost, StepShape, pairs_of
 from . import cuda_memory

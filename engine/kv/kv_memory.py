@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.kv.kv_8bit import LARGEST, SCALE_BYTES
 from . import memfd

@@ -3,16 +3,17 @@
     lend      cached blocks ── a reference, until it is closed ──► pullers read them
     borrow    what is cached + fresh blocks ── filled by a pull ──► `keep`: cached, and free to go
 
-Both are fences: no request owns them. Decides nothing about memory: whoever asks has judged that.
+Both are fences: no request owns them. Neither takes what running requests will need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...core.request.token_ids import BlockHash
-from .block_pool import BlockPool, Fence
+from .block_pool import BlockPool, BlockRef, Fence
+from .generations import Generations
 from .prefix_cache import PrefixCache
 
 
@@ -28,31 +29,33 @@ class BorrowedPrefix:
 
 
 class LentPrefixes:
-    """Of one engine."""
+    """Of one engine. `room()`: blocks beside the peak of all that has blocks."""
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        generations: Generations,
+        room: Callable[[], int],
+    ) -> None:
         self._pool = pool
         self._cache = cache
+        self._generations = generations
+        self._room = room
         self._fences: set[Fence] = set()
 
-    @property
-    def num_blocks(self) -> int:
-        """References that are held for copies."""
-        return sum(len(fence.block_ids) for fence in self._fences)
-
-    def num_unheld(self, block_ids: Collection[int]) -> int:
-        """How many of them nobody refers to: to hold them makes less available."""
-        return sum(not self._pool.num_refs(block_id) for block_id in block_ids)
-
-    def match(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """The cached blocks of the longest beginning."""
-        return self._cache.match(block_hashes) if self._cache.is_enabled else []
-
-    def lend(self, block_ids: Sequence[int]) -> Fence:
-        """Hold blocks of the cache until `give_back`."""
-        fence = self._pool.open_fence(block_ids)
-        self._fences.add(fence)
-        return fence
+    def lend(self, block_hashes: Sequence[BlockHash]) -> tuple[Fence, tuple[BlockRef, ...]] | None:
+        """Hold the cached blocks of these hashes, which are computed, for somebody who copies them;
+        None if one is missing, or if what runs here will need the memory. See `give_back`."""
+        block_ids = self._match(block_hashes)
+        if len(block_ids) < len(block_hashes) or not self._has_room(block_ids, 0):
+            return None
+        columns = enumerate(zip(block_ids, block_hashes, strict=True))
+        refs = tuple(
+            BlockRef(index, block_id, self._generations.read(block_id), each)
+            for index, (block_id, each) in columns
+        )
+        return self._hold(block_ids), refs
 
     def give_back(self, fence: Fence) -> None:
         """Nobody copies from these any more. A second call does nothing."""
@@ -60,23 +63,43 @@ class LentPrefixes:
         fence.close()
 
     def borrow(self, block_hashes: Sequence[BlockHash]) -> BorrowedPrefix | None:
-        """Blocks for all of these, or None if the pool has too few left."""
-        cached = self.match(block_hashes)
-        held = self.lend(cached)  # first: the allocation could evict them
-        fresh = self._pool.allocate(len(block_hashes) - len(cached))
+        """Room for the blocks of these hashes, to be filled by a copy, all or none; None if what
+        runs here will need the memory, or if all are here. See `keep` and `drop`."""
+        cached = self._match(block_hashes)
+        num_fresh = len(block_hashes) - len(cached)
+        if not num_fresh or not self._has_room(cached, num_fresh):
+            return None
+        held = self._hold(cached)  # first: the allocation could evict them
+        fresh = self._pool.allocate(num_fresh)
         if fresh is None:
             self.give_back(held)
             return None
-        fences = (held, self.lend(fresh))
+        fences = (held, self._hold(fresh))
         self._pool.release(fresh)  # the fence has them
         return BorrowedPrefix(tuple(block_hashes), (*cached, *fresh), len(cached), fences)
 
     def keep(self, prefix: BorrowedPrefix) -> None:
-        """They are filled: enter them into the cache."""
+        """The copy has filled them: they are in the prefix cache, for the next step to use."""
         fresh = slice(prefix.num_cached_blocks, None)
         self._cache.store(prefix.block_hashes[fresh], prefix.block_ids[fresh])
+        self.drop(prefix)
 
     def drop(self, prefix: BorrowedPrefix) -> None:
         """Nothing writes to them any more: what is cached can be evicted, the rest is free."""
         for fence in prefix._fences:
             self.give_back(fence)
+
+    def _match(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """The cached blocks of the longest beginning."""
+        return self._cache.match(block_hashes) if self._cache.is_enabled else []
+
+    def _has_room(self, cached: Sequence[int], num_fresh: int) -> bool:
+        """Whether these can be held, and so many more, beside the peak of all that has blocks."""
+        num_unheld = sum(not self._pool.num_refs(block_id) for block_id in cached)
+        num_lent = sum(len(fence.block_ids) for fence in self._fences)
+        return num_unheld + num_fresh + num_lent <= self._room()
+
+    def _hold(self, block_ids: Sequence[int]) -> Fence:
+        fence = self._pool.open_fence(block_ids)
+        self._fences.add(fence)
+        return fence

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.process.children import bound_to_us
 from ..execution.device import devices_of_ranks
 from ..model.communicator import Communicator

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ...core import flags
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner

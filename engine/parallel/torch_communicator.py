@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from ...core.config import EngineConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Weight

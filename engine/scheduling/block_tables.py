@@ -230,6 +230,11 @@ class BlockTables:
             num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
             sequence.block_hashes(num_tokens // self._block_size, self._block_size)
 
+    def end(self, sequence: Sequence) -> None:
+        """It needs its blocks no more."""
+        self.write(sequence)
+        self.give_back(sequence)
+
     def give_back(self, sequence: Sequence) -> None:
         """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
         for step in self._steps:

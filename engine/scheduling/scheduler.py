@@ -31,27 +31,24 @@ Knows no runner and no clock.
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterable
 from itertools import chain
 
-from ...core.errors import PromptTooLarge
-from ...core.fair_queue import FairQueue
 from ...core.request.request import Request
-from ...core.step_cost import LEAST_PROMPT_TOKENS, StepShape
 from ..kv.block_pool import BlockPool
-from ..kv.host_tier import Load
 from ..kv.limits import EngineLimits
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
 from .block_tables import BlockTables
-from .schedule import Schedule, ScheduledSequence, step_shape
+from .preemption import Preemption
+from .queues import Queues
+from .schedule import Schedule
 from .sequence import Sequence, SequenceGroup, SequenceState
 from .step_cost_estimator import StepCostEstimator
+from .step_promise import StepPromise
 
 
 class Scheduler:
-    """Owns the queues. Sequences come in by `add` or `reserve` and leave by `remove`."""
+    """Sequences come in by `add` or `reserve` and leave by `remove`."""
 
     def __init__(
         self,
@@ -61,39 +58,18 @@ class Scheduler:
         estimator: OutputLengthEstimator,
         step_costs: StepCostEstimator,
     ) -> None:
-        self.tbt_target_s: float | None = None  # see Engine
-        self.is_promising = True
-        self._step_costs = step_costs
+        self.queues = Queues(limits, pool)
+        self.promise = StepPromise(limits, self.queues, step_costs)
+        self.preemption = Preemption(limits, tables, self.queues)
         self._limits = limits
         self._pool = pool
         self._tables = tables
         self._admission = Admission(limits, estimator)
-        self.waiting: FairQueue[Sequence] = FairQueue()
-        self.running: list[Sequence] = []  # by arrival
-        self.loading: dict[Sequence, Load] = {}
-        self.reserved: list[Sequence] = []
-        self.held: list[Sequence] = []  # computed, waiting to be released
-        self.groups: list[SequenceGroup] = []  # whose first member has blocks
-        self.num_preemptions = 0
-        self.num_swaps = 0  # of them, those whose KV went to host memory
-        self._num_holds = 0
-        self._refused_at: int | None = None  # `opportunities` when the head did not fit
         self._is_long_due = False  # a long prompt had nothing of the last step because of others
-
-    @property
-    def opportunities(self) -> int:
-        """Moves whenever blocks or a place among the running may have become free."""
-        return self._pool.num_releases + self._num_holds
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks that wait to be pulled, or will: shared ones count once."""
-        return len(distinct_blocks(self._holders()))
 
     def add(self, sequence: Sequence) -> None:
         """Queue it up behind all others of its caller."""
-        caller_id = sequence.request.caller_id
-        self.waiting.add(sequence, caller_id, self._tables.num_to_compute(sequence))
+        self.queues.add(sequence, self._tables.num_to_compute(sequence))
 
     def reserve(self, sequence: Sequence) -> bool:
         """Take blocks for all slots of a new RESERVED sequence, or nothing: whether it fits.
@@ -102,14 +78,15 @@ class Scheduler:
         """
         assert sequence.state is SequenceState.RESERVED
         matched = self._tables.match(sequence, sequence.num_tokens)
-        head = self.waiting.head
-        others = self._owners() if head is None else chain(self._owners(), [head])
-        if not self._has_slot(sequence) or not self._admission.fits(sequence, matched, others):
+        head = self.queues.waiting.head
+        others = self.queues.owners() if head is None else chain(self.queues.owners(), [head])
+        has_slot = self.queues.has_slot(sequence)
+        if not has_slot or not self._admission.fits(sequence, matched, others):
             return False
         if not self._tables.take(sequence, matched):
             return False
-        self.reserved.append(sequence)
-        self._take_in(sequence.group)
+        self.queues.reserved.append(sequence)
+        self.queues.take_in(sequence.group)
         self._tables.write(sequence)  # a second use of what was matched
         return True
 
@@ -118,11 +95,11 @@ class Scheduler:
 
         Of a search's first member it is all of them: it stands until the beams behind are known.
         """
-        self.reserved.remove(sequence)
+        self.queues.reserved.remove(sequence)
         num_computed_tokens = sequence.num_tokens - (sequence.group is None)
         sequence.num_computed_tokens = sequence.num_prefill_tokens = num_computed_tokens
         sequence.num_launched_tokens = sequence.num_computed_tokens
-        self._run(sequence)
+        self.queues.run(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
         """Let a new sequence decode from where all of the parent's known tokens are computed.
@@ -134,16 +111,16 @@ class Scheduler:
         child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
         child.num_launched_tokens = child.num_computed_tokens
         child.state = SequenceState.RUNNING
-        has_slot = child.group is not None or self._has_slot()  # a group's are kept for it
+        has_slot = child.group is not None or self.queues.has_slot()  # a group's are kept for it
         copies = self._tables.fork(parent, child) if has_slot else None
         if copies is None:
             child.num_computed_tokens = child.num_launched_tokens = 0
             child.state = SequenceState.PARKED
             if child.group is None:
                 child.state = SequenceState.WAITING
-                self._come_back(child)
+                self.preemption.wait_again(child)
             return []
-        self._run(child)
+        self.queues.run(child)
         return copies
 
     def rejoin(self, parked: Sequence, leader: Sequence) -> bool:
@@ -154,20 +131,8 @@ class Scheduler:
         if not self._tables.take(parked, max(matched, common, key=len)):
             return False
         parked.num_prefill_tokens = parked.num_tokens
-        self._run(parked)
+        self.queues.run(parked)
         return True
-
-    def preempt_group(self, group: SequenceGroup) -> None:
-        """Take all blocks of the group: its first member waits for its turn, the others for it."""
-        for sequence in group.members:
-            if sequence.state is SequenceState.RUNNING:
-                self._take_blocks(sequence)
-            sequence.state = SequenceState.PARKED
-        self.groups.remove(group)
-        leader = group.members[0]
-        leader.state = SequenceState.WAITING
-        self._come_back(leader)
-        self.num_preemptions += 1
 
     def has_all(self, group: SequenceGroup) -> bool:
         """Whether nothing else has blocks: then none will be released for the group."""
@@ -175,38 +140,19 @@ class Scheduler:
             self._limits.capacity
         )
 
-    def hold(self, sequence: Sequence) -> None:
-        """The held sequence is computed: it no longer runs, and keeps its blocks."""
-        self.running.remove(sequence)
-        sequence.state = SequenceState.HELD
-        self.held.append(sequence)
-        self._num_holds += 1
-
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence, whatever its state, and give its blocks back."""
-        queues: dict[SequenceState, MutableSequence[Sequence] | FairQueue[Sequence]] = {
-            SequenceState.WAITING: self.waiting,
-            SequenceState.RUNNING: self.running,
-            SequenceState.RESERVED: self.reserved,
-            SequenceState.HELD: self.held,
-        }
-        if sequence.state is SequenceState.LOADING:
-            del self.loading[sequence]
-        elif sequence.state is not SequenceState.PARKED:
-            queues[sequence.state].remove(sequence)
-        sequence.state = SequenceState.ENDED
-        self._tables.write(sequence)
-        self._tables.give_back(sequence)
-        if (group := sequence.group) in self.groups and group is not None and group.has_ended:
-            self.groups.remove(group)
+        self.queues.leave(sequence)
+        self._tables.end(sequence)
 
     def finish_loads(self) -> None:
         """Let those run whose blocks have come from host memory; what has not come is computed."""
-        ended = [(one, n) for one, load in self.loading.items() if (n := load.num_good) is not None]
+        loads = self.queues.loading.items()
+        ended = [(one, n) for one, load in loads if (n := load.num_good) is not None]
         for sequence, num_blocks in ended:
-            del self.loading[sequence]
+            del self.queues.loading[sequence]
             self._tables.loaded(sequence, num_blocks)
-            self._run(sequence)
+            self.queues.run(sequence)
 
     def schedule(self) -> Schedule:
         """Plan a step; sequences that are not in it wait for budget or memory."""
@@ -220,7 +166,7 @@ class Scheduler:
         )
         may_pass, self._is_long_due = not self._is_long_due, False
         num_decodes = self._share_of_decodes()
-        for sequence in [*self.running]:
+        for sequence in [*self.queues.running]:
             if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
@@ -228,11 +174,11 @@ class Scheduler:
             if self._awaits_last_token(sequence) or self._awaits_its_end(sequence):
                 continue
             if sequence.draft_token_ids:
-                self._fit_drafts(sequence, schedule)
-            if self._make_room(sequence, schedule):
+                self.preemption.fit_drafts(sequence, schedule)
+            if self.preemption.make_room(sequence, schedule):
                 schedule.plan(sequence)
-        if self.tbt_target_s is not None and schedule.scheduled:
-            self._keep_promise(schedule)
+        if self.promise.tbt_target_s is not None and schedule.scheduled:
+            self.promise.keep(schedule)
         if limits.num_stages > 1:
             self._share_prompts(schedule)
         self._plan_prefills(schedule, may_pass=may_pass)
@@ -243,98 +189,25 @@ class Scheduler:
     def _share_prompts(self, schedule: Schedule) -> None:
         """Leave prompts for the steps that follow: one stage computes while the others wait, unless
         there is a step for each."""
-        num_tokens = sum(one.num_unlaunched_tokens for one in self.running if one.is_prefilling)
-        num_tokens += sum(self.waiting.waiting_tokens().values())
-        share = -(-num_tokens // self._limits.num_stages)
+        queues, num_stages = self.queues, self._limits.num_stages
+        num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
+        num_tokens += sum(queues.waiting.waiting_tokens().values())
+        share = -(-num_tokens // num_stages)
         schedule.limit_prompts(max(share, self._limits.small_step_tokens))
-
-    @property
-    def promise_s(self) -> float | None:
-        """What a step with decodes takes at most: its own target, or the strictest of those that
-        decode, but no less than half of its own: one request shall not hold up all prompts. None:
-        no target, or it was withdrawn, and nobody decodes to whom it was promised. A decode of a
-        pipeline waits for a step of each other stage."""
-        if self.tbt_target_s is None:
-            return None
-        if not self.is_promising and all(one.is_held for one in self.running):
-            return None
-        targets_ms = (one.request.sampling.tbt_target_ms for one in self.running)
-        strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
-        return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
-
-    def _keep_promise(self, schedule: Schedule) -> None:
-        """Cut what the step has room for, beside its decodes, to what can be computed in time."""
-        prefills = [one for one in self.running if one.is_prefilling]
-        if not prefills and not self.waiting:
-            return
-        cost, promise_s = self._step_costs.estimate(), self.promise_s
-        num_tokens = LEAST_PROMPT_TOKENS
-        if cost is not None and promise_s is not None:
-            context = prefills[0].num_launched_tokens if prefills else 0
-            most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
-            beside = step_shape(schedule.scheduled)
-            promise_s /= self._step_costs.overrun
-            num_tokens = cost.promised_tokens(promise_s, beside, context, most)
-            unpadded = self._limits.unpadded_rows(num_tokens + beside.num_decodes)
-            num_tokens = max(unpadded - beside.num_decodes, min(num_tokens, LEAST_PROMPT_TOKENS))
-        schedule.limit_prompts(num_tokens)
-
-    def decodes(self) -> StepShape:
-        """A step of all that decode, of a pipeline of its share of them, and nothing else."""
-        shape = step_shape(
-            ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
-        )
-        return self._share_of(shape.num_decodes, shape.keys)
-
-    def step_with(self, request: Request, num_coming: int) -> StepShape:
-        """A step of all that will decode here once their prompts are computed, with this request,
-        its forks, and `num_coming` more like it that the engine does not have yet."""
-        others = chain(self.waiting, self.loading, self.running)
-        lengths = [one.num_tokens for one in others if not one.is_held]
-        num_more = request.num_sequences + num_coming
-        keys = sum(lengths) + num_more * request.num_known_tokens
-        return self._share_of(len(lengths) + num_more, keys)
-
-    def _share_of(self, num_decodes: int, keys: int) -> StepShape:
-        """Of so many decodes, what one step has."""
-        num_stages = self._limits.num_stages
-        return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
-
-    @property
-    def has_prefills(self) -> bool:
-        """Whether a prompt that runs is not computed whole."""
-        computed = (one.num_computed_tokens >= one.num_prefill_tokens for one in self.running)
-        return bool(self.loading) or not all(computed)
-
-    def waiting_tokens(self) -> Counter[int]:
-        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
-
-        Of waiting prompts those that the prefix cache held when they came are left out.
-        """
-        waiting = Counter(self.waiting.waiting_tokens())
-        for sequence in self.running:
-            num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
-            if num_tokens > 0:
-                waiting[sequence.request.caller_id] += num_tokens
-        for sequence, load in self.loading.items():
-            num_loaded = len(load.host_blocks) * self._limits.block_size
-            num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
-            waiting[sequence.request.caller_id] += num_tokens
-        return waiting
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""
-        num_held_blocks = self._pool.counts.held
-        return self._admission.room(chain(self._owners(), self.waiting), pending, num_held_blocks)
+        known = chain(self.queues.owners(), self.queues.waiting)
+        return self._admission.room(known, pending, self._pool.counts.held)
 
     def room_beside_running(self) -> int:
         """Blocks beside the estimated peak of all that has blocks."""
-        return self._admission.room(self._owners(), (), self._pool.counts.held)
+        return self._admission.room(self.queues.owners(), (), self._pool.counts.held)
 
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""
         is_passed = False
-        for sequence in [one for one in self.running if one.is_prefilling]:
+        for sequence in [one for one in self.queues.running if one.is_prefilling]:
             num_before = len(schedule.scheduled)
             if may_pass:
                 self._admit_waiting(schedule, before=sequence)
@@ -350,8 +223,8 @@ class Scheduler:
         """Whether other prompts wait, or another one is still being computed."""
         if not self._limits.prefill_chunk_tokens:
             return False  # it makes no difference
-        others = (other for other in self.running if other is not sequence)
-        return bool(self.waiting) or any(other.has_prefill_in_flight for other in others)
+        others = (other for other in self.queues.running if other is not sequence)
+        return bool(self.queues.waiting) or any(other.has_prefill_in_flight for other in others)
 
     def _share_of_decodes(self) -> int | None:
         """How many decodes a step has at most, so that those of a pipeline have as many each; None:
@@ -359,7 +232,7 @@ class Scheduler:
         num_stages = self._limits.num_stages
         if num_stages == 1:
             return None
-        return -(-sum(not one.is_prefilling for one in self.running) // num_stages)
+        return -(-sum(not one.is_prefilling for one in self.queues.running) // num_stages)
 
     def _awaits_last_token(self, sequence: Sequence) -> bool:
         """Whether the host has to know the token that a step in flight samples, and does not."""
@@ -374,39 +247,15 @@ class Scheduler:
         num_outputs = sequence.num_outputs + sequence.num_awaited_tokens
         return num_outputs >= self._limits.max_outputs(sequence.request)
 
-    def _fit_drafts(self, sequence: Sequence, schedule: Schedule) -> None:
-        """Leave as many drafts as have room in the step; none, rather than preempt anybody."""
-        drafts = sequence.draft_token_ids
-        sequence.draft_token_ids = drafts[: schedule.num_budget_tokens - 1]
-        if not self._tables.grow(sequence):
-            sequence.draft_token_ids = ()
-
-    def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Slots for all its tokens, preempting others if need be; False: not in this step."""
-        if self._tables.has_room(sequence):
-            return True  # as of most decodes in most steps
-        if self._has_outgrown_pool(sequence, schedule):
-            return False
-        while not self._tables.grow(sequence):
-            victim = self._next_victim()
-            if victim is None:
-                return False  # the rest is held, reserved or fenced, and will be released
-            self._preempt(victim)
-            if victim.group is not None:
-                schedule.drop_preempted()
-            if sequence.state is not SequenceState.RUNNING:
-                return False
-        return True
-
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
         while schedule.num_budget_tokens:
-            sequence = self.waiting.head
-            if sequence is None or not self._has_slot(sequence):
+            sequence = self.queues.waiting.head
+            if sequence is None or not self.queues.has_slot(sequence):
                 return
-            if self._refused_at == self.opportunities:
+            if self.queues.refused_at == self.queues.opportunities:
                 return
-            if self._has_outgrown_pool(sequence, schedule):
+            if self.preemption.has_outgrown_pool(sequence, schedule):
                 continue
             if before is not None and not self._may_pass(sequence, before, num_tokens=1):
                 return  # as far as can be told without a look into the prefix cache
@@ -418,7 +267,7 @@ class Scheduler:
             if schedule.would_stretch(sequence.request.caller_id, num_tokens):
                 if before is None:
                     self._is_long_due = True
-                    self.waiting.pin_head()  # it begins the next step, whoever comes
+                    self.queues.waiting.pin_head()  # it begins the next step, whoever comes
                 return
             if before is None:
                 may_begin = schedule.should_begin(num_tokens)
@@ -428,17 +277,17 @@ class Scheduler:
             if not may_begin:
                 return
             if not self._try_admit(sequence, matched):
-                self.waiting.pin_head()
-                self._refused_at = self.opportunities
+                self.queues.waiting.pin_head()
+                self.queues.refused_at = self.queues.opportunities
                 return
-            self.waiting.pop(num_tokens)
-            self._take_in(sequence.group)
+            self.queues.waiting.pop(num_tokens)
+            self.queues.take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
             if in_host:
                 sequence.state = SequenceState.LOADING
-                self.loading[sequence] = self._tables.load(sequence, in_host)
+                self.queues.loading[sequence] = self._tables.load(sequence, in_host)
             else:
-                self._run(sequence)
+                self.queues.run(sequence)
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
             if matched:
                 self._tables.write(sequence)  # their second use
@@ -451,107 +300,13 @@ class Scheduler:
         caller_id, other_id = sequence.request.caller_id, prefill.request.caller_id
         if caller_id == other_id or num_tokens >= prefill.num_unlaunched_tokens:
             return False
-        served = self.waiting.served
+        served = self.queues.waiting.served
         return served(caller_id) + num_tokens <= served(other_id)
 
     def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
         admission = self._admission
-        if sequence.is_held and not admission.has_credit(sequence, matched, self._holders()):
+        if sequence.is_held and not admission.has_credit(sequence, matched, self.queues.holders()):
             return False
-        if not admission.fits(sequence, matched, self._owners()):
+        if not admission.fits(sequence, matched, self.queues.owners()):
             return False
         return self._tables.take(sequence, matched)
-
-    def _owners(self) -> Iterator[Sequence]:
-        """All that have blocks."""
-        yield from self.running
-        yield from self.loading
-        yield from self.reserved
-        yield from self.held
-
-    def _holders(self) -> Iterator[Sequence]:
-        yield from self.held
-        yield from (s for s in chain(self.running, self.loading) if s.is_held)
-
-    def _has_slot(self, sequence: Sequence | None = None) -> bool:
-        """Whether one more may run, this one with its group."""
-        num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
-        num_seqs += sum(group.num_absent for group in self.groups)
-        if sequence is not None and sequence.group is not None:
-            num_seqs += sequence.group.num_absent
-        return num_seqs < self._limits.max_num_seqs
-
-    def _take_in(self, group: SequenceGroup | None) -> None:
-        """Its first member has got blocks."""
-        if group is not None:
-            self.groups.append(group)
-
-    def _run(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.RUNNING
-        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
-
-    def _has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Take it out if the whole pool could not hold its tokens any more.
-
-        An awaited token may end it: it is judged once that is known.
-        """
-        try:
-            self._limits.check_fits(sequence.num_slots)
-            if sequence.group is not None and sequence.state is SequenceState.RUNNING:
-                self._check_fits_group(sequence.group)
-        except PromptTooLarge as error:
-            if sequence.group is not None:
-                for member in sequence.group.members:
-                    self.remove(member)
-                schedule.drop_preempted()
-            elif not sequence.num_awaited_tokens:
-                self.remove(sequence)
-            else:
-                return True
-            schedule.failed.append((sequence, error))
-            return True
-        return False
-
-    def _next_victim(self) -> Sequence | None:
-        """Not the oldest nor its beams, and nothing held: the latest prompt that is half computed,
-        or the latest arrival. A prompt that was preempted once has aged: it counts as what decodes
-        does."""
-        preemptible = [one for one in self.running if not one.is_held]
-        if not preemptible:
-            return None
-        group = preemptible[0].group
-        others = [one for one in preemptible[1:] if one.group is None or one.group is not group]
-        victims = [one for one in others if one.is_young_prompt] or others
-        return victims[-1] if victims else None
-
-    def _check_fits_group(self, group: SequenceGroup) -> None:
-        """Raise PromptTooLarge if the whole pool could not hold all its sequences' slots."""
-        fresh = [self._limits.blocks_for(s.num_slots) - len(s.block_ids) for s in group.members]
-        num_blocks = len(distinct_blocks(group.members)) + sum(fresh)
-        if num_blocks > self._limits.capacity:
-            raise PromptTooLarge(
-                f"{len(fresh)} beams need {num_blocks} KV blocks; the pool has "
-                f"{self._limits.capacity}"
-            )
-
-    def _preempt(self, sequence: Sequence) -> None:
-        if sequence.group is not None:
-            self.preempt_group(sequence.group)
-            return
-        self._take_blocks(sequence)
-        sequence.state = SequenceState.WAITING
-        self._come_back(sequence)
-        self.num_preemptions += 1
-
-    def _take_blocks(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._tables.store(sequence)  # what was pulled for it may not be there yet
-        self.num_swaps += self._tables.swap_out(sequence)
-        self._tables.give_back(sequence)
-        sequence.was_preempted = True
-
-    def _come_back(self, sequence: Sequence) -> None:
-        """Queue it up before all others: it has been served, and its caller charged."""
-        caller_id = sequence.request.caller_id
-        self.waiting.add_first(sequence, caller_id, self._tables.num_to_compute(sequence))
-        self._refused_at = None  # it is the head now

@@ -23,7 +23,7 @@ from ..execution.batch import SampledToken
 from ..execution.constraints import Constraints
 from ..kv.limits import EngineLimits
 from ..scheduling.outputs import SpeculationCounts
-from ..scheduling.scheduler import Scheduler
+from ..scheduling.queues import Queues
 from ..scheduling.sequence import Sequence, SequenceState
 from ..scheduling.step_cost_estimator import StepCostEstimator
 from .acceptance import Acceptance, Mean, Tally
@@ -67,20 +67,20 @@ class Speculator:
 
     # -- before a step ----------------------------------------------------------------------------
 
-    def is_due(self, scheduler: Scheduler) -> bool:
+    def is_due(self, queues: Queues) -> bool:
         """Whether the next step shall have drafts, though that may mean to wait for the one in
         flight."""
-        if not any(map(_may_have_drafts, scheduler.running)):
+        if not any(map(_may_have_drafts, queues.running)):
             return False
         return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
 
-    def draft(self, scheduler: Scheduler, prompts: StepShape) -> None:
+    def draft(self, queues: Queues, prompts: StepShape) -> None:
         """Give the sequences drafts that pay; no step is in flight. `prompts`: the prompts' part of
         the last step, for what there may be beside them in the next."""
-        if not self.is_due(scheduler):
+        if not self.is_due(queues):
             return
         began_s = self._clock.monotonic_s()
-        sequences = [one for one in scheduler.running if _may_have_drafts(one) and self._room(one)]
+        sequences = [one for one in queues.running if _may_have_drafts(one) and self._room(one)]
         if not sequences:
             return
         self._know(sequences)
@@ -88,7 +88,7 @@ class Speculator:
         proposed = self._proposer.propose(contexts)
         drafts = [self._fitting(*one) for one in zip(sequences, proposed, strict=True)]
         for sequence, each, length in zip(
-            sequences, drafts, self._lengths(scheduler, sequences, drafts, prompts), strict=True
+            sequences, drafts, self._lengths(queues, sequences, drafts, prompts), strict=True
         ):
             if length:
                 sequence.draft_token_ids = each[:length]
@@ -182,13 +182,13 @@ class Speculator:
 
     def _lengths(
         self,
-        scheduler: Scheduler,
+        queues: Queues,
         sequences: Row[Sequence],
         drafts: Row[Row[int]],
         prompts: StepShape,
     ) -> Row[int]:
         """How many of the drafts of each to verify."""
-        decodes = scheduler.decodes()
+        decodes = queues.decodes()
         most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
         tallies = [self._tallies[one.key] for one in sequences]
         chances = self._acceptance.chances(tallies, [*map(len, drafts)])
@@ -200,7 +200,7 @@ class Speculator:
                 left -= lengths[-1]
             return lengths
         beside = decodes
-        if scheduler.has_prefills or scheduler.waiting:
+        if queues.has_prefills or queues.waiting:
             beside = StepShape(
                 prompts.num_prompt_tokens, prompts.pairs, decodes.num_decodes, decodes.keys
             )

@@ -47,16 +47,12 @@ class AdapterRegistry:
         self._table, self._model = table, model
         self._modules = dict(_module(text, model) for text in modules)
         self._adapters: dict[str, Adapter] = {}
+        self.adapters: Mapping[str, Adapter] = MappingProxyType(self._adapters)  # that are served
         self._loading: set[str] = set()
         self._orders: dict[tuple[str, int], asyncio.Future[Loaded]] = {}  # by incarnation, order
         self._numbers = itertools.count(1)
         self._folder = os.getcwd()
         self.is_settled = not self._modules
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        """Those that are served."""
-        return MappingProxyType(self._adapters)
 
     async def load(self, name: str, path: str) -> Adapter:
         """Serve the adapter at `path`, a folder of every engine's host.

@@ -23,7 +23,7 @@ from ..engines.prompt_router import PromptRouter, route_prompt
 from ..request.answer import GATEWAY
 from ..request.best_of import best_of
 from ..request.dispatch_wait import SessionLimits
-from ..request.output_chunk import ChunkQueue, OutputChunk
+from ..request.output_chunk import ChunkQueue, ChunkSink, OutputChunk
 from ..request.session import Session
 from ..request.session_table import SessionTable
 from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
@@ -357,7 +357,9 @@ class FrontDoor:
     ) -> list[Session]:
         """One for each sample; the first leads the others."""
         options, sampling = request.options, request.sampling
-        request, sink = best_of(request, queue)
+        sink: ChunkSink = queue
+        if request.has_spare_samples:
+            request, sink = best_of(request, queue)
 
         def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
             detokenizer = self.model.tokenizer.detokenizer(

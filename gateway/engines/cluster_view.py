@@ -22,7 +22,8 @@ from ..request.engine_link import EngineOutput, PlainToken
 from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection
 from .engine_table import EngineTable
-from .linked_engine import LinkedEngine, ReportedLoad
+from .linked_engine import LinkedEngine
+from .reported_load import ReportedLoad
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ from ...core.request.request import Request, Ticket
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
-from .linked_engine import ReportedLoad
+from .reported_load import ReportedLoad
 from .wire import NodeClock, load_from_wire, output_from_wire, tokens_from_wire
 
 _WORK_TO_WIRE = {

@@ -21,7 +21,7 @@ from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
 from ..request.output_chunk import OutputChunk
-from .linked_engine import EngineCounters, ReportedLoad
+from .reported_load import EngineCounters, ReportedLoad
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:

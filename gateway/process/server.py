@@ -12,19 +12,13 @@ import math
 import random
 import socket
 import sys
-from typing import Any
-
-import grpc
-from google.protobuf.runtime_version import VersionError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, MemberCalls
 from ...cluster.lease import RedisLease
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
-from ...cluster.tls import CertificateFiles, watch_ends
+from ...cluster.tls import watch_ends
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
@@ -36,7 +30,6 @@ from ...core.version import version
 from ...prefix_index.follower import Follower
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
-from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..adapters.adapter_registry import AdapterRegistry
 from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
@@ -44,7 +37,7 @@ from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord
 from ..engines.routing_policies import make_policy
-from ..grpc.service import InferenceService, Parsing
+from ..grpc.server import GrpcServer
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat_model import CHAT_MODEL
 from ..http.protocol.access import Access
@@ -55,7 +48,7 @@ from ..promises.promise_leader import LEASE_S, PromiseLeader
 from ..request.dispatch_wait import SessionLimits
 from ..request.engine_link import Avoid, Demand
 from ..request.session_table import DispatchQueue, SessionTable
-from ..security.gate import Gate, Security
+from ..security.gate import Security
 from ..telemetry.call_feed import Telemetry
 from ..telemetry.window.redis_windows import RedisWindows
 from ..telemetry.window.window_share import About, WindowShare
@@ -64,30 +57,12 @@ from .startup_message import startup_lines
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-
 # Objects between two collections of the youngest: five a token live as long as their call, and to
 # look for cycles among them every 700 objects takes a tenth of the gateway's time.
 _NUM_YOUNG = 20_000
 _SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
 _STOP_GRACE_S = 5.0
-_LAST_OUTPUTS_S, _LAST_STATUS_S = 1.0, 0.2
-
-_MAX_METADATA_BYTES = 16 << 10
-_SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
-_MAX_PENDING_CALLS = 16_000  # of all connections, before a handler has them; many may be reset
-_SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", 4 << 20),
-    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-    (
-        "grpc.absolute_max_metadata_size",
-        _MAX_METADATA_BYTES,
-    ),  # else refused at random above the other
-    ("grpc.server_handshake_timeout_ms", 10000),  # who connects sends something, or is closed
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
-    ("grpc.http2.min_ping_interval_without_data_ms", 10000),
-)
+_LAST_OUTPUTS_S = 1.0
 
 
 class Gateway:
@@ -103,8 +78,6 @@ class Gateway:
         clock = SystemClock()
         security = Security.of(config, cluster, clock)
         self._config = config
-        self._gate = security.gate
-        self._service_names: tuple[str, ...] = (SERVICE_NAME,)
         self._model = ServedModel.load(config)
         secret = ClusterSecret.of(cluster)
         redis = (cluster.redis_url, cluster.cluster, secret)
@@ -165,15 +138,13 @@ class Gateway:
             self._adapters,
             keeps_prompts=config.log_prompts,
         )
-        self._service = InferenceService(self._door, security.gate, self._table, self._view)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._is_ready = asyncio.Event()
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        options = _server_options(config.max_num_requests, shares_port=config.reuse_port)
-        self._server = grpc.aio.server(interceptors=[Parsing()], options=options)
+        self._grpc = GrpcServer(
+            config, security.certificate, self._door, security.gate, self._table, self._view
+        )
         self.host = config.host
-        self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
         started_unix_s = clock.unix_ns() // 1_000_000_000
         parts = AppState(
             self._door,
@@ -200,6 +171,10 @@ class Gateway:
         )
 
     @property
+    def port(self) -> int:
+        return self._grpc.port
+
+    @property
     def http_port(self) -> int:
         return self._http.port
 
@@ -218,16 +193,9 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        server, door, gate, table = self._server, self._door, self._gate, self._table
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # type: ignore[no-untyped-call]
-        self._service_names = (SERVICE_NAME, *_add_extra_services(server, door, gate, table))
-        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)  # type: ignore[no-untyped-call]
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._grpc.prepare()
         await self._http.start()
-        await self._server.start()
+        await self._grpc.start()
         self._tasks = [
             asyncio.create_task(self._view.run()),
             asyncio.create_task(self._follower.run()),
@@ -268,12 +236,12 @@ class Gateway:
         """Refuse new requests, let those in flight end within `grace_s` or until `hurry`, and end
         the rest with an error to their callers."""
         self._door.is_draining = True
-        await self._health.enter_graceful_shutdown()
+        await self._grpc.refuse()
         if not await self._becomes_idle(grace_s, hurry):
             log.warning("cut off: requests that have not ended (%d)", len(self._sessions))
             self._sessions.end_all(Unavailable("this gateway is shutting down"))
             await self._becomes_idle(_LAST_OUTPUTS_S)
-        await asyncio.gather(self._server.stop(_LAST_STATUS_S), self._http.stop())
+        await asyncio.gather(self._grpc.stop(), self._http.stop())
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -313,12 +281,7 @@ class Gateway:
             self._readiness_changed.clear()
             is_ready = self._is_ready.is_set()
             log.info("ready" if is_ready else "not ready")
-            status = health_pb2.HealthCheckResponse
-            await self._set_health(status.SERVING if is_ready else status.NOT_SERVING)
-
-    async def _set_health(self, status: int) -> None:
-        for name in self._service_names:
-            await self._health.set(name, status)
+            await self._grpc.show_ready(is_ready)
 
     async def _load_adapters(self) -> None:
         """Those of the command line; then this gateway can become ready."""
@@ -339,40 +302,6 @@ def _session_limits(config: GatewayConfig) -> SessionLimits:
         recovery_wait_s=config.recovery_wait_s,
         max_queue_s=math.inf if config.max_queue_s is None else config.max_queue_s,
     )
-
-
-def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
-    """Of a connection's streams as many as there may be requests: a client's channel multiplexes
-    all of its own, and a client's streams beyond wait unseen where a refusal would be an answer.
-    What opens and resets more at once is refused by gRPC, before it costs a handler.
-    """
-    return (
-        *_SERVER_OPTIONS,
-        ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
-        ("grpc.max_allowed_incoming_connections", descriptors.for_grpc()),
-        # Above the first gRPC cancels new calls at random: a flood of resets must not reach it.
-        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
-        # By default a second server binds a taken port without an error.
-        ("grpc.so_reuseport", int(shares_port)),
-    )
-
-
-def _bind(
-    server: grpc.aio.Server, host: str, port: int, certificate: CertificateFiles | None
-) -> int:
-    """The port that was bound; raises StartupFailed if it is taken or the host is not ours."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if certificate is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, certificate.server_credentials()))
-    except RuntimeError as error:
-        raise StartupFailed(
-            f"the gateway cannot listen on {host}:{port}",
-            hint="the port is taken or the address is not this host's: another --grpc-port "
-            "(0 takes a free one) or --host",
-        ) from error
 
 
 async def serve(
@@ -422,19 +351,3 @@ async def _print_startup_message(gateway: Gateway) -> None:
     print("waiting for a prefill and a decode node", flush=True)
     for line in await gateway.startup_lines():
         print(line, flush=True)
-
-
-def _add_extra_services(
-    server: Any, door: FrontDoor, gate: Gate, table: EngineTable
-) -> tuple[str, ...]:
-    """Add what can be added to `server`, a gRPC server or what stands before one; their names."""
-    try:
-        from ..grpc import vllm_engine
-    except ImportError:
-        return ()
-    except VersionError as error:
-        log.warning("smg-grpc-proto is installed, but does not fit protobuf here: %s", error)
-        return ()
-    service = vllm_engine.VllmEngineService(door, gate, table)
-    vllm_engine.add_to_server(service, server)
-    return (vllm_engine.SERVICE_NAME,)

@@ -16,7 +16,8 @@ from ...core.membership import Role
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
 from ..engines.engine_table import EngineTable
-from ..engines.linked_engine import MEASURED_ROWS, LinkedEngine, ReportedLoad
+from ..engines.linked_engine import MEASURED_ROWS, LinkedEngine
+from ..engines.reported_load import ReportedLoad
 from .promises import EnginePromise, Mix, Target, choose_num_pure, plan_moves
 
 SPAN_S = 4.0  # of the load that counts

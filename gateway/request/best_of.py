@@ -12,9 +12,7 @@ from .output_chunk import ChunkSink, OutputChunk, merged
 
 
 def best_of(request: ValidatedRequest, sink: ChunkSink) -> tuple[ValidatedRequest, ChunkSink]:
-    """What the sessions of a call run, and whom they give their chunks."""
-    if not request.has_spare_samples:
-        return request, sink
+    """What the sessions of a call with spare samples run, and whom they give their chunks."""
     sampling = request.sampling
     sink = BestOf(
         sink, request.num_samples, request.options.n, shows_logprobs=sampling.logprobs is not None

@@ -140,26 +140,6 @@ class Move:
         return MoveStep.FAILED
 
 
-class MovePause:
-    """When a request may be moved next: so that none travels all the time."""
-
-    def __init__(self) -> None:
-        self._pause_s = MOVE_EVERY_S
-        self._until_s = -math.inf
-
-    def is_over(self, now_s: float) -> bool:
-        return now_s >= self._until_s
-
-    def begin(self, now_s: float) -> None:
-        """A move begins."""
-        self._until_s = now_s + self._pause_s
-
-    def failed(self) -> None:
-        """It did not get there."""
-        self._until_s += self._pause_s
-        self._pause_s *= 2
-
-
 class MovingSession(Protocol):
     """What the moves of a request need of its session."""
 
@@ -182,21 +162,26 @@ class Moves:
         self, session: MovingSession, dispatcher: Dispatcher, streamed: Sequence[int]
     ) -> None:
         self.now: Move | None = None
-        self.pause = MovePause()
         self.num_rounds = 0
         self._session = session
         self._dispatcher = dispatcher
         self._streamed = streamed
+        self._pause_s = MOVE_EVERY_S
+        self._may_begin_s = -math.inf
 
     @property
     def deadline_s(self) -> float:
         return math.inf if self.now is None else self.now.deadline_s
 
+    def may_begin(self, now_s: float) -> bool:
+        """None is under way, nor was lately: no request travels all the time."""
+        return self.now is None and now_s >= self._may_begin_s
+
     def begin(
         self, route: Route, source: Attempt, now_s: float, on_over: Callable[[str], None]
     ) -> None:
         """See Move."""
-        self.pause.begin(now_s)
+        self._may_begin_s = now_s + self._pause_s
         self.now = Move(route, source, now_s, on_over)
         self._begin_round(self.now)
 
@@ -241,7 +226,8 @@ class Moves:
             error = HandoffFailed("the engine that a request was moved to did not go on with it")
             self._session.fail_attempt(move.target, error)
             return
-        self.pause.failed()
+        self._may_begin_s += self._pause_s
+        self._pause_s *= 2
         self.end(how)
         for incarnation, output in move.kept_back:
             self._session.engine_output(incarnation, output)

@@ -9,10 +9,9 @@ An *attempt* is one dispatch to a prefill and a decode engine. When one fails, t
 streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
 still comes from them is dropped by its attempt number. A running request may be moved to another
 engine (move.py), by a second attempt beside the first. Of several samples of one prompt the first
-dispatches for all, once; from then on each is a session like any other. When a waiting session
-tries to dispatch is its owner's choice, but for a retry, which goes first (session_table.py). Sees
-clock, entropy, engines and the client only through Protocols; never blocks: the owner calls `tick`
-at `next_wakeup_s`.
+dispatches for all, once; from then on each is a session like any other. When it tries is its
+owner's choice, but for a retry (session_table.py). Sees clock, entropy, engines and the client only
+through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from .move import Moves
 from .output_chunk import ChunkSink, UnfinishedRun
 from .suspects import EngineDeaths, Suspects
 
+_TOO_SLOW = "the client reads too slowly; its stream was ended"
 _MAX_REFUSALS = 2  # of one request; then the next engine has to take it
 
 
@@ -97,13 +97,6 @@ class Session:
         self._fingerprint: str | None = None
         self.is_over = False
 
-    # --- what the owner calls ---------------------------------------------------------------------
-
-    def try_dispatch(self) -> None:
-        """Find engines and dispatch, or wait; `blocked` is why. Does nothing unless it waits."""
-        if self.is_waiting:
-            self._try_dispatch()
-
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take what an engine sent; anything of another attempt is dropped."""
         moves = self._moves
@@ -123,14 +116,15 @@ class Session:
         if output.error is not None:
             # A hand-off fails between two engines: each may be fine with another partner.
             is_pair_fault = isinstance(output.error, HandoffFailed | NodeLost)
-            self._engine_gave_up(attempt, incarnation, output.error, is_pair_fault=is_pair_fault)
+            blamed = None if is_pair_fault else incarnation
+            self._engine_gave_up(attempt, incarnation, output.error, blamed)
             return
         try:
             if output.prompt_logprobs:
                 self._answer.prompt_scores.add(output.first_prompt_index, output.prompt_logprobs)
             tokens = attempt.add(output, now_s=self._clock.monotonic_s())
         except EngineFailed as error:
-            self._fail_attempt(attempt, error, blamed=incarnation)
+            self.fail_attempt(attempt, error, blamed=incarnation)
         else:
             self._advance(attempt, tokens)
 
@@ -150,7 +144,7 @@ class Session:
         ):
             return False
         if not self._answer.next(index, token_id):
-            self._end_too_slow()
+            self._end_badly(Overloaded(_TOO_SLOW))
         return True
 
     def engine_lost(self, incarnation: str, *, has_died: bool = False) -> None:
@@ -165,10 +159,9 @@ class Session:
                 self._blame_late(incarnation)
             return
         name = attempt.name_of(incarnation)
-        error: BatonError = NodeLost(f"node {name} was lost")
-        if has_died:
-            error = EngineFailed(f"the engine of node {name} died")
-        self._engine_gave_up(attempt, incarnation, error, is_pair_fault=False)
+        died, lost = f"the engine of node {name} died", f"node {name} was lost"
+        error = EngineFailed(died) if has_died else NodeLost(lost)
+        self._engine_gave_up(attempt, incarnation, error, blamed=incarnation)
 
     @property
     def timeline(self) -> list[Stamp]:
@@ -191,22 +184,16 @@ class Session:
 
     @property
     def demand(self) -> Demand:
-        """What the next dispatch needs."""
+        """What the next dispatch needs, with the samples that it dispatches for."""
+        sampling, num_outputs = self.request.sampling, len(self._answer.output_ids)
+        num_samples = 1 if self.is_retry else 1 + len(self._siblings)
         return Demand(
-            num_tokens=len(self.request.prompt_token_ids) + len(self._answer.output_ids),
-            num_sequences=self._num_sequences,
-            max_output_tokens=self.request.sampling.max_tokens - len(self._answer.output_ids),
+            num_tokens=len(self.request.prompt_token_ids) + num_outputs,
+            num_sequences=sampling.best_of if sampling.use_beam_search else num_samples,
+            max_output_tokens=sampling.max_tokens - num_outputs,
             is_retry=self.is_retry,
-            tbt_target_s=self.request.sampling.tbt_target_ms / 1000,
+            tbt_target_s=sampling.tbt_target_ms / 1000,
         )
-
-    @property
-    def _num_sequences(self) -> int:
-        """That decode for it, and for those it dispatches for."""
-        sampling = self.request.sampling
-        if sampling.use_beam_search:
-            return sampling.best_of
-        return 1 if self.is_retry else 1 + len(self._siblings)
 
     @property
     def was_dispatched(self) -> bool:
@@ -244,25 +231,24 @@ class Session:
         if now_s >= self._deadline_s:
             self._end_badly(DeadlineExceeded("the request's deadline passed"))
         elif attempt is not None and now_s >= attempt.doubt_until_s:
-            self._fail_attempt(
-                attempt, attempt.doubt or HandoffFailed("no message came"), blamed=None
-            )
+            self.fail_attempt(attempt, attempt.doubt or HandoffFailed("no message came"))
         elif self._moves.is_late(now_s):
             return
         elif self._waits_for_its_first_place:
             if error := self._wait.queue_error(now_s):
                 self._end_badly(error)
-        elif self.is_waiting:
-            self._try_dispatch()
+        else:
+            self.try_dispatch()
 
     @property
     def _waits_for_its_first_place(self) -> bool:
         return self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE
 
-    # --- attempts ---------------------------------------------------------------------------------
-
-    def _try_dispatch(self) -> None:
-        """Dispatch the next attempt, or wait for engines as long as that makes sense."""
+    def try_dispatch(self) -> None:
+        """Find engines and dispatch, or wait for them as long as that makes sense; `blocked` is
+        why. Does nothing unless it waits."""
+        if not self.is_waiting:
+            return
         now_s = self._clock.monotonic_s()
         suspect_call = self.call_id if self._deaths.is_suspect else None
         try:
@@ -277,7 +263,10 @@ class Session:
         for sibling in siblings:
             sibling._begin_attempt(route)
         fork_ids = tuple(sibling.request_id for sibling in siblings)
-        self._dispatcher.send(attempt, fork_ids, may_refuse=self._may_refuse)
+        # An engine may send it back: not for ever, and not once it was taken.
+        may_refuse = self._num_taken == 1 and not self._siblings
+        may_refuse = may_refuse and self._num_refusals < _MAX_REFUSALS
+        self._dispatcher.send(attempt, fork_ids, may_refuse=may_refuse)
 
     def _begin_attempt(self, route: Route) -> Attempt:
         self._attempt = self._last = attempt = self.new_attempt(route)
@@ -297,11 +286,6 @@ class Session:
             is_search=self.request.sampling.use_beam_search,
         )
 
-    @property
-    def _may_refuse(self) -> bool:
-        """Whether an engine may send it back: not for ever, and not once it was taken."""
-        return self._num_taken == 1 and not self._siblings and self._num_refusals < _MAX_REFUSALS
-
     def _was_refused(self, attempt: Attempt, incarnation: str) -> None:
         """It would break an engine's promise: plan once more without that one, then wait in the
         queue as if it had never been dispatched."""
@@ -312,20 +296,21 @@ class Session:
         self._num_refusals += 1
         if self._num_refusals == 1:
             with self._wait.without(incarnation, self._clock.monotonic_s()):
-                self._try_dispatch()
+                self.try_dispatch()
         if self.is_waiting:
             self._wait.for_a_place()
 
     def _engine_gave_up(
-        self, attempt: Attempt, incarnation: str, error: BatonError, *, is_pair_fault: bool
+        self, attempt: Attempt, incarnation: str, error: BatonError, blamed: str | None
     ) -> None:
         """An engine of this attempt failed it or is gone; the attempt may survive that."""
         attempt.close(incarnation)
-        if attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
-            return
-        self._fail_attempt(attempt, error, blamed=None if is_pair_fault else incarnation)
+        if not attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
+            self.fail_attempt(attempt, error, blamed=blamed)
 
-    def _fail_attempt(self, attempt: Attempt, error: BatonError, *, blamed: str | None) -> None:
+    def fail_attempt(
+        self, attempt: Attempt, error: BatonError, *, blamed: str | None = None
+    ) -> None:
         """Give this attempt up; try again if that can help. `blamed` None: the pair."""
         attempt.cancel(self.request_id)
         self._attempt = None
@@ -344,7 +329,7 @@ class Session:
             self._attempt = self._moves.take_over(is_suspect=self._deaths.is_suspect)
             self._last = self._attempt or attempt
             if self._attempt is None:
-                self._try_dispatch()
+                self.try_dispatch()
         else:
             self._end_badly(error)
 
@@ -352,11 +337,9 @@ class Session:
         """An engine died that the attempt before may have failed for."""
         num_tokens, now_s = len(self._answer.output_ids), self._clock.monotonic_s()
         error = self._deaths.died_late(self.call_id, died, num_tokens=num_tokens, now_s=now_s)
-        if error is None:
-            return
-        if not self._may_try_again:
+        if error is not None and not self._may_try_again:
             self._end_badly(error)
-        elif self._attempt is not None:
+        elif error is not None and self._attempt is not None:
             self._deaths.attempt_began(self.call_id, self._attempt.pair)
 
     @property
@@ -364,20 +347,16 @@ class Session:
         is_left = self._num_taken < self._limits.max_attempts
         return is_left and not self._deaths.is_convicted
 
-    # --- moves ------------------------------------------------------------------------------------
-
     @property
     def movable_from(self) -> str | None:
         """The engine that it decodes on, if it may be moved from there now. Samples of one prompt
         share blocks, and stay."""
         attempt = self._attempt
-        if attempt is None or not attempt.is_decoding or self._moves.now is not None:
-            return None
         is_alone = not self._siblings and not self.sample_index
         may_move = is_alone and self._answer.output_ids and not self._deaths.is_suspect
-        if not may_move or not self._moves.pause.is_over(self._clock.monotonic_s()):
+        if attempt is None or not attempt.is_decoding or not may_move:
             return None
-        return attempt.pair[1]
+        return attempt.pair[1] if self._moves.may_begin(self._clock.monotonic_s()) else None
 
     def begin_move(self, route: Route, on_over: Callable[[str], None]) -> None:
         """To another engine of this model, while `movable_from`; move.py has what follows."""
@@ -391,11 +370,6 @@ class Session:
         self._attempt = self._last = attempt
         self._advance(attempt, fresh)
 
-    def fail_attempt(self, attempt: Attempt, error: BatonError) -> None:
-        self._fail_attempt(attempt, error, blamed=None)
-
-    # --- tokens -----------------------------------------------------------------------------------
-
     def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
         shown = self._answer.add(tokens)
@@ -407,9 +381,7 @@ class Session:
         elif attempt.is_complete and attempt.finish_reason is not None:
             self._finish(attempt, attempt.finish_reason, shown)
         elif not self._answer.send(shown):
-            self._end_too_slow()
-
-    # --- the end ----------------------------------------------------------------------------------
+            self._end_badly(Overloaded(_TOO_SLOW))
 
     def _finish(self, attempt: Attempt, reason: FinishReason, shown: Shown) -> None:
         """The good end. Whoever still holds the request gets a Cancel."""
@@ -424,9 +396,6 @@ class Session:
         if attempt is not None:
             attempt.cancel(self.request_id)
         self._answer.fail(error)
-
-    def _end_too_slow(self) -> None:
-        self._end_badly(Overloaded("the client reads too slowly; its stream was ended"))
 
     def _end(self, event: Event) -> None:
         assert not self.is_over, "a request ends once"

@@ -5,22 +5,18 @@
 
 A program takes all query heads of one kv head against one share of a sequence's keys; where a
 sequence has several, a second kernel joins them (flash decoding, Dao et al. 2023). Shares are about
-equal over the whole step, not per sequence: else one long sequence among short ones would keep a
-few programs busy while all others are done. How many there can be depends on the number of
-sequences alone, so a CUDA graph of so many can replay any step; the shares themselves it reads.
+equal over the whole step (decode_shares.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
@@ -36,44 +32,13 @@ from .attention_8bit_triton import (
     log2_and_inverse,
 )
 from .attention_triton import LOG2_E, dot_precision, piece_elements
+from .decode_shares import TILE_KEYS, divide, max_shares
 
 # A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
-_TILE_KEYS = 64
 _WARPS = 2
 _STAGES = 3
-_PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
 _JOINS_AT_MOST = 2048  # programs
 _JOINED_AT_ONCE = tl.constexpr(32)
-
-Int32s = NDArray[Any]
-
-
-def max_shares(num_seqs: int, kv_heads: int) -> int:
-    """Of any step with so many sequences."""
-    return num_seqs + -(-_PROGRAMS_WANTED // kv_heads)
-
-
-def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
-    """Divide the keys of a step: (shares [shares, 3]: sequence, first key, end; indptr [seqs + 1]).
-
-    Sequence i's shares are those from indptr[i] to indptr[i + 1]. They are whole tiles but for a
-    sequence's last, equal within a tile, and at most `max_shares` in number.
-    """
-    if not len(seq_lens):
-        return np.empty((0, 3), np.int32), np.zeros(1, np.int32)
-    lens = np.asarray(seq_lens, np.int64)
-    wanted = max_shares(len(lens), kv_heads) - len(lens)
-    most = max(_TILE_KEYS, -(-int(lens.sum()) // wanted))
-    counts = -(-lens // most)
-    sizes = -(-lens // counts // _TILE_KEYS) * _TILE_KEYS  # rounding up may leave a share over
-    counts = -(-lens // sizes)
-    indptr = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    shares = np.empty((int(indptr[-1]), 3), np.int32)
-    sequence = shares[:, 0] = np.repeat(np.arange(len(lens)), counts)
-    first = shares[:, 1] = (np.arange(len(shares)) - indptr[sequence]) * sizes[sequence]
-    shares[:, 2] = np.minimum(first + sizes[sequence], lens[sequence])
-    return shares, indptr
 
 
 class TritonDecode:
@@ -167,7 +132,7 @@ class TritonDecode:
             PIECE=piece_elements(layer_pool),
             DIM=dim,
             DIM_PADDED=dim_padded,
-            TILE_KEYS=_TILE_KEYS,
+            TILE_KEYS=TILE_KEYS,
             PRECISION=dot_precision(q),
             IS_8BIT=is_8bit(layer_pool),
             HAS_PTX=q.is_cuda,

@@ -10,7 +10,8 @@ from torch import Tensor
 from .experts import Fp8Groups, LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
-from .routing_triton import choose, choose_and_order, router_logits
+from .router_logits_triton import router_logits
+from .routing_triton import choose, choose_and_order
 from .tiles import Few, Plan, Sizes, choose_plan
 
 

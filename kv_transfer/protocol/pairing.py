@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass
 
 from ...core.errors import BatonError, FingerprintMismatch, HandoffFailed
-from .events import Hello, Message
+from .messages import Hello, Message
 
 TOMBSTONE_S = 30.0
 _MAX_TOMBSTONES = 65_536  # a peer that invents ids must not fill our memory

@@ -20,20 +20,15 @@ from ...core.errors import (
 from ...core.ports import Clock
 from ..window.transport import BlockPairs, PullOutcome
 from .events import (
-    Attach,
     CancelPull,
-    CancelTransfer,
     ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
     Failed,
-    Hello,
     Intended,
     IntentCancelled,
-    Manifest,
     MemoryFreed,
-    Message,
     OpenWindow,
     PeerLinked,
     PeerLost,
@@ -41,18 +36,16 @@ from .events import (
     PullEnded,
     PullerEffect,
     PullerEvent,
-    Release,
-    Renew,
     Reserve,
     Reserved,
     ReserveRefused,
-    Revoked,
     Send,
     StartPull,
     Tick,
     WindowFailed,
     WindowOpened,
 )
+from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pair, Pairs, PairState, Tombstones
 from .puller_transfer import ManifestSequence, PullerState, PullerTransfer, Renewals, ReserveQueue
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
 from ...core.fair_queue import FairQueue
 from ...core.request.token_ids import BlockHash
-from .events import HandoffState, Intended, Manifest, Reserved
+from .events import Intended, Reserved
+from .messages import HandoffState, Manifest
 
 
 class ManifestSequence:

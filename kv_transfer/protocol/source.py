@@ -23,29 +23,22 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from .events import (
-    Attach,
-    CancelTransfer,
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
-    Hello,
-    Manifest,
-    Message,
     Offered,
     PeerLinked,
     PeerLost,
     PeerMessage,
     PinPrefix,
-    Release,
     ReleaseBlocks,
-    Renew,
-    Revoked,
     Send,
     SourceEffect,
     SourceEvent,
     Tick,
     Withdrawn,
 )
+from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pairs, Tombstones
 
 

@@ -21,7 +21,7 @@ from ...engine.kv.block_pool import BlockRef
 from ...proto import codec
 from ...proto.v1 import handoff_pb2 as pb
 from ..window.network_address import KEY_BYTES, PoolAccess
-from .events import (
+from .messages import (
     Attach,
     CancelTransfer,
     HandoffState,

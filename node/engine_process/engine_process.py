@@ -9,36 +9,28 @@ own role. What goes wrong is reported in a `failed` frame, as text for people, a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import json
 import logging
 import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
-from ...core import flags
 from ...core.channels.addresses import host_id
 from ...core.channels.channel import BrokenStream, FrameSocket
-from ...core.channels.engine_tls import EngineTls
-from ...core.config import EngineConfig, NodeConfig
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
-from ...core.ports import Clock, SystemClock, SystemEntropy
+from ...core.ports import SystemClock, SystemEntropy
 from ...core.process.children import end_waits_on_time, end_with_parent
 from ...core.process.logs import set_up_logging
 from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.kv.generations import SharedGenerations
-from ...engine.kv.limits import EngineLimits
 from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
 from ...engine.parallel.pipeline_runner import join_ranks
@@ -47,7 +39,7 @@ from ...engine.parallel.ranked_adapters import adapters_of
 from ...engine.parallel.ranked_copies import host_copier_of
 from ...engine.speculation.ngram import make_proposer
 from ...kv_transfer.device_transports import transports, wrapping
-from ...kv_transfer.protocol.events import Hello
+from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ...kv_transfer.ranks.ranked import RankedTransport
@@ -60,13 +52,22 @@ from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
-from ..requests.request_role import EngineRole
 from .adapter_gate import AdapterGate
-from .engine_links import EngineLinks, Keys
-from .engine_loop import Callback, EngineLoop, HeartbeatSender, InputEnded, Item
+from .engine_links import EngineLinks
+from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
 from .grammar_gate import GrammarGate
+from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders
+from .role_plan import EngineParts, RolePlan
+from .startup_messages import (
+    LoadReport,
+    Settings,
+    describe_pool,
+    limits_of,
+    read_settings,
+    welcome_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,33 +75,6 @@ LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 _SWITCH_S = 0.0005
 _NUM_YOUNG = 20_000  # objects that a collection waits for: one takes a ms, and steps wait for it
 _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What a role is built from: everything that its engine process has made.
-
-    `block_bytes`: of all ranks.
-    """
-
-    engine: Engine
-    requests: RequestIO
-    outbox: Outbox
-    source: SourceSide
-    puller: PullerSide
-    clock: Clock
-    fingerprint: str
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RolePlan:
-    """How one kind of node differs: its name, its limits, its role."""
-
-    name: RoleName
-    adjust: Callable[[EngineConfig], EngineConfig]
-    max_held_blocks: Callable[[NodeConfig, int], int | None]
-    build: Callable[[EngineParts], EngineRole]
 
 
 def main(plan: RolePlan) -> int:
@@ -129,7 +103,7 @@ def main(plan: RolePlan) -> int:
 
 def _run(plan: RolePlan, frames: FrameSocket) -> None:
     """Start the other ranks, if there are any, and serve. Raises what ends the process."""
-    settings = _read_settings(frames)
+    settings = read_settings(frames)
     set_up_logging(settings.node.name or plan.name.value, as_json=settings.node.log_json)
     engine_config = plan.adjust(settings.engine)
     report = LoadReport(frames)
@@ -187,9 +161,9 @@ def _serve(
             tls,
         )
     )
-    limits = _limits(plan, engine_config, node_config, runner)
+    limits = limits_of(plan, engine_config, node_config, runner)
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
-    welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
+    welcome = welcome_of(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
     block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
@@ -210,7 +184,7 @@ def _serve(
         adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
         proposer=make_proposer(engine_config.speculation),
     )
-    engine.tbt_target_s = engine_config.tbt_target_s
+    engine.promise.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens
     if engine_config.enable_expert_parallel:
         engine.num_expert_ranks = engine_config.tensor_parallel_size
@@ -244,7 +218,7 @@ def _serve(
             ),
             puller=PullerSide(
                 Puller(hello, clock, LINK_WAIT_S),
-                Windows([ranked], lambda run: inbox.put(Callback(run))),
+                Windows([ranked], callbacks_to(inbox)),
                 routes,
                 outbox,
                 fetches,
@@ -289,7 +263,7 @@ def _serve(
         clock,
         links.channels,
         gate,
-        PromiseOrders(engine),
+        PromiseOrders(engine.promise),
         adapter_gate,
     )
     try:
@@ -303,99 +277,6 @@ def _serve(
         pulse.stop()
         links.close()
         offered.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the supervisor gives: the first frame."""
-
-    engine: EngineConfig
-    node: NodeConfig
-    tls: EngineTls | None
-    keys: Keys
-
-
-def _read_settings(frames: FrameSocket) -> Settings:
-    payload = frames.receive()
-    if payload is None:
-        raise ConnectionError("no configuration came")
-    settings = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
-    accepted = {bytes.fromhex(i): bytes.fromhex(key) for i, key in settings["keys"].items()}
-    return Settings(
-        flags.from_json(EngineConfig, settings["engine"]),
-        flags.from_json(NodeConfig, settings["node"]),
-        None if settings["tls"] is None else EngineTls(**settings["tls"]),
-        Keys(bytes.fromhex(settings["dialing_key"]), accepted),
-    )
-
-
-def _limits(
-    plan: RolePlan, engine: EngineConfig, node: NodeConfig, runner: ModelRunner
-) -> EngineLimits:
-    limits = EngineLimits(
-        num_blocks=runner.kv.num_blocks,
-        block_size=engine.block_size,
-        max_model_len=runner.max_model_len,
-        max_num_seqs=runner.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        prefill_chunk_tokens=runner.prefill_chunk_tokens,
-        graph_rows=runner.graph_rows,
-        num_stages=engine.pipeline_parallel_size,
-    )
-    return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
-
-
-def _welcome(
-    plan: RolePlan,
-    engine: EngineConfig,
-    node: NodeConfig,
-    runner: ModelRunner,
-    limits: EngineLimits,
-    incarnation: str,
-) -> node_pb2.Welcome:
-    return node_pb2.Welcome(
-        incarnation=incarnation,
-        role=plan.name.value,
-        name=node.name or plan.name.value,
-        model=engine.served_model_name or runner.model_dir.name,
-        fingerprint=fingerprint.short(runner.fingerprint),
-        max_model_len=runner.max_model_len,
-        block_size=limits.block_size,
-        num_blocks=limits.num_blocks,
-        vocab_size=runner.model_config.vocab_size,
-        eos_token_ids=runner.eos_token_ids,
-        max_num_seqs=limits.max_num_seqs,
-        tbt_target_s=engine.tbt_target_s or 0.0,
-        max_loras=0 if runner.adapters is None else engine.max_loras,
-        num_host_blocks=0 if runner.host_copier is None else runner.host_copier.most_blocks,
-    )
-
-
-def describe_pool(limits: EngineLimits) -> str:
-    """The KV pool in the units that people plan in."""
-    num_tokens = limits.capacity * limits.block_size
-    return (
-        f"{limits.capacity:,} KV blocks of {limits.block_size} = {num_tokens:,} tokens; "
-        f"{num_tokens // limits.max_model_len:,} requests of {limits.max_model_len:,}"
-    )
-
-
-class LoadReport:
-    """Progress lines, not more than one a second."""
-
-    def __init__(self, frames: FrameSocket) -> None:
-        self._frames = frames
-        self._last_s = time.monotonic()
-
-    def on_progress(self, num_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        if num_bytes == total_bytes or now_s - self._last_s > 1.0:
-            self._last_s = now_s
-            share = 100 * num_bytes // max(1, total_bytes)
-            self.line(f"weights {share} % of {total_bytes / 1e6:,.1f} MB")
-
-    def line(self, text: str) -> None:
-        self._frames.send(engine_pb2.EngineOutput(progress=text))
 
 
 def _read(frames: FrameSocket) -> Iterable[Item]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 
-from ...engine.engine import Engine
+from ...engine.scheduling.step_promise import StepPromise
 from ...proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ class PromiseOrders:
     `epoch`, `leader`: of the newest order that was followed; 0: there was none.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, promise: StepPromise) -> None:
         self.epoch = 0
         self.leader = ""
-        self._engine = engine
-        self._can_promise = engine.tbt_target_s is not None
+        self._promise = promise
+        self._can_promise = promise.tbt_target_s is not None
 
     def take(self, order: node_pb2.SetPromise) -> bool:
         """Whether it is followed: from the next step on, and for what comes from now on. What
@@ -39,8 +39,8 @@ class PromiseOrders:
             return False
         self.epoch, self.leader = order.epoch, order.leader
         if has_target:
-            self._engine.tbt_target_s = order.tbt_target_s
-        if has_target != self._engine.is_promising:
+            self._promise.tbt_target_s = order.tbt_target_s
+        if has_target != self._promise.is_promising:
             log.info("the promise is %s", "made" if has_target else "withdrawn")
-        self._engine.is_promising = has_target
+        self._promise.is_promising = has_target
         return True

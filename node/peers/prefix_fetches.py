@@ -74,7 +74,7 @@ class PrefixFetches:
         num_blocks = min(source.num_blocks, (len(tokens) - 1) // size)
         root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
         hashes = block_hashes(root, tokens[: num_blocks * size], size)
-        prefix = self._engine.borrow(hashes)
+        prefix = self._engine.prefixes.borrow(hashes)
         if prefix is None:
             return None
         now_s = self._clock.monotonic_s()
@@ -101,7 +101,7 @@ class PrefixFetches:
 
     def complete(self, complete: Complete) -> None:
         fetch = self._fetches.pop(complete.transfer_id)
-        self._engine.keep_prefix(fetch.prefix)
+        self._engine.prefixes.keep(fetch.prefix)
         self.counts.num_fetches += 1
         self.counts.fetched_blocks += complete.num_pulled_blocks
         self.counts.fetched_bytes += complete.num_pulled_blocks * self._block_bytes
@@ -114,7 +114,7 @@ class PrefixFetches:
         self._over(self._fetches[transfer_id])
 
     def dropped(self, transfer_id: str) -> None:
-        self._engine.drop_prefix(self._fetches.pop(transfer_id).prefix)
+        self._engine.prefixes.drop(self._fetches.pop(transfer_id).prefix)
 
     def not_linked(self) -> None:
         """The source that a request names is none of ours."""

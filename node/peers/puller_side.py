@@ -23,7 +23,6 @@ from ...kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
-    Hello,
     IntentCancelled,
     OpenWindow,
     PeerLinked,
@@ -39,6 +38,7 @@ from ...kv_transfer.protocol.events import (
     WindowFailed,
     WindowOpened,
 )
+from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.window.network_address import Routes
 from ...kv_transfer.window.transport import PullOutcome

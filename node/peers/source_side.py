@@ -22,8 +22,6 @@ from ...kv_transfer.protocol import wire
 from ...kv_transfer.protocol.events import (
     ChunkReady,
     ClosePeer,
-    HandoffState,
-    Hello,
     Offered,
     PeerLinked,
     PeerLost,
@@ -35,6 +33,7 @@ from ...kv_transfer.protocol.events import (
     Tick,
     Withdrawn,
 )
+from ...kv_transfer.protocol.messages import HandoffState, Hello
 from ...kv_transfer.protocol.source import Source
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto.v1 import handoff_pb2
@@ -95,7 +94,7 @@ class SourceSide:
                     self._lend(effect)
                 case ReleaseBlocks(transfer_id, key, error):
                     if (fence := self._lent.pop(transfer_id, None)) is not None:
-                        self._engine.give_back(fence)
+                        self._engine.prefixes.give_back(fence)
                     else:
                         self.on_release(key, error)
                 case _:
@@ -103,7 +102,7 @@ class SourceSide:
 
     def _lend(self, pin: PinPrefix) -> None:
         """All of them, or none: nobody waits here for memory or for a step."""
-        transfer_id, lent = pin.transfer_id, self._engine.lend(pin.block_hashes)
+        transfer_id, lent = pin.transfer_id, self._engine.prefixes.lend(pin.block_hashes)
         if lent is None:
             self.feed(Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")))
             return

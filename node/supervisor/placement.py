@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...core.config import EngineConfig, NodeConfig
+from ...core.config import NodeConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 
 

@@ -25,7 +25,8 @@ from ...cluster.secret import ClusterSecret
 from ...cluster.tls import GATEWAY, ClusterTls, role_name, watch_ends
 from ...core.channels.addresses import addresses_of, engine_addresses_of
 from ...core.channels.engine_tls import EngineTls
-from ...core.config import ClusterConfig, EngineConfig, NodeConfig
+from ...core.config import ClusterConfig, NodeConfig
+from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.membership import Member, Role
 from ...core.model_dir import resolve_model_dir

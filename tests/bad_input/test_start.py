@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from baton.core import flags
-from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.checkpoint import load_weights

@@ -22,7 +22,8 @@ from deployments import running
 from playwright.sync_api import sync_playwright
 
 from baton.client import Client
-from baton.core.config import EngineConfig, UpConfig
+from baton.core.config import UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
 
 LOAD_S = 85  # charts span two minutes from the first on

@@ -23,8 +23,9 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
 from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferSummary

@@ -19,7 +19,8 @@ from deployments import Running, running
 
 from baton.client import Client
 from baton.core import flags
-from baton.core.config import EngineConfig, GatewayConfig
+from baton.core.config import GatewayConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8

@@ -16,7 +16,7 @@ from e2e.oracle import GreedyOracle
 from e2e.subject import Subject
 
 from baton.cli.deployment.deployment import UpConfig
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 

@@ -19,7 +19,8 @@ from fakes.adapters import merge, write_adapter
 
 from baton.cli.deployment.deployment import UpConfig
 from baton.client import Client
-from baton.core.config import EngineConfig, GatewayConfig
+from baton.core.config import GatewayConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

@@ -14,7 +14,7 @@ from e2e.oracle import GreedyOracle
 
 from baton.cli.deployment.deployment import UpConfig
 from baton.client import Client
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

@@ -15,7 +15,8 @@ from e2e.oracle import GreedyOracle
 from e2e.test_tokens import generate, prompt_of
 
 from baton.client import Client
-from baton.core.config import EngineConfig, UpConfig
+from baton.core.config import UpConfig
+from baton.core.engine_config import EngineConfig
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 VOCAB_SIZE = 512

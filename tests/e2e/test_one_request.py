@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from deployments import running
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACER = ROOT / "tests" / "call_trace"

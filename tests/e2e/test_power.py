@@ -11,7 +11,7 @@ import torch
 from checkpoints import write_checkpoint
 from e2e.handing_over import hand_over
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

@@ -19,7 +19,7 @@ import torch
 from deployments import running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.external, pytest.mark.timeout(600)]
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import pytest
 from deployments import Running, running
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMG = shutil.which("smg")

@@ -89,5 +89,5 @@ class Bench:
             if sequence.num_tokens == sequence.num_computed_tokens:
                 sequence.token_ids.append(9)
                 if sequence.is_held:
-                    self.scheduler.hold(sequence)
+                    self.scheduler.queues.hold(sequence)
         return {s.sequence.request.request_id: s.num_scheduled_tokens for s in schedule.scheduled}

@@ -28,7 +28,7 @@ from baton.core.channels.channel import FrameBuffer, encode_payload
 from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams, Ticket
-from baton.kv_transfer.protocol.events import PROTOCOL
+from baton.kv_transfer.protocol.messages import PROTOCOL
 from baton.proto.v1 import handoff_pb2, node_pb2
 
 NUM_CHUNKS = 8

@@ -32,7 +32,7 @@ from node_driver import SECRET, abstract_sockets, is_idle
 from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient, AsyncGeneration, Result
 from baton.cluster.secret import ClusterSecret
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
 from baton.core.request.request import Request, SamplingParams, token_key
 from baton.core.request.timeline import Event

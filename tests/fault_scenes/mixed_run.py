@@ -22,7 +22,8 @@ from node_driver import CLUSTER, SECRET
 from baton.cli.cluster.fsck import examine
 from baton.cli.cluster.survey import survey
 from baton.cli.host.finding import Level
-from baton.core.config import ClusterConfig, EngineConfig
+from baton.core.config import ClusterConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import Cancelled
 from baton.core.metrics import percentile
 from baton.core.request.request import Request, SamplingParams

@@ -13,7 +13,7 @@ import torch
 from checkpoints import write_checkpoint
 from transformers import AutoModelForCausalLM
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import Request, SamplingParams

@@ -21,7 +21,7 @@ from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from fault_scenes.faults import Scene, Stream
 from fault_scenes.mixed_run import Outcome
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 
 pytestmark = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner

@@ -12,7 +12,8 @@ from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import running
 
 from baton.client import Client
-from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.config import NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner

@@ -13,7 +13,7 @@ import torch
 from checkpoints import VARIANTS, write_checkpoint
 from transformers import PreTrainedModel
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice

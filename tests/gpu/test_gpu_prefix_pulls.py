@@ -11,7 +11,8 @@ from deployments import running
 from gpu.test_gpu_handoff import LLAMA
 
 from baton.client import Client
-from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.config import NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

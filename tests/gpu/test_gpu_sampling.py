@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
@@ -189,7 +189,7 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path, head_dim: int) -> None:
 
 _FAULT = """
 import sys
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed
 from baton.core.request.request import SamplingParams
 from baton.kernels.sampling.sample_spec import SampleSpec

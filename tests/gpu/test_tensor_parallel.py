@@ -18,7 +18,7 @@ from checkpoints import write_checkpoint
 from node_driver import Heard, NodeProcess, launch, members, session
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine

@@ -14,7 +14,7 @@ from kernels.test_steps_by_ranks import Event, Graph
 
 pytest.importorskip("triton")
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution import gpu_steps
 from baton.engine.execution.batch import SampledToken, SequenceSlice

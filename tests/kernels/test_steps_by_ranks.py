@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import LaunchedStep, SequenceSlice
 from baton.engine.execution.gpu_steps import GpuSteps

@@ -20,7 +20,7 @@ from baton.kernels.attention.attention import (
     TorchAttention,
 )
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
-from baton.kernels.attention.decode_attention_triton import divide, max_shares
+from baton.kernels.attention.decode_shares import divide, max_shares
 from baton.kernels.kv import kv_blocks
 from baton.kernels.kv.kv_blocks_triton import rotate_and_store
 from baton.kernels.layers import ops

@@ -11,7 +11,7 @@ import math
 import struct
 from pathlib import Path
 
-from ....core.config import EngineConfig
+from ....core.engine_config import EngineConfig
 from ....core.errors import StartupFailed
 from ....core.model_dir import read_json, resolve_model_dir
 from ..model_config import ModelConfig, read_model_config

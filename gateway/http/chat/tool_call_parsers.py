@@ -182,16 +182,27 @@ class MistralParser(TagParser):
         return True
 
 
-class Llama3Parser(ToolCallParser):
+class FirstCharacterParser(ToolCallParser):
     """The first character decides: an answer that does not begin with a call is content."""
+
+    def _read(self, deltas: list[Delta]) -> bool:
+        if not self._has_content:
+            return self._read_calls()
+        self._content(self._text, deltas)
+        self._text = ""
+        return False
+
+    @abstractmethod
+    def _read_calls(self) -> bool:
+        """As `_read`, of an answer that has no content so far."""
+
+
+class Llama3Parser(FirstCharacterParser):
+    """Calls are objects, behind semicolons."""
 
     _is_over = False  # what follows the last call is not one
 
-    def _read(self, deltas: list[Delta]) -> bool:
-        if self._has_content:
-            self._content(self._text, deltas)
-            self._text = ""
-            return False
+    def _read_calls(self) -> bool:
         text = self._text.lstrip()
         if self._num_calls:
             text = text.removeprefix(";").lstrip()
@@ -210,17 +221,13 @@ class Llama3Parser(ToolCallParser):
         return True
 
 
-class PythonicParser(ToolCallParser):
-    """A list of calls is the whole answer, and its first character decides."""
+class PythonicParser(FirstCharacterParser):
+    """A list of calls is the whole answer."""
 
     def __init__(self) -> None:
         super().__init__(PythonicScanner)
 
-    def _read(self, deltas: list[Delta]) -> bool:
-        if self._has_content:
-            self._content(self._text, deltas)
-            self._text = ""
-            return False
+    def _read_calls(self) -> bool:
         text = self._text.lstrip()
         if self._num_calls:
             text = text.removeprefix(",").lstrip()

@@ -19,7 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from ....core.ports import Clock
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
-from ...engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from ...engines.linked_engine import LinkedEngine
+from ...engines.reported_load import EngineCounters, ReportedLoad
 from . import metric_table as table
 from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
 from .metric_table import Metric

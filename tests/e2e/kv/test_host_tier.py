@@ -9,7 +9,8 @@ import pytest
 from deployments import running
 
 from baton.client import Client
-from baton.core.config import EngineConfig, UpConfig
+from baton.core.config import UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.host_copies import CopyCost

@@ -13,7 +13,8 @@ from deployments import running
 from tokenizers import Tokenizer
 
 from baton.client import Client
-from baton.core.config import EngineConfig, UpConfig
+from baton.core.config import UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice

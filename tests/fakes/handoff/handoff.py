@@ -8,7 +8,7 @@ from typing import TypeVar
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockRef
-from baton.kv_transfer.protocol.events import Hello
+from baton.kv_transfer.protocol.messages import Hello
 
 SOURCE = "5" * 32
 PULLER = "9" * 32

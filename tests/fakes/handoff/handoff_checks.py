@@ -22,18 +22,14 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.protocol.events import (
-    Attach,
     ChunkReady,
     Complete,
     Failed,
-    HandoffState,
     Intended,
-    Manifest,
     Offered,
     PeerLinked,
     PeerMessage,
     ReleaseBlocks,
-    Renew,
     Reserve,
     ReserveRefused,
     Send,
@@ -41,6 +37,7 @@ from baton.kv_transfer.protocol.events import (
     Tick,
     WindowOpened,
 )
+from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, Renew
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm import _SourceMapping

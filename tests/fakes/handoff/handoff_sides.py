@@ -21,9 +21,7 @@ from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
 from baton.kv_transfer.protocol.events import (
-    Attach,
     CancelPull,
-    CancelTransfer,
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
@@ -31,13 +29,9 @@ from baton.kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
-    HandoffState,
-    Hello,
     Intended,
     IntentCancelled,
-    Manifest,
     MemoryFreed,
-    Message,
     Offered,
     OpenWindow,
     PeerLinked,
@@ -45,19 +39,27 @@ from baton.kv_transfer.protocol.events import (
     PeerMessage,
     PullEnded,
     PullerEvent,
-    Release,
     ReleaseBlocks,
-    Renew,
     Reserve,
     Reserved,
     ReserveRefused,
-    Revoked,
     Send,
     SourceEvent,
     StartPull,
     Tick,
     WindowOpened,
     Withdrawn,
+)
+from baton.kv_transfer.protocol.messages import (
+    Attach,
+    CancelTransfer,
+    HandoffState,
+    Hello,
+    Manifest,
+    Message,
+    Release,
+    Renew,
+    Revoked,
 )
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.puller import Puller

@@ -35,8 +35,6 @@ from baton.kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
-    HandoffState,
-    Hello,
     Intended,
     IntentCancelled,
     MemoryFreed,
@@ -59,6 +57,7 @@ from baton.kv_transfer.protocol.events import (
     WindowOpened,
     Withdrawn,
 )
+from baton.kv_transfer.protocol.messages import HandoffState, Hello
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome

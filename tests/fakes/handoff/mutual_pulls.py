@@ -20,7 +20,7 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 from baton.core.errors import StaleBlocks
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef, Fence
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, Fence
 from baton.engine.kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.protocol.events import (
@@ -29,10 +29,7 @@ from baton.kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
-    HandoffState,
-    Hello,
     Intended,
-    Message,
     Offered,
     OpenWindow,
     PeerLinked,
@@ -50,6 +47,7 @@ from baton.kv_transfer.protocol.events import (
     WindowOpened,
     Withdrawn,
 )
+from baton.kv_transfer.protocol.messages import HandoffState, Hello, Message
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome
@@ -79,7 +77,7 @@ class Peer:
         self.memory = MemoryPool(NUM_RESERVED_BLOCKS + num_blocks, BLOCK_BYTES)
         self.pool = BlockPool(NUM_RESERVED_BLOCKS + num_blocks, self.memory.generations)
         self.cache = PrefixCache(self.pool)
-        self.lent = LentPrefixes(self.pool, self.cache)
+        self.lent = LentPrefixes(self.pool, self.cache, self.memory.generations, lambda: 1 << 30)
         self.clock = clock
         hello = Hello(self.name, {"model": "toy"})
         self.source = Source(hello, clock, LEASE_S)
@@ -114,7 +112,7 @@ class Peer:
     def leave(self) -> None:
         """The request that runs here has moved, or is over."""
         assert self.running is not None
-        assert self.lent.match(hashes_of(self.number)) == [*self.running.block_ids], "it lost them"
+        assert self.cache.match(hashes_of(self.number)) == [*self.running.block_ids], "it lost them"
         self.running.close()
         self.running = None
 
@@ -149,14 +147,11 @@ class Peer:
 
     def _pin(self, transfer_id: str, puller: str, hashes: tuple[BlockHash, ...]) -> None:
         """As node/peers/source_side.py and the engine do."""
-        block_ids = self.lent.match(hashes)
-        if len(block_ids) < len(hashes):
+        lent = self.lent.lend(hashes)
+        if lent is None:
             self.feed_source(Withdrawn(transfer_id, StaleBlocks("evicted")))
             return
-        self.pins[transfer_id] = self.lent.lend(block_ids)
-        generations = map(self.memory.generations.read, block_ids)
-        columns = zip(range(len(hashes)), block_ids, generations, hashes, strict=True)
-        refs = tuple(map(BlockRef._make, columns))
+        self.pins[transfer_id], refs = lent
         self.feed_source(Offered(Ticket(transfer_id, self.name, puller), "", 1e9))
         self.feed_source(ChunkReady(transfer_id, refs, len(refs), HandoffState(len(refs))))
 
@@ -190,7 +185,6 @@ class Peer:
         ):
             assert bytes(self.memory.block(block_id)) == content(block_hash), "a wrong block"
         self.lent.keep(self.prefix)
-        self.lent.drop(self.prefix)
         self.prefix = None
 
     def _over(self, how: str) -> None:

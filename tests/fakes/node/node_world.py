@@ -19,7 +19,7 @@ from baton.core.request.request import FinishReason, Request, SamplingParams, Ti
 from baton.decode_node.role import DecodeRole
 from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits
-from baton.kv_transfer.protocol.events import Hello
+from baton.kv_transfer.protocol.messages import Hello
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.head_ranges import HeadPiece
@@ -27,7 +27,8 @@ from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, Remo
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.adapter_gate import AdapterGate
-from baton.node.engine_process.engine_loop import Callback, EngineLoop, HeartbeatSender
+from baton.node.engine_process.engine_loop import Callback, EngineLoop
+from baton.node.engine_process.heartbeat import HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.peers.prefix_fetches import PrefixFetches
 from baton.node.peers.puller_side import PullerSide
@@ -162,7 +163,7 @@ class Node:
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine),
+            self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine.promise),
             AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
 

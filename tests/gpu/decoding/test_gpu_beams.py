@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 

@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from fakes.adapters import merge, write_adapter
 from transformers import AutoModelForCausalLM
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.local import LocalEngine
 

@@ -27,7 +27,8 @@ from baton.kernels.experts.experts import (
 )
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products
-from baton.kernels.experts.routing_triton import choose_and_order, router_logits
+from baton.kernels.experts.router_logits_triton import router_logits
+from baton.kernels.experts.routing_triton import choose_and_order
 from baton.kernels.experts.tiles import Cut, Few, Plan, Sizes, Tiles, choose_plan
 from baton.kernels.products.weights import (
     BlockScaled,

@@ -22,7 +22,7 @@ from deployments import Running, running
 from baton.client import Client
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.membership import Member, Role
 
 BATON = Path(sys.executable).parent / "baton"

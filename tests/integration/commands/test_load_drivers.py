@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 from baton.bench.serve import systems
 from baton.bench.serve.clients.driver_choice import connect
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 
 
 async def test_tokens_of_mixed_engines_are_counted() -> None:

@@ -16,7 +16,7 @@ from patience import AT_ONCE_S, SOON_S
 
 from baton.client import Client
 from baton.core import errors
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "demo")
 OUR_MARK = f"system-{os.getpid()}"

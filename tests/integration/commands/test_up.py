@@ -20,7 +20,8 @@ import pytest_asyncio
 from deployments import MARK, marked_processes
 
 from baton.cli.deployment.deployment import Deployment
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, StartupFailed
 
 

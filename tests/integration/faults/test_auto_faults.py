@@ -14,7 +14,7 @@ from fault_scenes import mixed_run
 from fault_scenes.fault_cluster import cluster, write_model
 from fault_scenes.faults import Reference, Scene
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 
 NUM_MIXED = 120
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")

@@ -28,7 +28,7 @@ from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from fault_scenes.faults import BLOCK_SIZE, Reference, Scene
 from patience import AT_ONCE_S, SOON_S
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 
 NUM_MIXED = 40

@@ -20,7 +20,8 @@ from baton.client import AsyncClient
 from baton.client.messages import Result
 from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
-from baton.core.config import EngineConfig, UpConfig
+from baton.core.config import UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
 from baton.prefix_index.follower import Follower

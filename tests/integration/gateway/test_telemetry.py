@@ -16,7 +16,8 @@ from deployments import Running, running
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import Client
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig
+from baton.core.config import GatewayConfig, NodeConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import InvalidRequest
 
 pytest.importorskip("opentelemetry.sdk")

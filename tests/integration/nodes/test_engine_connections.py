@@ -32,7 +32,7 @@ from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.engines.engine_connection import EngineConnection
-from baton.gateway.engines.linked_engine import ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken, Work
 
 PATIENCE_S = 10.0

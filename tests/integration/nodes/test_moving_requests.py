@@ -18,7 +18,8 @@ from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from node_driver import CLUSTER, OUR_MARK, SECRET
 
 from baton.client import AsyncClient, Result
-from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig
+from baton.core.config import ClusterConfig, GatewayConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.gateway.moves.choice import PlannedMove

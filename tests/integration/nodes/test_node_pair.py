@@ -29,7 +29,7 @@ from node_driver import (
 from patience import AT_ONCE_S, SOON_S
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import NodeLost
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket

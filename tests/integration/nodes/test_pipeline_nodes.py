@@ -15,7 +15,7 @@ from fakes.ranks.linked_nodes import Nodes, connected, request_of, wait_for_no_p
 from node_driver import TINY_MODEL, NodeProcess, launch
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
 from baton.core.membership import Role
 from baton.engine.execution.runner import ModelRunner

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner

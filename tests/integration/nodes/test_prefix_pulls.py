@@ -23,7 +23,7 @@ from node_driver import (
 )
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.membership import Member, Role
 from baton.core.request.request import PrefixSource, Request, SamplingParams
 from baton.engine.engine import Engine

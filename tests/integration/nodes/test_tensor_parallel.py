@@ -16,7 +16,7 @@ from checkpoints import write_checkpoint
 from fakes.adapters import merge, write_adapter
 from int4_checkpoints import write_int4_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import AdapterRefused, EngineFailed, StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine

@@ -27,7 +27,7 @@ from node_driver import (
 )
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket

@@ -29,7 +29,8 @@ from steady_load import PROMPTS, SteadyLoad
 from baton.cli.host.certs import ROLES, SERVER, make_certificates, sign_certificates
 from baton.client import AsyncClient
 from baton.cluster.tls import GATEWAY, role_name
-from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.core.config import NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 
 HELD, HTTPS = PROMPTS[:2]  # the one by a connection that stays, the other by HTTPS
 PAUSE_S = 2.5  # longer than anybody waits for a sign of life

@@ -28,7 +28,8 @@ from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
 from baton.core.channels.admission import GATEWAY as PURPOSE_GATEWAY
 from baton.core.channels.admission import PULLER, dial
-from baton.core.config import EngineConfig, GatewayConfig, UpConfig
+from baton.core.config import GatewayConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import (
     Cancelled,
     ModelNotFound,

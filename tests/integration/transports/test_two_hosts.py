@@ -19,7 +19,7 @@ from node_driver import NodeProcess, launch_program, wait_idle, write_tiny_model
 from baton.cli.host.certs import make_certificates
 from baton.client import AsyncClient, Client
 from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import Unavailable
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner

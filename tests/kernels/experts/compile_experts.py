@@ -22,7 +22,8 @@ from triton.knobs import nvidia
 
 from baton.kernels.experts.few_tokens_triton import _down, _gated
 from baton.kernels.experts.grouped_triton import _grouped_product, _sum_pairs
-from baton.kernels.experts.routing_triton import _choose, _logits, _logits_of_few, _order
+from baton.kernels.experts.router_logits_triton import _logits, _logits_of_few
+from baton.kernels.experts.routing_triton import _choose, _order
 from baton.kernels.experts.tiles import Cut, Few, Sizes, Tiles, choose_plan
 
 MAX_SHARED_BYTES = 227 << 10

@@ -24,12 +24,8 @@ from baton.kernels.experts.experts import (
 )
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
-from baton.kernels.experts.routing_triton import (
-    choose,
-    choose_and_order,
-    most_tiles,
-    router_logits,
-)
+from baton.kernels.experts.router_logits_triton import router_logits
+from baton.kernels.experts.routing_triton import choose, choose_and_order, most_tiles
 from baton.kernels.experts.tiles import (
     Cut,
     Few,

@@ -11,7 +11,7 @@ import pytest
 
 from baton.bench.baselines.pairs import PAIRS, MeasuredDevice, PairPlayer, PairShape
 from baton.bench.baselines.workload import WorkShape, make_jobs, poisson
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.engine.execution.batch import CompletedStep, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 

@@ -10,7 +10,7 @@ from baton.bench.baselines.play import Outcome, Player
 from baton.bench.baselines.schemes import ADMISSIONS, SCHEMES, Scheme
 from baton.bench.baselines.workload import Job, WorkShape, make_jobs, poisson
 from baton.bench.serve.clients.workloads import sharegpt_lengths
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
 
 SHAPE = WorkShape(

@@ -14,7 +14,8 @@ from baton.cli.deployment.child import Child, lines_of
 from baton.cli.deployment.child_group import ChildGroup
 from baton.cli.deployment.deployment import Deployment
 from baton.cli.deployment.gateways import shared_ports
-from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 
 

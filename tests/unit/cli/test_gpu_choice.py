@@ -12,14 +12,8 @@ from baton.cli.deployment.deployment import Deployment
 from baton.cli.host import doctor, gpu_choice, host_gpus
 from baton.cli.host.gpu_choice import GpuChoice, choose_gpus
 from baton.cli.host.host_gpus import HostGpu, HostGpus
-from baton.core.config import (
-    TBT_TARGET_MS,
-    ClusterConfig,
-    EngineConfig,
-    GatewayConfig,
-    NodeConfig,
-    UpConfig,
-)
+from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.engine_config import TBT_TARGET_MS, EngineConfig
 from baton.core.errors import StartupFailed
 
 GIB = 1 << 30

@@ -25,7 +25,8 @@ from baton.cluster import tls
 from baton.cluster.certificate_times import validities
 from baton.cluster.exposure import check_exposure, is_loopback
 from baton.cluster.tls import CertificateFiles, ClusterTls, check_peer_role
-from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
+from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import PermissionDenied, StartupFailed
 from baton.core.membership import Role
 from baton.core.ports import SystemClock

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from baton.cli.launch import gateway_parser, node_parser
 from baton.cli.main import build_parser
 from baton.core import errors, flags
-from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
+from baton.core.config import ClusterConfig, NodeConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
 from baton.core.metrics import Slo, TokenTimes, goodput_rps, percentile
 from baton.core.request.request import (

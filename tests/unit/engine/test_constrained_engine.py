@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from baton.constraints.grammars import Grammars
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, InvalidRequest
 from baton.core.request.request import (
     Constraint,

@@ -766,32 +766,32 @@ def test_a_request_that_would_break_the_promise_is_refused(
 ) -> None:
     engine = new_engine(max_num_seqs=16, max_num_batched_tokens=64)
     monkeypatch.setattr(engine._step_costs, "estimate", lambda: linear_cost(0.010, 0.002))
-    engine.check_promise(new_request("a", [1, 2, 3]))
-    engine.tbt_target_s = 0.020
+    engine.promise.check(new_request("a", [1, 2, 3]))
+    engine.promise.tbt_target_s = 0.020
     for name in "bcde":
-        engine.check_promise(new_request(name, [1, 2, 3]))
+        engine.promise.check(new_request(name, [1, 2, 3]))
         engine.add(new_request(name, [1, 2, 3], max_tokens=30))
-    engine.check_promise(new_request("f", [1, 2, 3]))
+    engine.promise.check(new_request("f", [1, 2, 3]))
     with pytest.raises(PromiseRefused, match="6 decodes takes longer"):
-        engine.check_promise(new_request("f", [1, 2, 3]), num_coming=1)
+        engine.promise.check(new_request("f", [1, 2, 3]), num_coming=1)
     with pytest.raises(PromiseRefused, match="5 decodes takes longer"):
-        engine.check_promise(new_request("f", [1, 2, 3], tbt_target_ms=15.0))
-    engine.check_promise(new_request("f", [1, 2, 3], tbt_target_ms=1.0))
+        engine.promise.check(new_request("f", [1, 2, 3], tbt_target_ms=15.0))
+    engine.promise.check(new_request("f", [1, 2, 3], tbt_target_ms=1.0))
     assert engine.totals().num_refusals == 2, "what no engine keeps holds nobody up"
     run(engine)
-    engine.check_promise(new_request("f", [1, 2, 3], tbt_target_ms=15.0), num_coming=1)
+    engine.promise.check(new_request("f", [1, 2, 3], tbt_target_ms=15.0), num_coming=1)
 
 
 def test_what_steps_had_in_them_and_whether_they_kept_the_promise() -> None:
     engine = new_engine(max_num_batched_tokens=64)
-    engine.tbt_target_s = 1e-9
+    engine.promise.tbt_target_s = 1e-9
     engine.add(new_request("a", [1, 2, 3], max_tokens=6, ignore_eos=True))
     assert engine.decode_step_p99_s is None
     run(engine)
     totals = engine.totals()
     assert (totals.num_prompts, totals.num_prompt_tokens, totals.num_decode_tokens) == (1, 3, 5)
     assert (totals.num_promised_steps, totals.num_kept_steps) == (5, 0)
-    engine.tbt_target_s = 60.0
+    engine.promise.tbt_target_s = 60.0
     engine.add(new_request("b", [1, 2, 3], max_tokens=6, ignore_eos=True))
     run(engine)
     assert (engine.totals().num_promised_steps, engine.totals().num_kept_steps) == (10, 5)

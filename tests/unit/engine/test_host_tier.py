@@ -128,7 +128,7 @@ class Rig:
     def settle(self) -> None:
         """Let all copies end: an engine looks at them when it has a step to launch."""
         for _ in range(60):
-            self.engine._poll_host()
+            self.engine._stepper.poll_host()
 
     @property
     def totals(self) -> Counter[str]:
@@ -233,10 +233,10 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
     rig.num_looks = range(10, 11)
     key = rig.add([*PROMPT, 7])
     for _ in range(5):
-        if rig.engine._scheduler.loading:
+        if rig.engine._scheduler.queues.loading:
             break
         rig.step()
-    [load] = rig.engine._scheduler.loading.values()
+    [load] = rig.engine._scheduler.queues.loading.values()
     last = load.host_blocks[-1]
     taken: list[int] = []
     while last not in taken:  # the family that was used longest ago first, then of its own the end
@@ -259,7 +259,7 @@ def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
     assert not len(rig.engine._host._blocks)  # the copy out of PROMPT's blocks has not ended
     rig.num_looks = range(1)
     for _ in range(1500):
-        rig.engine._poll_host()
+        rig.engine._stepper.poll_host()
     assert rig.totals["lost"] > 0
     assert rig.serve([*PROMPT, 7]) < 20
 

@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from fakes.runner import FakeRunner, expected_tokens
 from transformers import LlamaForCausalLM
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice

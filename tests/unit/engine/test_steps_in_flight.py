@@ -87,5 +87,5 @@ def test_what_comes_while_a_step_is_in_flight_fills_the_pipeline() -> None:
 
 def test_a_promise_counts_the_steps_of_all_stages() -> None:
     rig = Rig(4)
-    rig.engine.tbt_target_s = 0.02
-    assert rig.engine.promise_s == pytest.approx(0.005)
+    rig.engine.promise.tbt_target_s = 0.02
+    assert rig.engine.promise.target_s == pytest.approx(0.005)

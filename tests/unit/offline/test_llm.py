@@ -16,7 +16,7 @@ import pytest
 
 import baton
 from baton import LLM, BeamSearchParams, SamplingParams
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import (
     BatonError,
     ContextLengthExceeded,

@@ -15,7 +15,8 @@ import pytest
 from fakes.gateway.byte_model import write_byte_model
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core.config import EngineConfig, GatewayConfig
+from baton.core.config import GatewayConfig
+from baton.core.engine_config import EngineConfig
 from baton.gateway.http.turns import messages
 from baton.offline.batch_endpoints import batch_app, serving
 from baton.offline.local_calls import LocalCalls

@@ -129,7 +129,7 @@ def assert_idle(engine: Engine) -> None:
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
     assert engine.ledger()["requests"] == {}
     assert engine.pool.open_fences == ()
-    assert len(engine._beams) == 0 and engine._scheduler.groups == []
+    assert not engine._sequences.beams.by_key and engine._scheduler.queues.groups == []
 
 
 def runner_of(engine: Engine) -> FakeRunner:

@@ -12,7 +12,7 @@ import torch
 from checkpoints import VARIANTS, write_checkpoint
 from transformers import PreTrainedModel
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import FinishedBeam

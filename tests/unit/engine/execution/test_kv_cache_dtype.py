@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import FingerprintMismatch, StartupFailed
 from baton.engine.execution.device import choose_kv_dtype
 from baton.engine.execution.runner import ModelRunner
@@ -18,7 +18,7 @@ from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.placement import Placement
 from baton.kernels.kv.kv_8bit import dequantize
 from baton.kernels.kv.kv_blocks import store_kv
-from baton.kv_transfer.protocol.events import Hello
+from baton.kv_transfer.protocol.messages import Hello
 from baton.kv_transfer.protocol.pairing import Pairs
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 

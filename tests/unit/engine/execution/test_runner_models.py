@@ -15,7 +15,7 @@ from checkpoints import VARIANTS, write_checkpoint
 from rounding import assert_same_but_for_rounding
 from transformers import PreTrainedModel
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cpu_steps import CpuSteps

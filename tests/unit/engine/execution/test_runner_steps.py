@@ -11,7 +11,7 @@ import torch
 from checkpoints import write_checkpoint
 from rounding import assert_same_but_for_rounding
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.engine.kv import host_memory
 from baton.engine.kv.host_copies import CpuCopier, Direction, _runs, make_host_copier

@@ -30,7 +30,7 @@ class Pool:
         self.generations = LocalGenerations(NUM_RESERVED_BLOCKS + CAPACITY)
         self.pool = BlockPool(NUM_RESERVED_BLOCKS + CAPACITY, self.generations)
         self.cache = PrefixCache(self.pool)
-        self.lent = LentPrefixes(self.pool, self.cache)
+        self.lent = LentPrefixes(self.pool, self.cache, self.generations, lambda: 1 << 30)
         self.content: dict[int, BlockHash | None] = {}
         self.running: list[list[int]] = []
 
@@ -81,11 +81,11 @@ def test_no_race_makes_a_wrong_block_visible(seed: int, is_pinned: bool) -> None
                 prefix = target.lent.borrow(hashes)
                 if prefix is None:
                     continue
-                found = source.lent.match(hashes)
+                found = source.cache.match(hashes)
                 if len(found) < len(hashes):
                     target.lent.drop(prefix)
                     continue
-                pin = source.lent.lend(found) if is_pinned else None
+                pin = source.lent._hold(found) if is_pinned else None
                 refs = [(block_id, source.generations.read(block_id)) for block_id in found]
                 pulls.append((prefix, pin, refs))
             case _ if pulls:
@@ -97,7 +97,8 @@ def test_no_race_makes_a_wrong_block_visible(seed: int, is_pinned: bool) -> None
                 num_kept, num_stale = num_kept + is_good, num_stale + (not is_good)
                 if is_good:
                     target.lent.keep(prefix)
-                target.lent.drop(prefix)
+                else:
+                    target.lent.drop(prefix)
                 if pin is not None:
                     source.lent.give_back(pin)
         source.check()
@@ -151,15 +152,15 @@ def test_what_was_looked_up_and_is_no_longer_there_is_not_pinned(seed: int, num_
     while outcomes["races"] < num_races:
         hashes = chance.choice(PROMPTS)
         num_listed = watched.mirror.cached_blocks([SOURCE], hashes).get(SOURCE, 0)
-        found_then = source.lent.match(hashes[:num_listed])
+        found_then = source.cache.match(hashes[:num_listed])
         generations = [source.generations.read(block_id) for block_id in found_then]
         watched.disturb()
         if not num_listed:
             continue
         is_same = [source.generations.read(b) for b in found_then] == generations
         outcomes["races"] += len(found_then) < num_listed or not is_same
-        pinned = source.lent.match(hashes[:num_listed])
-        pin = source.lent.lend(pinned)
+        pinned = source.cache.match(hashes[:num_listed])
+        pin = source.lent._hold(pinned)
         watched.disturb()
         assert [source.content[block_id] for block_id in pinned] == hashes[: len(pinned)]
         source.lent.give_back(pin)

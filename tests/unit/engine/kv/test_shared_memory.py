@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.engine.kv import memfd
 from baton.engine.kv.block_pool import canary_bytes

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import VARIANTS, write_checkpoint
 from fakes.adapters import ATTENTION, merge, write_adapter
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import InvalidRequest
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.local import LocalEngine

@@ -13,7 +13,7 @@ import torch
 from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.engine.model.weights.checkpoint import load_weights, weights_identity

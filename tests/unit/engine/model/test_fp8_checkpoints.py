@@ -15,7 +15,7 @@ from fp8_checkpoints import FORMATS, FP8, write_fp8_checkpoint
 from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner

@@ -16,7 +16,7 @@ from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner

@@ -12,7 +12,7 @@ from checkpoints import write_byte_tokenizer, write_checkpoint
 from fakes.adapters import merge, write_adapter
 from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
 from baton.engine.kv.host_copies import CopyCost

@@ -12,7 +12,7 @@ from fakes.ranks.played_ranks import play_ranks
 from fp8_checkpoints import write_fp8_checkpoint
 from int4_checkpoints import write_int4_checkpoint
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 

@@ -17,8 +17,8 @@ COST = linear_cost(STEP_S, TOKEN_S)
 
 def bench(monkeypatch: pytest.MonkeyPatch, target_s: float | None, **fields: Any) -> Bench:
     made = Bench(**({"capacity": 2000, "budget": 512} | fields))
-    made.scheduler.tbt_target_s = target_s
-    monkeypatch.setattr(made.scheduler._step_costs, "estimate", lambda: COST)
+    made.scheduler.promise.tbt_target_s = target_s
+    monkeypatch.setattr(made.scheduler.promise._step_costs, "estimate", lambda: COST)
     return made
 
 
@@ -55,10 +55,10 @@ def test_the_strictest_request_that_decodes_counts(monkeypatch: pytest.MonkeyPat
     for target_ms, promise_s in [(0.001, 0.006), (8.0, 0.008), (5.0, 0.006)]:
         sampling = dataclasses.replace(strict.request.sampling, tbt_target_ms=target_ms)
         strict.request = dataclasses.replace(strict.request, sampling=sampling)
-        assert made.scheduler.promise_s == promise_s, "half of the engine's own at least"
+        assert made.scheduler.promise.target_s == promise_s, "half of the engine's own at least"
     assert step_s(made.step()) == pytest.approx(0.006)
     made.scheduler.remove(strict)
-    assert made.scheduler.promise_s == 0.012
+    assert made.scheduler.promise.target_s == 0.012
 
 
 def test_without_decodes_there_is_no_promise_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_a_promise_that_cannot_be_kept_lets_prompts_get_on(
 
 def test_nothing_is_taken_for_granted_before_steps_were_measured() -> None:
     made = Bench(capacity=2000, budget=512)
-    made.scheduler.tbt_target_s = 10.0
+    made.scheduler.promise.tbt_target_s = 10.0
     made.add(4)
     made.step()
     made.add(900, first_id=5000)
@@ -100,12 +100,12 @@ def test_a_promise_that_is_withdrawn_is_kept_to_those_that_decode(
     made = bench(monkeypatch, 0.008)
     decoding = made.add(4)
     made.step()
-    made.scheduler.is_promising = False
+    made.scheduler.promise.is_promising = False
     made.add(900, first_id=5000)
-    assert made.scheduler.promise_s == 0.008
+    assert made.scheduler.promise.target_s == 0.008
     assert step_s(made.step()) == pytest.approx(0.008)
     made.scheduler.remove(decoding)
-    assert made.scheduler.promise_s is not None, "the other will decode here too"
+    assert made.scheduler.promise.target_s is not None, "the other will decode here too"
     assert sum(made.step().values()) == 512, "and prompts alone are computed in full steps"
 
 
@@ -115,7 +115,7 @@ def test_a_step_of_all_that_will_decode(monkeypatch: pytest.MonkeyPatch) -> None
         made.add(10, first_id=100 * index)
     made.step()
     waiting = made.add(40, first_id=1000)
-    shape = made.scheduler.step_with(waiting.request, 2)
+    shape = made.scheduler.queues.step_with(waiting.request, 2)
     known = sum(one.num_tokens for one in made.sequences)
     assert shape == StepShape(num_decodes=7, keys=known + 3 * 40)
 
@@ -140,7 +140,7 @@ def test_what_steps_take_longer_than_expected_is_kept_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = bench(monkeypatch, 0.012)
-    made.scheduler._step_costs.overrun = 1.2
+    made.scheduler.promise._step_costs.overrun = 1.2
     made.add(4)
     made.step()
     made.add(900, first_id=5000)

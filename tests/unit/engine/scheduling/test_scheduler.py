@@ -208,8 +208,8 @@ def test_the_latest_are_preempted_and_the_earlier_comes_back_first() -> None:
         bench.add(4, first_id=first_id)
     assert bench.step() == {"a": 4, "b": 4, "c": 4}
     assert bench.step() == {"a": 1}  # in c's block; after that b finds only itself to preempt
-    assert bench.scheduler.num_preemptions == 2
-    assert [s.request.request_id for s in bench.scheduler.waiting] == ["b", "c"]
+    assert bench.scheduler.preemption.num_preemptions == 2
+    assert [s.request.request_id for s in bench.scheduler.queues.waiting] == ["b", "c"]
     bench.scheduler.remove(a)
     assert bench.step() == {"b": 1}
 
@@ -221,20 +221,20 @@ def test_a_half_computed_prompt_is_preempted_first_and_once() -> None:
     prompt = bench.add(16, first_id=200)
     assert bench.step() == {"a": 1, "b": 5}
     c = bench.add(3, first_id=300)
-    bench.scheduler.waiting.remove(c)  # it begins to decode here, later than the prompt came
+    bench.scheduler.queues.waiting.remove(c)  # it begins to decode here, later than the prompt came
     c.num_computed_tokens = c.num_launched_tokens = c.num_prefill_tokens = 3
     assert bench.scheduler._tables.grow(c)
-    bench.scheduler._run(c)
-    assert bench.scheduler._next_victim() is prompt, "nobody's stream waits for it"
-    bench.scheduler._preempt(prompt)
-    assert bench.scheduler._next_victim() is c
+    bench.scheduler.queues.run(c)
+    assert bench.scheduler.preemption.next_victim() is prompt, "nobody's stream waits for it"
+    bench.scheduler.preemption.preempt(prompt)
+    assert bench.scheduler.preemption.next_victim() is c
     bench.step()
     assert prompt.state is SequenceState.RUNNING and prompt.is_prefilling
-    assert bench.scheduler._next_victim() is c, "it has aged"
+    assert bench.scheduler.preemption.next_victim() is c, "it has aged"
     bench.scheduler.remove(c)
-    assert bench.scheduler._next_victim() is prompt
+    assert bench.scheduler.preemption.next_victim() is prompt
     bench.scheduler.remove(prompt)
-    assert bench.scheduler._next_victim() is None and a.state is SequenceState.RUNNING
+    assert bench.scheduler.preemption.next_victim() is None and a.state is SequenceState.RUNNING
 
 
 def test_a_preempted_sequence_finds_its_blocks_in_the_cache() -> None:
@@ -256,7 +256,7 @@ def test_the_oldest_waits_for_held_blocks_and_is_not_preempted() -> None:
     assert bench.step() == {"a": 4, "b": 8}
     assert held.state is SequenceState.HELD
     assert bench.step() == {}
-    assert a.state is SequenceState.RUNNING and bench.scheduler.num_preemptions == 0
+    assert a.state is SequenceState.RUNNING and bench.scheduler.preemption.num_preemptions == 0
     bench.scheduler.remove(held)
     assert bench.step() == {"a": 1}
 
@@ -372,6 +372,6 @@ def test_a_started_reservation_runs_by_its_arrival() -> None:
     assert bench.step() == {"b": 8}
     early.token_ids.append(9)
     bench.scheduler.start(early)
-    assert bench.scheduler.running == [early, b]
+    assert bench.scheduler.queues.running == [early, b]
     assert bench.step() == {"a": 1}
     assert b.state is SequenceState.WAITING

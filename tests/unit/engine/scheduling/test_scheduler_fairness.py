@@ -22,7 +22,7 @@ class CallerBench(Bench):
     def prefill_step(self) -> dict[str, int]:
         """A step as of a prefill node: what has its first token is gone."""
         planned = self.step()
-        for sequence in [*self.scheduler.held]:
+        for sequence in [*self.scheduler.queues.held]:
             self.scheduler.remove(sequence)
         return planned
 
@@ -130,7 +130,7 @@ def test_a_waiting_request_can_be_aborted_in_the_middle() -> None:
     _, middle, _ = (bench.of(1, 16, is_held=True) for _ in range(3))
     bench.scheduler.remove(middle)
     assert [bench.prefill_step() for _ in range(3)] == [{"a": 16}, {"c": 16}, {}]
-    assert not bench.scheduler.waiting
+    assert not bench.scheduler.queues.waiting
 
 
 def test_a_preempted_sequence_comes_before_all_callers() -> None:
@@ -140,7 +140,7 @@ def test_a_preempted_sequence_comes_before_all_callers() -> None:
     assert bench.step() == {"a": 4, "b": 4}
     bench.of(2, 1)
     assert bench.step() == {"a": 1}
-    assert [s.request.request_id for s in bench.scheduler.waiting] == ["b", "c"]
+    assert [s.request.request_id for s in bench.scheduler.queues.waiting] == ["b", "c"]
     bench.scheduler.remove(first)
     assert next(iter(bench.step())) == "b"
 
@@ -153,7 +153,7 @@ def test_a_fork_without_room_comes_before_all_callers() -> None:
     child = bench.new(8, first_id=0)
     child.token_ids.append(7)
     assert bench.scheduler.fork(parent, child) == []
-    assert bench.scheduler.waiting.head is child
+    assert bench.scheduler.queues.waiting.head is child
     bench.scheduler.remove(parent)
     assert bench.step() == {"c": 1}, "the prompt was in the cache"
 
@@ -163,10 +163,10 @@ def test_one_caller_s_service_is_what_was_computed_for_it() -> None:
     bench.of(1, 24, is_held=True)
     bench.prefill_step()
     bench.scheduler.add(bench.new(28, first_id=0, caller_id=1))
-    served = bench.scheduler.waiting.served(1)
-    assert bench.scheduler.waiting.waiting_tokens() == {1: 4}, "24 are in the cache"
+    served = bench.scheduler.queues.waiting.served(1)
+    assert bench.scheduler.queues.waiting.waiting_tokens() == {1: 4}, "24 are in the cache"
     bench.step()
-    assert bench.scheduler.waiting.served(1) == served + 4
+    assert bench.scheduler.queues.waiting.served(1) == served + 4
 
 
 @given(
@@ -189,9 +189,9 @@ def test_every_prompt_ends_and_its_caller_s_prompts_end_in_order(
             bench.step()
         bench.of(caller_id, length, is_held=True)
         num_tokens += length
-    while bench.scheduler.running or bench.scheduler.waiting:
+    while bench.scheduler.queues.running or bench.scheduler.queues.waiting:
         assert bench.step(), "a step without anything, while something waits"
-        ended += [one for one in bench.scheduler.held if one not in ended]
+        ended += [one for one in bench.scheduler.queues.held if one not in ended]
         num_steps += 1
         assert num_steps <= 2 * (num_tokens // 16 + len(arrivals)) + 2
     by_caller: dict[int, list[int]] = {}

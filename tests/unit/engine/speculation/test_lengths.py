@@ -99,7 +99,7 @@ class _Coin:
         ]
 
 
-class _Scheduler:
+class _Queues:
     """What a speculator looks at: sequences that decode."""
 
     def __init__(self, batch: int) -> None:
@@ -134,22 +134,22 @@ def played_speed(
     batch: int, coin: _Coin, wait_s: float, num_steps: int, *, head_s: float = 0.0
 ) -> float:
     """Tokens a second; each draft of the longest takes `head_s` more, which no cost tells."""
-    scheduler = _Scheduler(batch)
+    queues = _Queues(batch)
     limits = EngineLimits(10**6, 16, 10**9, max_num_seqs=512, max_num_batched_tokens=8192)
     speculator = Speculator(coin, limits, _Fixed(), None, (), FakeClock(), runs_ahead=True)
     passed_s, num_tokens, has_drafts = 0.0, 0, False
     for _ in range(num_steps):
         took_s = 0.0
-        if has_drafts or speculator.is_due(scheduler):  # type: ignore[arg-type]
-            speculator.draft(scheduler, StepShape())  # type: ignore[arg-type]
+        if has_drafts or speculator.is_due(queues):  # type: ignore[arg-type]
+            speculator.draft(queues, StepShape())  # type: ignore[arg-type]
             speculator.waited(wait_s)
             took_s += wait_s
-        lengths = [len(one.draft_token_ids) for one in scheduler.running]
-        for one in scheduler.running:
+        lengths = [len(one.draft_token_ids) for one in queues.running]
+        for one in queues.running:
             one.num_awaited_tokens = 1
         has_drafts = speculator.settle()
         step_s = seconds(batch, sum(lengths)) + head_s * max(lengths)
-        for one in scheduler.running:
+        for one in queues.running:
             num_tokens += 1
             if one.draft_token_ids:
                 right = SampledToken(1, 0.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.engine.speculation.ngram import NgramProposer, make_proposer
 from baton.engine.speculation.proposer import Context

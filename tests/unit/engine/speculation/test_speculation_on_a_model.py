@@ -12,7 +12,7 @@ from fakes.proposer import FakeProposer
 from tokenizers import Tokenizer
 
 from baton.constraints.grammars import Grammars
-from baton.core.config import EngineConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.request.request import (
     Constraint,
     ConstraintKind,

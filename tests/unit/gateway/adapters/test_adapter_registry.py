@@ -20,7 +20,8 @@ from baton.core.errors import (
 from baton.core.membership import Member, Role
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.prefix_index.mirror import PrefixMirror
 

@@ -28,7 +28,7 @@ from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines import engine_connection
 from baton.gateway.engines.engine_connection import EngineConnection
-from baton.gateway.engines.linked_engine import ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
 from baton.proto import codec
 from baton.proto.v1 import node_pb2

@@ -16,7 +16,8 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.step_cost import PromptSpeed, StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
 from baton.gateway.validation.validation import ModelLimits

@@ -14,8 +14,9 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
 from baton.prefix_index.messages import Delta, encode

@@ -12,8 +12,9 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import FETCH_S, Fetch, Holders

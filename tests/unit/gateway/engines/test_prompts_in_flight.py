@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import route_prompt
 from baton.gateway.engines.prompts_in_flight import LINGER_S, PromptsInFlight
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
 from baton.prefix_index.mirror import PrefixMirror
 

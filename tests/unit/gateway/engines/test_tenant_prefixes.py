@@ -13,8 +13,9 @@ from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.gateway.security.tenancy import INFER, Caller, Tenancy
 from baton.prefix_index.messages import Delta, encode

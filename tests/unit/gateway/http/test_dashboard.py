@@ -15,7 +15,8 @@ from fakes.clock import FakeClock
 from baton.core.errors import InvalidRequest
 from baton.core.membership import Member, Role
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed, View, definitions

@@ -15,9 +15,10 @@ from baton.core.request.request import PrefixSource, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import MOVE, PlanRecord
 from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover
 from baton.gateway.request.dispatch_wait import SessionLimits

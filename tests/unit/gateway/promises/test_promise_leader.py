@@ -12,7 +12,8 @@ from fakes.gateway.engine_link import FakeLink
 from baton.core.membership import Member, Role
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.promises.promise_leader import PERIOD_S, PromiseLeader
 from baton.prefix_index.mirror import PrefixMirror

@@ -19,7 +19,8 @@ from baton.cli import reference
 from baton.core.errors import Cancelled, EngineFailed, Overloaded
 from baton.core.membership import Member, Role
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets

@@ -26,28 +26,30 @@ from baton.core.errors import (
     UnknownTransfer,
 )
 from baton.kv_transfer.protocol.events import (
-    Attach,
-    CancelTransfer,
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
-    HandoffState,
-    Hello,
-    Manifest,
-    Message,
     Offered,
     PeerLinked,
     PeerLost,
     PeerMessage,
-    Release,
     ReleaseBlocks,
-    Renew,
-    Revoked,
     Send,
     SourceEffect,
     SourceEvent,
     Tick,
     Withdrawn,
+)
+from baton.kv_transfer.protocol.messages import (
+    Attach,
+    CancelTransfer,
+    HandoffState,
+    Hello,
+    Manifest,
+    Message,
+    Release,
+    Renew,
+    Revoked,
 )
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.source import Source

@@ -13,7 +13,7 @@ from baton.core.errors import HandoffFailed, StaleBlocks
 from baton.core.request.token_ids import BlockHash
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol import wire
-from baton.kv_transfer.protocol.events import (
+from baton.kv_transfer.protocol.messages import (
     Attach,
     CancelTransfer,
     HandoffState,

@@ -7,7 +7,8 @@ import queue
 import pytest
 from fakes.clock import FakeClock
 
-from baton.core.config import EngineConfig, NodeConfig
+from baton.core.config import NodeConfig
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -21,8 +22,8 @@ from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
 from baton.node.channels.mailboxes import Kind, Outbox
-from baton.node.engine_process.engine_loop import STALL_S, HeartbeatSender
-from baton.node.engine_process.engine_process import describe_pool
+from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
+from baton.node.engine_process.startup_messages import describe_pool
 from baton.node.requests.request_io import TOMBSTONE_S, Entry, RequestTable
 from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs

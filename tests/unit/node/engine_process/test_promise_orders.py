@@ -13,7 +13,7 @@ from baton.proto.v1 import node_pb2
 
 
 @dataclass
-class FakeEngine:
+class FakePromise:
     tbt_target_s: float | None = 0.02
     is_promising: bool = True
 
@@ -22,8 +22,8 @@ def order(epoch: int, leader: str = "a", target_s: float | None = None) -> node_
     return node_pb2.SetPromise(epoch=epoch, leader=leader, tbt_target_s=target_s)
 
 
-def made(target_s: float | None = 0.02) -> tuple[FakeEngine, PromiseOrders]:
-    engine = FakeEngine(target_s)
+def made(target_s: float | None = 0.02) -> tuple[FakePromise, PromiseOrders]:
+    engine = FakePromise(target_s)
     return engine, PromiseOrders(engine)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,143 @@
+"""The sequences of an engine by their requests' keys: how each comes to be, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ..core.errors import BatonError, InvalidRequest
+from ..core.request.request import FinishReason, Request
+from ..core.request.token_ids import root_hash
+from .beams.beam_search import BeamSearch, BeamSearches
+from .execution.batch import Runner
+from .execution.constraints import Constraints
+from .kv.limits import EngineLimits
+from .lora.adapter_room import AdapterRoom, refuse_adapter
+from .scheduling.outputs import StepOutputBuilder
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence, SequenceState, finish_reason
+
+
+class LiveSequences:
+    """`on_end(num_outputs)`: one ended by itself."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        limits: EngineLimits,
+        scheduler: Scheduler,
+        adapters: AdapterRoom[Sequence] | None,
+        constraints: Constraints | None,
+        *,
+        fingerprint: str,
+        eos_token_ids: Collection[int],
+        on_end: Callable[[int], None],
+    ) -> None:
+        self.by_key: dict[str, Sequence] = {}
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.beams = BeamSearches(scheduler, self.by_key, runner, eos_token_ids, on_end)
+        self._runner = runner
+        self._limits = limits
+        self._scheduler = scheduler
+        self._adapters = adapters
+        self._constraints = constraints
+        self._fingerprint = fingerprint
+        self._num_arrivals = 0
+
+    def create(self, request: Request, state: SequenceState, *, is_held: bool = False) -> Sequence:
+        """A new one, to be `keep`t once it has its place. Raises InvalidRequest and its kin."""
+        if request.key in self.by_key:
+            raise InvalidRequest(f"{request.key} is here already")
+        self._limits.check(request)
+        if request.adapter is not None:
+            if self._adapters is None:
+                raise refuse_adapter()
+            self._adapters.check(request.adapter)
+            if request.sampling.use_beam_search:
+                raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
+        self._num_arrivals += 1
+        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
+        sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
+        if request.sampling.use_beam_search:
+            if not is_held:
+                self._limits.check_beams(request)
+            self.beams.begin(sequence, self._limits.max_outputs(request))
+        constraint = request.sampling.constraint
+        if constraint is not None:
+            if self._constraints is None:
+                raise InvalidRequest("constraints are not taken", code="unsupported_parameter")
+            sequence.constrained = self._constraints.begin(constraint)
+        if state is SequenceState.RESERVED:  # told where they are computed
+            sequence.next_prompt_logprob = len(request.prompt_token_ids)
+        return sequence
+
+    def keep(self, sequence: Sequence) -> None:
+        """It has its place: found by its key from here on, or those of its search."""
+        self.by_key[sequence.key] = sequence
+        if sequence.group is not None:
+            self.beams.file(sequence)
+
+    def keys_of(self, sequence: Sequence) -> tuple[str, ...]:
+        """Of all requests that a sequence is for."""
+        search = self._search_of(sequence)
+        return (sequence.key,) if search is None else search.keys
+
+    def _search_of(self, sequence: Sequence) -> BeamSearch | None:
+        return None if sequence.group is None else self.beams.of(sequence)
+
+    def fork(self, parent: Sequence, request: Request, token_id: int) -> None:
+        """A new sequence behind all of the parent's known tokens."""
+        child = Sequence(request, parent.arrival, False, parent.root_hash)
+        child.token_ids.append(token_id)
+        child.has_started = parent.has_started
+        child.next_prompt_logprob = len(request.prompt_token_ids)
+        if parent.constrained is not None:
+            child.constrained = parent.constrained.another()
+        if request.adapter is not None and self._adapters is not None:
+            has_slot = self._adapters.take(child)
+            assert has_slot, "its parent's"
+        assert child.key not in self.by_key and child.num_tokens == parent.num_tokens + 1
+        self.by_key[child.key] = child
+        copies = self._scheduler.fork(parent, child)
+        if copies:
+            self._runner.copy_blocks(copies)
+
+    def finish_reason(
+        self, request: Request, token_id: int, num_outputs: int
+    ) -> FinishReason | None:
+        """Why the request ends with this token, the `num_outputs`th; None: it goes on."""
+        return finish_reason(
+            request,
+            token_id,
+            num_outputs,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self._limits.max_model_len,
+        )
+
+    def end(self, sequence: Sequence) -> None:
+        """Give back all that it has, and its search."""
+        if (search := self._search_of(sequence)) is not None:
+            self.beams.end(search)
+            return
+        del self.by_key[sequence.key]
+        if not self.leave_adapter(sequence):
+            self._scheduler.remove(sequence)
+
+    def leave_adapter(self, sequence: Sequence) -> bool:
+        """It needs its adapter no more, which may let others begin. Whether it waited for it."""
+        if self._adapters is None or sequence.request.adapter is None:
+            return False
+        was_parked = self._adapters.leave(sequence)
+        for other in self._adapters.unpark():
+            self._scheduler.add(other)
+        return was_parked
+
+    def fail(self, sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
+        """End it with an error, if the scheduler has not ended it yet."""
+        if (search := self._search_of(sequence)) is not None:
+            self.beams.fail(search, error, output)
+            return
+        output.fail(sequence, error)
+        del self.by_key[sequence.key]
+        was_parked = self.leave_adapter(sequence)
+        if sequence.state is not SequenceState.ENDED and not was_parked:
+            self._scheduler.remove(sequence)

@@ -1,0 +1,170 @@
+"""Where the sequences of an engine stand, and what that comes to.
+
+    waiting ──► running ──► held: computed, waiting to be released
+       └► loading ▲
+          reserved ┘              all but those that wait have blocks
+Decides nothing: see scheduler.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, MutableSequence
+from itertools import chain
+
+from ...core.fair_queue import FairQueue
+from ...core.request.request import Request
+from ...core.step_cost import StepShape
+from ..kv.block_pool import BlockPool
+from ..kv.host_tier import Load
+from ..kv.limits import EngineLimits
+from .admission import distinct_blocks
+from .schedule import ScheduledSequence, step_shape
+from .sequence import Sequence, SequenceGroup, SequenceState
+
+
+class Queues:
+    """`refused_at`: `opportunities` when the head of those that wait did not fit."""
+
+    def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
+        self.waiting: FairQueue[Sequence] = FairQueue()
+        self.running: list[Sequence] = []  # by arrival
+        self.loading: dict[Sequence, Load] = {}
+        self.reserved: list[Sequence] = []
+        self.held: list[Sequence] = []
+        self.groups: list[SequenceGroup] = []  # whose first member has blocks
+        self.refused_at: int | None = None
+        self._limits = limits
+        self._pool = pool
+        self._stalled_at: int | None = None
+        self._num_holds = 0
+
+    @property
+    def opportunities(self) -> int:
+        """Moves whenever blocks or a place among the running may have become free."""
+        return self._pool.num_releases + self._num_holds
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that wait to be pulled, or will: shared ones count once."""
+        return len(distinct_blocks(self.holders()))
+
+    def owners(self) -> Iterator[Sequence]:
+        """All that have blocks."""
+        yield from self.running
+        yield from self.loading
+        yield from self.reserved
+        yield from self.held
+
+    def holders(self) -> Iterator[Sequence]:
+        """Those whose blocks wait to be pulled, or will."""
+        yield from self.held
+        yield from (s for s in chain(self.running, self.loading) if s.is_held)
+
+    def has_slot(self, sequence: Sequence | None = None) -> bool:
+        """Whether one more may run, this one with its group."""
+        num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
+        num_seqs += sum(group.num_absent for group in self.groups)
+        if sequence is not None and sequence.group is not None:
+            num_seqs += sequence.group.num_absent
+        return num_seqs < self._limits.max_num_seqs
+
+    def run(self, sequence: Sequence) -> None:
+        """It has blocks, and joins those that run."""
+        self._stalled_at = None
+        sequence.state = SequenceState.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
+
+    def hold(self, sequence: Sequence) -> None:
+        """The held sequence is computed: it no longer runs, and keeps its blocks."""
+        self.running.remove(sequence)
+        sequence.state = SequenceState.HELD
+        self.held.append(sequence)
+        self._num_holds += 1
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a prompt that runs is not computed whole."""
+        computed = (one.num_computed_tokens >= one.num_prefill_tokens for one in self.running)
+        return bool(self.loading) or not all(computed)
+
+    def decodes(self) -> StepShape:
+        """A step of all that decode, of a pipeline of its share of them, and nothing else."""
+        shape = step_shape(
+            ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
+        )
+        return self._share_of(shape.num_decodes, shape.keys)
+
+    def step_with(self, request: Request, num_coming: int) -> StepShape:
+        """A step of all that will decode here once their prompts are computed, with this request,
+        its forks, and `num_coming` more like it that the engine does not have yet."""
+        others = chain(self.waiting, self.loading, self.running)
+        lengths = [one.num_tokens for one in others if not one.is_held]
+        num_more = request.num_sequences + num_coming
+        keys = sum(lengths) + num_more * request.num_known_tokens
+        return self._share_of(len(lengths) + num_more, keys)
+
+    def _share_of(self, num_decodes: int, keys: int) -> StepShape:
+        """Of so many decodes, what one step has."""
+        num_stages = self._limits.num_stages
+        return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
+
+    def waiting_tokens(self) -> Counter[int]:
+        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
+
+        Of waiting prompts those that the prefix cache held when they came are left out.
+        """
+        waiting = Counter(self.waiting.waiting_tokens())
+        for sequence in self.running:
+            num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
+            if num_tokens > 0:
+                waiting[sequence.request.caller_id] += num_tokens
+        for sequence, load in self.loading.items():
+            num_loaded = len(load.host_blocks) * self._limits.block_size
+            num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
+            waiting[sequence.request.caller_id] += num_tokens
+        return waiting
+
+    def add(self, sequence: Sequence, num_to_compute: int, *, is_first: bool = False) -> None:
+        """Let it wait behind all others of its caller. `is_first`: before all others, since it has
+        been served, and its caller charged."""
+        self._stalled_at = None
+        add = self.waiting.add_first if is_first else self.waiting.add
+        add(sequence, sequence.request.caller_id, num_to_compute)
+        if is_first:
+            self.refused_at = None  # it is the head now
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence ends, whatever its state."""
+        queues: dict[SequenceState, MutableSequence[Sequence] | FairQueue[Sequence]] = {
+            SequenceState.WAITING: self.waiting,
+            SequenceState.RUNNING: self.running,
+            SequenceState.RESERVED: self.reserved,
+            SequenceState.HELD: self.held,
+        }
+        if sequence.state is SequenceState.LOADING:
+            del self.loading[sequence]
+        elif sequence.state is not SequenceState.PARKED:
+            queues[sequence.state].remove(sequence)
+        sequence.state = SequenceState.ENDED
+        if (group := sequence.group) is not None and group.has_ended and group in self.groups:
+            self.groups.remove(group)
+
+    def take_in(self, group: SequenceGroup | None) -> None:
+        """Its first member has got blocks."""
+        if group is not None:
+            self.groups.append(group)
+
+    def stall(self) -> None:
+        """There was nothing to schedule."""
+        self._stalled_at = self.opportunities
+
+    def wake(self) -> None:
+        """Something may be scheduled that could not be."""
+        self._stalled_at = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether there still is nothing to schedule: all that is left waits for memory."""
+        return self._stalled_at == self.opportunities

@@ -1,0 +1,75 @@
+"""How long a step with decodes takes at most: what prompts may add, and what is refused for it."""
+
+from __future__ import annotations
+
+from ...core.errors import PromiseRefused
+from ...core.request.request import Request
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepShape
+from ..kv.limits import EngineLimits
+from .queues import Queues
+from .schedule import Schedule, step_shape
+from .step_cost_estimator import StepCostEstimator
+
+
+class StepPromise:
+    """`tbt_target_s`: what steps with decodes in them take at most, if prompts can be cut for it;
+    None: prompts are computed as fast as may be. `is_promising`: whether what comes is promised
+    that too; what decodes was, and is kept to it."""
+
+    def __init__(self, limits: EngineLimits, queues: Queues, step_costs: StepCostEstimator) -> None:
+        self.tbt_target_s: float | None = None
+        self.is_promising = True
+        self.num_refusals = 0
+        self._limits = limits
+        self._queues = queues
+        self._step_costs = step_costs
+
+    @property
+    def target_s(self) -> float | None:
+        """What a step with decodes takes at most: its own target, or the strictest of those that
+        decode, but no less than half of its own: one request shall not hold up all prompts. None:
+        no target, or it was withdrawn, and nobody decodes to whom it was promised. A decode of a
+        pipeline waits for a step of each other stage."""
+        if self.tbt_target_s is None:
+            return None
+        if not self.is_promising and all(one.is_held for one in self._queues.running):
+            return None
+        targets_ms = (one.request.sampling.tbt_target_ms for one in self._queues.running)
+        strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
+        return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
+
+    def keep(self, schedule: Schedule) -> None:
+        """Cut what the step has room for, beside its decodes, to what can be computed in time."""
+        prefills = [one for one in self._queues.running if one.is_prefilling]
+        if not prefills and not self._queues.waiting:
+            return
+        cost, target_s = self._step_costs.estimate(), self.target_s
+        num_tokens = LEAST_PROMPT_TOKENS
+        if cost is not None and target_s is not None:
+            context = prefills[0].num_launched_tokens if prefills else 0
+            most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
+            beside = step_shape(schedule.scheduled)
+            target_s /= self._step_costs.overrun
+            num_tokens = cost.promised_tokens(target_s, beside, context, most)
+            unpadded = self._limits.unpadded_rows(num_tokens + beside.num_decodes)
+            num_tokens = max(unpadded - beside.num_decodes, min(num_tokens, LEAST_PROMPT_TOKENS))
+        schedule.limit_prompts(num_tokens)
+
+    def check(self, request: Request, num_coming: int = 0) -> None:
+        """Raises PromiseRefused if steps of all that will decode here, this request and
+        `num_coming` others beside, would break the promise by themselves. Where one alone would,
+        or nothing is measured or promised, it makes no difference."""
+        cost, target_s = self._step_costs.estimate(), self.target_s
+        if cost is None or target_s is None:
+            return
+        if own_ms := request.sampling.tbt_target_ms:
+            own_s, least_s = own_ms / 1000, (self.tbt_target_s or 0.0) / 2
+            num_stages = self._limits.num_stages
+            target_s = max(min(target_s, own_s / num_stages), least_s / num_stages)
+        shape = self._queues.step_with(request, num_coming)
+        alone = StepShape(num_decodes=1, keys=request.num_known_tokens)
+        if cost.seconds(shape) > target_s >= cost.seconds(alone):
+            self.num_refusals += 1
+            raise PromiseRefused(
+                f"a step of {shape.num_decodes} decodes takes longer than {target_s * 1e3:.1f} ms"
+            )

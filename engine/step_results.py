@@ -1,0 +1,120 @@
+"""What the tokens of a step do to their sequences: they go on, fork, are held or end."""
+
+from __future__ import annotations
+
+import math
+
+from ..core.errors import EngineFailed
+from ..core.request.request import FinishReason, Request
+from .execution.batch import SampledToken
+from .live_sequences import LiveSequences
+from .scheduling.admission import OutputLengthEstimator
+from .scheduling.block_tables import BlockTables
+from .scheduling.outputs import ChunkDone, StepOutputBuilder, TokenOutput
+from .scheduling.schedule import ScheduledSequence
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence, SequenceState
+from .scheduling.step_record import StepRecord
+from .speculation.speculator import Speculator
+
+
+class StepResults:
+    """Judges when a request ends (EOS, stop ids, lengths), and fills the step's output."""
+
+    def __init__(
+        self,
+        sequences: LiveSequences,
+        scheduler: Scheduler,
+        tables: BlockTables,
+        estimator: OutputLengthEstimator,
+        step_record: StepRecord,
+        speculator: Speculator | None,
+    ) -> None:
+        self._sequences = sequences
+        self._scheduler = scheduler
+        self._tables = tables
+        self._estimator = estimator
+        self._step_record = step_record
+        self._speculator = speculator
+
+    def advance(
+        self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
+    ) -> None:
+        """Account for one sequence's part of a completed step."""
+        sequence = scheduled.sequence
+        if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
+            tokens = self._speculator.accepted_tokens(sequence, sampled)
+            self._step_record.num_decode_tokens -= scheduled.num_scheduled_tokens - len(tokens)
+            for token in tokens:
+                if sequence.state is not SequenceState.ENDED:
+                    self._advance_by(sequence, 1, token, output)
+        else:
+            self._advance_by(sequence, scheduled.num_scheduled_tokens, sampled, output)
+
+    def _advance_by(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        sampled: SampledToken | None,
+        output: StepOutputBuilder,
+    ) -> None:
+        """So many of its tokens are computed, and the token behind them is sampled, if any is."""
+        if sampled is not None and math.isnan(sampled.logprob):
+            self._sequences.fail(
+                sequence, EngineFailed("the model's logits are not numbers"), output
+            )
+            return
+        sequence.num_computed_tokens += num_tokens
+        self._tables.store(sequence)
+        reason = first = None
+        if sampled is not None and sequence.num_candidates:
+            first = sampled
+            if sequence.is_held:
+                self._scheduler.queues.hold(sequence)
+            elif not self._sequences.beams.found(sequence, sampled):
+                first = None
+        elif sampled is not None:
+            reason = self._append(sequence, sampled, output)
+        if first is not None or (sequence.is_held and reason is None):
+            num_tokens, is_last = sequence.num_computed_tokens, sampled is not None
+            output.chunks.append(ChunkDone(sequence.key, num_tokens, is_last, first))
+
+    def _append(
+        self, sequence: Sequence, sampled: SampledToken, output: StepOutputBuilder
+    ) -> FinishReason | None:
+        """Output a token, and end or hold its sequence if that was its last one here."""
+        sequence.num_awaited_tokens -= not sequence.is_held
+        reason = self._output(sequence.request, sequence.num_outputs, sampled, output)
+        fork_reasons = [
+            self._fork_off(sequence, fork, token, output)
+            for fork, token in zip(sequence.forks, sampled.forks, strict=True)
+        ]
+        sequence.forks = ()
+        sequence.token_ids.append(sampled.token_id)
+        if sequence.is_held and None in fork_reasons:
+            reason = None
+        if reason is not None:
+            self._estimator.observe(sequence.num_outputs)
+            self._sequences.end(sequence)
+        elif sequence.is_held:
+            self._scheduler.queues.hold(sequence)
+        return reason
+
+    def _fork_off(
+        self, parent: Sequence, request: Request, sampled: SampledToken, output: StepOutputBuilder
+    ) -> FinishReason | None:
+        """Output a further sample's first token, and let it go on unless its KV is held."""
+        reason = self._output(request, parent.num_outputs, sampled, output)
+        if reason is None and not parent.is_held:
+            self._sequences.fork(parent, request, sampled.token_id)
+        return reason
+
+    def _output(
+        self, request: Request, index: int, sampled: SampledToken, output: StepOutputBuilder
+    ) -> FinishReason | None:
+        reason = self._sequences.finish_reason(request, sampled.token_id, index + 1)
+        token = TokenOutput(
+            request.key, index, sampled.token_id, sampled.logprob, reason, sampled.top
+        )
+        output.tokens.append(token)
+        return reason

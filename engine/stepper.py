@@ -1,0 +1,272 @@
+"""One step of an engine after the other: scheduled, launched, collected, measured.
+
+    runner that runs ahead (a GPU):    step n     schedule n | launch n | collect n-1, postprocess
+                                       device     | n-1 ................. | n ................
+The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
+the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
+else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
+Of a pipeline several steps are in flight (steps_in_flight.py), each of other sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from ..core.errors import InvalidRequest
+from ..core.ports import Clock
+from ..core.step_cost import StepShape
+from .execution.batch import LaunchedStep, Runner
+from .execution.constraints import Constraints, Mask
+from .kv.host_tier import HostTier
+from .live_sequences import LiveSequences
+from .scheduling.block_tables import BlockTables, StepFence
+from .scheduling.outputs import StepOutput, StepOutputBuilder
+from .scheduling.schedule import ScheduledSequence, step_shape
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence
+from .scheduling.step_cost_estimator import StepCostEstimator
+from .scheduling.step_record import StepRecord
+from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
+from .speculation.speculator import Speculator
+from .step_results import StepResults
+from .steps_in_flight import StepsInFlight
+
+Meanwhile: TypeAlias = Callable[[], bool]
+
+_EARLY = 0.05  # of an estimated step: what comes behind it is launched so much before its end
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step: its results are parallel to `scheduled`."""
+
+    scheduled: list[ScheduledSequence]
+    fence: StepFence
+    launched: LaunchedStep
+    shape: StepShape
+    launched_s: float
+    launching_s: float  # how long the launch took
+    promise_s: float | None
+    has_drafts: bool
+
+    def index_of(self) -> dict[Sequence, int]:
+        return {one.sequence: index for index, one in enumerate(self.scheduled)}
+
+
+class Stepper:
+    """Of one engine; everything happens on the caller's thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        tables: BlockTables,
+        sequences: LiveSequences,
+        results: StepResults,
+        *,
+        host: HostTier | None,
+        constraints: Constraints | None,
+        speculator: Speculator | None,
+        step_costs: StepCostEstimator,
+        step_record: StepRecord,
+        clock: Clock,
+        num_stages: int = 1,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._tables = tables
+        self._sequences = sequences
+        self._results = results
+        self._host = host
+        self._constraints = constraints
+        self._speculator = speculator
+        self._step_costs = step_costs
+        self._step_record = step_record
+        self._clock = clock
+        self._last_shape = StepShape()
+        self._collected_s = 0.0  # when the last step was
+        self._in_flight: StepInFlight | None = None
+        self._pipeline: StepsInFlight[StepInFlight] | None = None
+        if num_stages > 1:
+            self._pipeline = StepsInFlight(num_stages)
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        if self._in_flight is not None or (self._host is not None and self._host.has_work):
+            return True
+        if self._pipeline:
+            return True
+        queues = self._scheduler.queues
+        return bool(queues.running or queues.waiting) and not queues.is_stalled
+
+    def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
+        """See Engine."""
+        if self._pipeline is not None:
+            return self._step_pipeline(self._pipeline, meanwhile)
+        output = StepOutputBuilder()
+        previous, self._in_flight = self._in_flight, None
+        must_wait = previous is not None and self._must_wait(previous)
+        due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
+        if must_wait:
+            due_s = math.inf
+        step, has_tried = None, self._clock.monotonic_s() >= due_s
+        if has_tried:
+            step = self._launch(previous, output)
+        if previous is not None:
+            while meanwhile is not None and not previous.launched.has_completed():
+                has_news = meanwhile() | self.poll_host()
+                is_due = step is None and self._clock.monotonic_s() >= due_s
+                if is_due and (has_news or not has_tried):
+                    has_tried = True
+                    step = self._launch(previous, output)
+            self._collect(previous, output)
+            if must_wait:
+                step = self._launch(None, output, is_waited_for=True)
+        elif step is None:
+            self._scheduler.queues.stall()
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
+        if step is not None and not self._runner.runs_ahead:
+            self._collect(step, output)
+        else:
+            self._in_flight = step
+        return output.build()
+
+    def _step_pipeline(
+        self, steps: StepsInFlight[StepInFlight], meanwhile: Meanwhile | None
+    ) -> StepOutput:
+        """Launch as many batches as have room in the pipeline, and collect the oldest."""
+        output = StepOutputBuilder()
+        watch = None if meanwhile is None else lambda: meanwhile() | self.poll_host()
+        collect = partial(self._collect, output=output)
+        if not steps.advance(lambda: self._launch(None, output), collect, watch):
+            self._scheduler.queues.stall()
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
+        return output.build()
+
+    def _launch_due_s(self, previous: StepInFlight | None) -> float:
+        """When to launch what comes behind `previous`: it takes time, and the estimate may err."""
+        if previous is None or previous.shape.num_decodes:
+            return -math.inf
+        lasts_s = self._step_costs.expected_s(previous.shape)
+        if lasts_s is None:
+            return -math.inf
+        began_s = max(previous.launched_s, self._collected_s)
+        return began_s + (1 - _EARLY) * lasts_s - previous.launching_s
+
+    def _must_wait(self, previous: StepInFlight) -> bool:
+        """Whether the step behind `previous` cannot be planned before that has completed."""
+        if self._speculator is None:
+            return False
+        return previous.has_drafts or self._speculator.is_due(self._scheduler.queues)
+
+    def _launch(
+        self,
+        previous: StepInFlight | None,
+        output: StepOutputBuilder,
+        *,
+        is_waited_for: bool = False,
+    ) -> StepInFlight | None:
+        """Schedule and launch a step behind `previous`; None if there is nothing to do.
+
+        `is_waited_for`: the one before has just been collected, for this one to have drafts.
+        """
+        self.poll_host()
+        if self._sequences.beams.by_key:
+            self._sequences.beams.advance(output)
+        if previous is None and self._speculator is not None:
+            self._speculator.draft(self._scheduler.queues, self._last_shape)
+        schedule = self._scheduler.schedule()
+        for sequence, error in schedule.failed:
+            self._sequences.fail(sequence, error, output)
+        if not schedule.scheduled:
+            return None
+        indices = {} if previous is None else previous.index_of()
+        masks = self._masks(schedule.scheduled, output)
+        planned = [one for one in schedule.scheduled if one.sequence.key in self._sequences.by_key]
+        if not planned:
+            # All have failed: there may be room for others.
+            return self._launch(previous, output, is_waited_for=is_waited_for)
+        fresh = [one.sequence for one in planned if not one.sequence.has_started]
+        for sequence in fresh:
+            sequence.has_started = True
+            keys = self._sequences.keys_of(sequence)
+            output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
+        shape = step_shape(planned)
+        eos = self._sequences.eos_token_ids
+        batch = [launch_slice(one, indices, masks.get(one.sequence, ()), eos) for one in planned]
+        fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
+        launched_s = self._clock.monotonic_s()
+        launched = self._runner.launch(batch)
+        took_s = self._clock.monotonic_s() - launched_s
+        has_drafts = False
+        if self._speculator is not None:
+            has_drafts = self._speculator.settle()
+            if is_waited_for:  # the device had nothing to do meanwhile
+                launched_s += took_s
+                self._speculator.waited(launched_s - self._collected_s)
+        promise_s = self._scheduler.promise.target_s if shape.num_decodes else None
+        step = StepInFlight(
+            planned, fence, launched, shape, launched_s, took_s, promise_s, has_drafts
+        )
+        self._last_shape = shape
+        for scheduled in planned:
+            if scheduled.num_scheduled_tokens > 1:
+                self._tables.prepare_store(scheduled.sequence)
+        for sequence in fresh:
+            self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
+        if step.launched.number:
+            output.launched += launched_chunks(planned, step.launched.number)
+        return step
+
+    def poll_host(self) -> bool:
+        """Take note of what was copied to or from host memory; whether a prompt can go on."""
+        if self._host is None or not self._host.poll():
+            return False
+        self._scheduler.finish_loads()
+        self._scheduler.queues.wake()
+        return True
+
+    def _masks(
+        self, planned: list[ScheduledSequence], output: StepOutputBuilder
+    ) -> Mapping[Sequence, Row[Mask]]:
+        """Which tokens those may be given that are constrained; what cannot go on ends here."""
+        found: dict[Sequence, Row[Mask]] = {}
+        if self._constraints is None:
+            return found
+        for sequence, masks in constrained_masks(self._constraints, planned).items():
+            if isinstance(masks, InvalidRequest):
+                self._sequences.fail(sequence, masks, output)
+            else:
+                found[sequence] = masks
+        return found
+
+    def _collect(self, step: StepInFlight, output: StepOutputBuilder) -> None:
+        results = step.launched.collect()
+        prompts = step.launched.prompt_logprobs()
+        step.fence.close()
+        self._measure(step)
+        for index, (scheduled, sampled) in enumerate(zip(step.scheduled, results, strict=True)):
+            # One that was aborted or preempted in flight, or ended late, is not among them.
+            if scheduled.sequence in step.fence.sequences:
+                output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
+                self._results.advance(scheduled, sampled, output)
+        if self._sequences.beams.by_key and self._sequences.beams.advance(output):
+            self._scheduler.queues.wake()
+
+    def _measure(self, step: StepInFlight) -> None:
+        """A step begins when it is launched, or when the one before it ends."""
+        began_s = max(step.launched_s, self._collected_s)
+        self._collected_s = self._clock.monotonic_s()
+        took_s = self._collected_s - began_s
+        self._step_costs.observe(step.shape, took_s)
+        self._step_record.observe(step.shape, took_s, step.promise_s)
+        if self._speculator is not None and step.shape.num_decodes:
+            self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)

@@ -1,0 +1,134 @@
+"""What an engine reports of itself in a heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
+
+_STEP_TOKENS = 2048  # of an engine that does not report its own
+MANY_DECODES = 1 << 16  # more than any step has
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What an engine counts since its incarnation began (node.proto, Counters)."""
+
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    num_expired_leases: int = 0
+    failed_transfers: Mapping[str, int] = field(default_factory=dict)  # by error code
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_promised_steps: int = 0
+    num_kept_steps: int = 0
+    num_refusals: int = 0
+    expert_tokens: tuple[int, ...] = ()
+    num_swaps: int = 0
+    host_hit_tokens: int = 0
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_drafts: tuple[int, ...] = ()  # by position
+    num_fetches: int = 0
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    failed_fetches: Mapping[str, int] = field(default_factory=dict)  # by error code
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a step with drafts adds to a sequence, the one behind them included; None
+        before there are any."""
+        return 1 + sum(self.accepted_drafts) / self.num_drafts if self.num_drafts else None
+
+    def expert_imbalance(self, num_parts: int) -> float | None:
+        """Of so many equal parts of the experts, in their order: tokens of the part with most of
+        them over the mean; None before there are any."""
+        size = len(self.expert_tokens) // max(1, num_parts)
+        if not size or not sum(self.expert_tokens):
+            return None
+        parts = [sum(self.expert_tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
+        return max(parts) * num_parts / max(1, sum(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedLoad:
+    """An engine's heartbeat."""
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    credit_blocks: int
+    is_draining: bool
+    links: frozenset[str]
+    held_blocks: int = 0
+    counters: EngineCounters = EngineCounters()
+    link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    num_steps: int = 0  # so far
+    num_requests: int = 0  # accepted from all gateways and not ended
+    room_blocks: int = 0
+    output_tokens: int = 0
+    step_cost: StepCost | None = None
+    step_cost_error: float | None = None
+    decodes: StepShape = field(default_factory=StepShape)
+    tbt_target_s: float | None = None
+    step_tokens: int = 0
+    is_promise_withdrawn: bool = False
+    promise_epoch: int = 0
+    promise_leader: str = ""
+    decode_step_p99_s: float = 0.0
+    expert_ranks: int = 0
+    host_blocks: int = 0
+    host_block_s: float = 0.0  # to copy one of them back; 0: not known
+    waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
+    adapters: frozenset[str] = frozenset()  # digests of those in its host memory
+    running_adapters: tuple[str, ...] = ()  # names
+    waiting_adapters: tuple[str, ...] = ()
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether it may be given prompts and their decodes: it promises something to these."""
+        return self.tbt_target_s is not None and not self.is_promise_withdrawn
+
+    @property
+    def prompt_speed(self) -> PromptSpeed | None:
+        """At which it computes prompts beside the decodes that it has; None: not measured yet, or
+        over a few decodes alone, which say nothing of prompts."""
+        if self.step_cost is None or self.max_rows < LEAST_PROMPT_TOKENS:
+            return None
+        return self.prompt_speed_by(self.step_cost)
+
+    @property
+    def max_rows(self) -> int:
+        """Of the steps that its cost was measured on: few where it never had a prompt."""
+        return 0 if self.step_cost is None else self.step_cost.max_rows
+
+    def prompt_speed_by(self, cost: StepCost) -> PromptSpeed:
+        """The same, were its steps to cost as much as this."""
+        return cost.prompt_speed(self.step_tokens or _STEP_TOKENS, self.decodes, self.tbt_target_s)
+
+    def decodes_within(self, seconds: float) -> int:
+        """How many like those that run a step may have that takes no longer; where not even one
+        may, it makes no difference."""
+        cost, now = self.step_cost, self.decodes
+        if cost is None or not now.num_decodes or cost.seconds(now.scaled_to(1)) > seconds:
+            return MANY_DECODES
+        low, high = 1, 2
+        while high < MANY_DECODES and cost.seconds(now.scaled_to(high)) <= seconds:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if cost.seconds(now.scaled_to(middle)) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low

@@ -1,0 +1,47 @@
+"""A step's keys in shares of about equal length: one for each program of a decode's attention.
+
+Equal over the whole step, not per sequence: else one long sequence among short ones would keep a
+few programs busy while all others are done. How many there can be depends on the number of
+sequences alone, so a CUDA graph of so many can replay any step; the shares themselves it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE_KEYS = 64
+_PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
+
+Int32s = NDArray[Any]
+
+
+def max_shares(num_seqs: int, kv_heads: int) -> int:
+    """Of any step with so many sequences."""
+    return num_seqs + -(-_PROGRAMS_WANTED // kv_heads)
+
+
+def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
+    """Divide the keys of a step: (shares [shares, 3]: sequence, first key, end; indptr [seqs + 1]).
+
+    Sequence i's shares are those from indptr[i] to indptr[i + 1]. They are whole tiles but for a
+    sequence's last, equal within a tile, and at most `max_shares` in number.
+    """
+    if not len(seq_lens):
+        return np.empty((0, 3), np.int32), np.zeros(1, np.int32)
+    lens = np.asarray(seq_lens, np.int64)
+    wanted = max_shares(len(lens), kv_heads) - len(lens)
+    most = max(TILE_KEYS, -(-int(lens.sum()) // wanted))
+    counts = -(-lens // most)
+    sizes = -(-lens // counts // TILE_KEYS) * TILE_KEYS  # rounding up may leave a share over
+    counts = -(-lens // sizes)
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    shares = np.empty((int(indptr[-1]), 3), np.int32)
+    sequence = shares[:, 0] = np.repeat(np.arange(len(lens)), counts)
+    first = shares[:, 1] = (np.arange(len(shares)) - indptr[sequence]) * sizes[sequence]
+    shares[:, 2] = np.minimum(first + sizes[sequence], lens[sequence])
+    return shares, indptr

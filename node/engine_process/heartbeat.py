@@ -1,0 +1,155 @@
+"""An engine's heartbeat: its numbers, and the thread that sends them."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import operator
+import threading
+from collections.abc import Callable
+
+from ...core.ports import Clock
+from ...engine.engine import Engine
+from ...proto.v1 import node_pb2
+from ..requests.request_io import RequestIO
+from ..requests.request_role import Vitals
+from .promise_orders import PromiseOrders
+
+STALL_S = 60.0
+MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
+
+
+def heartbeat(
+    engine: Engine, vitals: Vitals, requests: RequestIO, orders: PromiseOrders
+) -> node_pb2.Heartbeat:
+    """What the engine and its role know of themselves."""
+    load, totals = engine.load(vitals.pending), engine.totals()
+    counters = node_pb2.Counters(
+        num_preemptions=totals.num_preemptions,
+        prefix_query_tokens=totals.prefix_query_tokens,
+        prefix_hit_tokens=totals.prefix_hit_tokens,
+        num_prompts=totals.num_prompts,
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_decode_tokens=totals.num_decode_tokens,
+        num_promised_steps=totals.num_promised_steps,
+        num_kept_steps=totals.num_kept_steps,
+        num_refusals=totals.num_refusals,
+        expert_tokens=totals.expert_tokens,
+        num_swaps=totals.num_swaps,
+        host_hit_tokens=totals.host_hit_tokens,
+        host_bytes_out=totals.host.bytes_out,
+        host_bytes_in=totals.host.bytes_in,
+        num_drafts=totals.speculation.num_drafts,
+        num_draft_tokens=totals.speculation.num_draft_tokens,
+        accepted_drafts=totals.speculation.accepted,
+    )
+    counters.MergeFrom(vitals.counters)
+    step_cost = None
+    if (cost := engine.step_cost()) is not None:
+        error = engine.step_cost_error
+        step_cost = node_pb2.StepCost(**dataclasses.asdict(cost), relative_error=error)
+    adapters = engine.adapters
+    callers, decodes = load.waiting_by_caller.items(), load.decodes
+    largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
+    return node_pb2.Heartbeat(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + vitals.num_pending,
+        free_blocks=load.free_blocks,
+        num_blocks=engine.limits.num_blocks,
+        credit_blocks=load.credit_blocks,
+        waiting_tokens=load.waiting_tokens,
+        is_draining=requests.is_draining,
+        links=vitals.links,
+        held_blocks=load.held_blocks,
+        counters=counters,
+        num_requests=len(requests.book),
+        room_blocks=load.room_blocks,
+        output_tokens=load.output_tokens,
+        step_cost=step_cost,
+        expert_ranks=engine.num_expert_ranks,
+        num_decodes=decodes.num_decodes,
+        decode_keys=decodes.keys,
+        tbt_target_s=engine.promise.target_s,
+        step_tokens=engine.limits.prompt_step_tokens,
+        is_promise_withdrawn=not engine.promise.is_promising,
+        promise_epoch=orders.epoch,
+        promise_leader=orders.leader,
+        decode_step_p99_s=engine.decode_step_p99_s,
+        host_blocks=totals.host.num_blocks,
+        host_block_s=totals.host.block_s,
+        adapters=[] if adapters is None else adapters.digests,
+        running_adapters=[] if adapters is None else adapters.running_names,
+        waiting_adapters=[] if adapters is None else adapters.waiting_names,
+        waiting_by_caller=[
+            node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
+            for caller_id, num_tokens in largest
+            if num_tokens
+        ],
+    )
+
+
+class HeartbeatSender:
+    """Sends the loop's latest numbers at a steady beat, and at once if another number of prompt
+    tokens waits, a step with some of them has ended, or a link came or went: gateways route by
+    that. A turn that takes longer than `STALL_S` is a hang: the pulse stops, the gateways look
+    elsewhere, and the supervisor replaces the process.
+
+    Written by the engine loop's thread, read by its own; each field is replaced whole.
+    """
+
+    def __init__(
+        self, beat: Callable[[node_pb2.Heartbeat], None], interval_s: float, clock: Clock
+    ) -> None:
+        self._beat = beat
+        self._interval_s = interval_s
+        self._clock = clock
+        self._numbers = node_pb2.Heartbeat()
+        self._turn_started_s: float | None = None
+        self._is_stopped = False
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def turn_started(self) -> None:
+        self._turn_started_s = self._clock.monotonic_s()
+
+    def turn_ended(self) -> None:
+        """The loop is about to wait or to begin anew."""
+        self._turn_started_s = None
+
+    def count(self, numbers: node_pb2.Heartbeat) -> None:
+        """New numbers, which are never changed."""
+        has_moved = _progress(numbers) != _progress(self._numbers)
+        self._numbers = numbers
+        if has_moved:
+            self._woken.set()
+
+    def is_stalled(self) -> bool:
+        started_s = self._turn_started_s
+        return started_s is not None and self._clock.monotonic_s() - started_s > STALL_S
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._woken.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._woken.wait(self._interval_s)
+            self._woken.clear()
+            if self._is_stopped:
+                return
+            if not self.is_stalled():
+                try:
+                    self._beat(self._numbers)
+                except OSError:
+                    return  # the supervisor is gone, and the loop is about to notice as well
+
+
+def _progress(numbers: node_pb2.Heartbeat) -> tuple[object, ...]:
+    """What gateways reckon with between two heartbeats."""
+    waiting_tokens, links = numbers.waiting_tokens, [link.incarnation for link in numbers.links]
+    num_steps = numbers.num_steps if waiting_tokens else 0
+    return waiting_tokens, num_steps, links, numbers.is_promise_withdrawn, numbers.promise_epoch
