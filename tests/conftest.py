@@ -83,9 +83,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where tests start the product's processes: in the main thread, before any fixture."""
     if item.path.relative_to(HERE).parts[0] in STARTS_PROCESSES:
-        import preloaded
+        from preloaded import starts
 
-        preloaded.start()
+        starts.start()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,7 +24,7 @@ import grpc
 from deployments import MARK
 from fakes.gateway.step_outputs import outputs_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from preloaded import children_of
+from preloaded.starts import children_of
 
 from baton.cli.cluster.survey import ask_ledgers
 from baton.cluster.redis_directory import RedisDirectory

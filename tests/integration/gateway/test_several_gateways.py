@@ -24,7 +24,7 @@ import pytest_asyncio
 from fakes.gateway.byte_model import write_byte_model
 from fakes.gateway.gateway_process import PROGRAM, GatewayProcess, gateway_process, until_links
 from fakes.node.node import expected_text
-from preloaded import children_of
+from preloaded.starts import children_of
 
 from baton.client import AsyncClient
 from baton.cluster.redis_server import RedisServer

@@ -24,7 +24,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from deployments import Running, running
-from preloaded import children_of
+from preloaded.starts import children_of
 from steady_load import PROMPTS, SteadyLoad
 
 from baton.cli.host.certs import ROLES, SERVER, make_certificates, sign_certificates
