@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton.cli.reference import refresh_parts
 
-from .result_tables import baselines, goodput, gpu, host, serving
+from .result_tables import baselines, goodput, gpu, host, offline, serving
 from .result_tables.results import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "why.md")
@@ -24,6 +24,7 @@ PICTURES: Mapping[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / "why-memory.svg": baselines.memory_picture,
     ROOT / "docs" / "images" / "why-throughput.svg": baselines.throughput_picture,
     ROOT / "docs" / "images" / "why-gaps.svg": baselines.gaps_picture,
+    ROOT / "docs" / "images" / "why-pairs.svg": baselines.pairs_picture,
 }
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -44,9 +45,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "overload": serving.overload,
     "faults": serving.faults,
     "schemes": baselines.schemes,
+    "schemes on a gpu": baselines.on_gpu,
+    "pairs": baselines.pairs,
     "admissions": baselines.admissions,
     "goodput": goodput.highest,
     "goodput by rate": goodput.by_rate,
+    "sharegpt": goodput.sharegpt,
+    "offline": offline.offline,
     "front": host.front,
     "texts": host.texts,
     "callers": host.callers,

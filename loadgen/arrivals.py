@@ -93,6 +93,26 @@ def poisson(
     return arrivals
 
 
+def poisson_of(
+    rate_per_s: float,
+    duration_s: float,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    seed: int,
+    group: str,
+) -> list[Arrival]:
+    """The same with lengths drawn from (prompt, output) pairs."""
+    rng = random.Random(seed)
+    arrivals: list[Arrival] = []
+    at_s = rng.expovariate(rate_per_s)
+    while at_s < duration_s:
+        num_prompt, num_output = rng.choice(lengths)
+        prompt = Prompt.drawn(num_prompt, rng.getrandbits(63))
+        arrivals.append(Arrival(at_s, prompt, num_output, group))
+        at_s += rng.expovariate(rate_per_s)
+    return arrivals
+
+
 def from_trace(path: Path, duration_s: float, *, speed: float, max_tokens: int) -> list[Arrival]:
     """A Mooncake trace's requests, `speed` times as fast; those that are too long are left out.
 

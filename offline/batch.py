@@ -19,11 +19,9 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from ..core.config import EngineConfig, GatewayConfig
+from ..core.config import EngineConfig
 from ..core.errors import Unavailable
-from .batch_endpoints import serving
 from .batch_file import BatchLine, ResultFile, check_ids, read_lines
-from .local_calls import LocalCalls
 
 log = logging.getLogger(__name__)
 
@@ -77,22 +75,17 @@ async def _endpoints(
         ) as session:
             yield session
         return
-    front = GatewayConfig(model=engine.model, served_model_name=engine.served_model_name)
-    calls = LocalCalls.load(engine, front, lambda line: print(line, file=sys.stderr, flush=True))
-    try:
-        calls.begin()
-        async with (
-            serving(calls, front) as path,
-            aiohttp.ClientSession(
-                "http://batch",
-                connector=aiohttp.UnixConnector(str(path), limit=0),
-                timeout=patience,
-            ) as session,
-        ):
-            yield session
-    finally:
-        await calls.stop()
-        calls.close()
+    from .batch_endpoints import local_endpoints  # with --url no torch is imported
+
+    async with (
+        local_endpoints(engine) as path,
+        aiohttp.ClientSession(
+            "http://batch",
+            connector=aiohttp.UnixConnector(str(path), limit=0),
+            timeout=patience,
+        ) as session,
+    ):
+        yield session
 
 
 class _Run:

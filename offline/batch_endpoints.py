@@ -4,6 +4,7 @@ place of a port, so that lines of a batch are answered as a server answers them,
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from ..core.config import GatewayConfig
+from ..core.config import EngineConfig, GatewayConfig
+from ..core.ports import SystemClock
 from ..gateway.admission.admission import LoopPacing
 from ..gateway.http.chat import chat
 from ..gateway.http.chat.chat_model import CHAT_MODEL, ChatModel
@@ -21,6 +23,9 @@ from ..gateway.http.generate import completions
 from ..gateway.http.protocol.app_state import APP_STATE, CALLER, AppState
 from ..gateway.http.protocol.errors import Handler, answering
 from ..gateway.http.protocol.event_stream import BURST, Burst
+from ..gateway.http.turns import responses
+from ..gateway.http.turns.response_store import ResponseStore
+from ..gateway.http.turns.responses import RESPONSE_STORE
 from ..gateway.security.tenancy import INFER, Caller
 from ..gateway.text.special_tokens import Spans
 from ..gateway.validation.validation import ModelLimits, ServedModel
@@ -78,15 +83,21 @@ async def _as_nobody(request: web.Request, handler: Handler) -> web.StreamRespon
     return await handler(request)
 
 
-@asynccontextmanager
-async def serving(calls: LocalCalls, config: GatewayConfig) -> AsyncIterator[Path]:
-    """Answer on the Unix socket that it yields, for as long as the block lasts."""
+def batch_app(calls: LocalCalls, config: GatewayConfig) -> web.Application:
+    """The endpoints of a batch's lines; responses are kept for no later line."""
     app = web.Application(middlewares=[answering, _as_nobody])
     app[APP_STATE] = cast(AppState, cast(Any, _State(_Door(calls))))
     app[BURST] = Burst()
     app[CHAT_MODEL] = ChatModel.load(calls.model, config.tool_call_parser, config.reasoning_parser)
-    app.add_routes(completions.ROUTES)
-    app.add_routes(chat.ROUTES)
+    app[RESPONSE_STORE] = ResponseStore(SystemClock(), max_bytes=0, ttl_s=0.0)
+    for routes in (completions.ROUTES, chat.ROUTES, responses.ROUTES):
+        app.add_routes(routes)
+    return app
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[Path]:
+    """Answer on the Unix socket that it yields, for as long as the block lasts."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     with tempfile.TemporaryDirectory(prefix="baton-batch-") as folder:
@@ -96,3 +107,18 @@ async def serving(calls: LocalCalls, config: GatewayConfig) -> AsyncIterator[Pat
             yield path
         finally:
             await runner.cleanup()
+
+
+@asynccontextmanager
+async def local_endpoints(engine: EngineConfig) -> AsyncIterator[Path]:
+    """The same over a model that is loaded here, for as long as the block lasts. Raises
+    StartupFailed."""
+    front = GatewayConfig(model=engine.model, served_model_name=engine.served_model_name)
+    calls = LocalCalls.load(engine, front, lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        calls.begin()
+        async with serving(batch_app(calls, front)) as path:
+            yield path
+    finally:
+        await calls.stop()
+        calls.close()

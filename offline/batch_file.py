@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from ..core.errors import BatonError, InvalidRequest, StartupFailed
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ID = "batch_req_{}"
 
 

@@ -1,12 +1,13 @@
 """The schemes beside each other, as a table, a picture and bench/results/baselines.json.
 
-    python -m baton.bench.baselines                               the bundled model, this CPU
-    python -m baton.bench.baselines --model DIR --load-format dummy --scale 1 --out baselines_8b
+    python -m baton.bench.baselines           the bundled model, this CPU
+    python -m baton.bench.baselines --gpu     Llama-3.1-8B's shape with random weights, one GPU
 
 Each scheme is played twice over the same requests: all at once, which gives requests/s, and by
-Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT. Who is
-admitted matters where outputs outgrow the pool: there prompts are a sixth, outputs thrice as long,
-and the pool is half.
+Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT. Two engines
+get twice the requests, at twice the rate; their requests/s are of one. Who is admitted matters
+where outputs outgrow the pool: there prompts are a sixth, outputs thrice as long, and the pool is
+half.
 """
 
 from __future__ import annotations
@@ -14,28 +15,54 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from baton.core import flags
 from baton.core.config import EngineConfig
-from baton.core.metrics import percentile
+from baton.core.metrics import TokenTimes, percentile
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.kv_memory import CpuKvMemory
 
 from ..floors.figures import ROOT, command_line, commit, machine
-from .play import Outcome, Player, warm_up
+from ..floors.gpu_shapes import SHAPES
+from .pairs import PAIRS, PairPlayer, PairShape
+from .play import Player, warm_up
 from .schemes import ADMISSIONS, ON_GPUS, SCHEMES, Scheme
 from .workload import Job, WorkShape, make_jobs, poisson
 
 _LOAD = 0.7  # of what the last scheme can do
+_GPU_SHAPE = "llama-3.1-8b"
+_GPU_DEFAULTS: dict[str, Any] = {
+    "out": "baselines_gpu",
+    "load_format": "dummy",
+    "gpu_memory_utilization": 0.6,  # prompts that are not cut up need the rest
+    "max_model_len": 8192,
+    "block_size": 16,
+    "num_requests": 64,
+    "scale": 1,
+    "longest": 8192,
+    "most_outputs": 512,
+    "system_tokens": 512,
+    "pool_tokens": 131_072,
+    "chunk_tokens": 512,
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
-    arguments, measured = _parser().parse_args(argv), commit()
+    arguments, measured = _arguments(argv), commit()
+    with tempfile.TemporaryDirectory(prefix="baton-shape-") as folder:
+        if arguments.gpu:
+            arguments.model = str(SHAPES[_GPU_SHAPE].write_config(Path(folder)))
+        return _measure(argv, arguments, measured)
+
+
+def _measure(argv: Sequence[str], arguments: argparse.Namespace, measured: str) -> int:
     config = flags.parse(EngineConfig, arguments)
     runner = ModelRunner(config)
     is_gpu = not isinstance(runner.kv, CpuKvMemory)
@@ -61,8 +88,9 @@ def main(argv: Sequence[str]) -> int:
     rate_per_s = _LOAD * rows[-1]["requests_per_s"]
     arrivals_s = poisson(len(jobs), rate_per_s, seed=1)
     for scheme, row in zip(schemes, rows, strict=True):
-        row |= _latencies(player.play(scheme, jobs, arrivals_s))
+        row |= _latencies(player.play(scheme, jobs, arrivals_s).times)
         _show(row)
+    rows += _pairs(runner, config, shape, num_blocks, rate_per_s, arguments, is_gpu=is_gpu)
     chats = make_jobs(
         replace(shape, prompt_scale=shape.prompt_scale * 6, output_scale=shape.output_scale / 3)
     )
@@ -75,19 +103,58 @@ def main(argv: Sequence[str]) -> int:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "clock": "wall" if is_gpu else "CPU time of the process",
-        "model": runner.model_dir.name,
+        "model": _GPU_SHAPE if arguments.gpu else runner.model_dir.name,
         "shape": asdict(shape),
         "pool_tokens": (num_blocks - 2) * config.block_size,
         "chunk_tokens": arguments.chunk_tokens,
         **_means(jobs),
         "chats": _means(chats) | {"pool_tokens": (num_few - 2) * config.block_size},
         "rate_per_s": rate_per_s,
+        "tbt_ms": arguments.tbt_ms,
         "schemes": rows,
         "admissions": admissions,
     }
     path = ROOT / "bench" / "results" / f"{arguments.out}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _pairs(
+    runner: ModelRunner,
+    config: EngineConfig,
+    shape: WorkShape,
+    num_blocks: int,
+    rate_per_s: float,
+    arguments: argparse.Namespace,
+    *,
+    is_gpu: bool,
+) -> list[dict[str, Any]]:
+    """The rows of two engines."""
+    jobs = make_jobs(replace(shape, num_requests=2 * shape.num_requests))
+    pair = PairShape(
+        num_blocks,
+        config.block_size,
+        arguments.chunk_tokens,
+        arguments.tbt_ms / 1000,
+        runner.eos_token_ids[0],
+    )
+    player = PairPlayer(runner, pair, time.monotonic if is_gpu else time.process_time)
+    arrivals_s = poisson(len(jobs), 2 * rate_per_s, seed=1)
+    rows = []
+    for mode in PAIRS:
+        ends_s = [one.token_s[-1] for one in player.play(mode, jobs, [0.0] * len(jobs))]
+        row = {"name": mode, "num_engines": 2, "requests_per_s": len(jobs) / 2 / max(ends_s)}
+        rows.append(row | _latencies(player.play(mode, jobs, arrivals_s)))
+        _show(rows[-1])
+    return rows
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """With `--gpu` other defaults: real lengths, and blocks as large."""
+    parser = _parser()
+    if parser.parse_args(argv).gpu:
+        parser.set_defaults(**_GPU_DEFAULTS)
+    return parser.parse_args(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         "--system-tokens": (48, "of the four system prompts"),
         "--pool-tokens": (4096, "size of the KV pool"),
         "--chunk-tokens": (128, "budget of a step with chunked prefill"),
+        "--tbt-ms": (25, "what two engines promise that both do all"),
     }
+    parser.add_argument("--gpu", action="store_true", help=f"{_GPU_SHAPE}, and lengths as they are")
     for name, (default, what) in numbers.items():
         parser.add_argument(name, type=int, default=default, help=what)
     parser.add_argument("--out", default="baselines", help="name of the file of results")
@@ -127,9 +196,9 @@ def _at_once(player: Player, scheme: Scheme, jobs: Sequence[Job]) -> dict[str, A
     }
 
 
-def _latencies(outcome: Outcome) -> dict[str, Any]:
-    ttfts = [one.ttft_s for one in outcome.times if one.ttft_s is not None]
-    gaps = [gap for one in outcome.times for gap in one.gaps_s]
+def _latencies(times: Sequence[TokenTimes]) -> dict[str, Any]:
+    ttfts = [one.ttft_s for one in times if one.ttft_s is not None]
+    gaps = [gap for one in times for gap in one.gaps_s]
     found = {}
     for name, samples in (("ttft", ttfts), ("tbt", gaps)):
         for q in (50, 99):

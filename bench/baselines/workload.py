@@ -6,16 +6,15 @@ plans knows more than `max_tokens`, which is the same for all, as users set it.
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.request.request import Request, SamplingParams
 
-from ..floors.figures import ROOT
+from ..serve.clients.workloads import sharegpt_lengths
 
-LENGTHS = ROOT / "bench" / "data" / "sharegpt_lengths.csv"
+_ANY_LENGTH = 1 << 20
 _NUM_SYSTEM_PROMPTS = 4
 _FIRST_ID = 10  # above special tokens
 
@@ -48,8 +47,7 @@ class Job:
 
 def make_jobs(shape: WorkShape) -> list[Job]:
     """Of as many lines of the file, drawn by the seed."""
-    with LENGTHS.open() as file:
-        pairs = [(int(p), int(o)) for p, o in list(csv.reader(file))[1:]]
+    pairs = sharegpt_lengths(_ANY_LENGTH)
     chance = random.Random(shape.seed)
     systems = [_ids(chance, shape, shape.system_tokens) for _ in range(_NUM_SYSTEM_PROMPTS)]
     jobs = []

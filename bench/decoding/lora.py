@@ -94,7 +94,8 @@ class Bench:
     def new_adapter(
         self, local: LocalEngine, path: Path, running: list[Adapter | None]
     ) -> list[float]:
-        """[seconds until it is read, the longest gap between steps in ms, in steps' medians]"""
+        """[seconds until it is read, the longest gap between steps until then and until a request
+        has decoded with it in ms, that in steps' medians]"""
         keys, gaps, found = self.begin(running), list[float](), list[float]()
         room, reader = local.engine.adapters, local.runner.adapters
         assert room is not None and reader is not None
@@ -109,19 +110,22 @@ class Bench:
             self._engine.step()
         thread = threading.Thread(target=read)
         thread.start()
-        last_s, num_behind = time.perf_counter(), 0
+        last_s, num_behind, num_reading = time.perf_counter(), 0, 0
         while num_behind < 20:
             self._engine.step()
             now_s = time.perf_counter()
             gaps.append((now_s - last_s) * 1e3)
             last_s = now_s
             if adapters and not num_behind:
+                num_reading = len(gaps)
                 room.keep(adapters[0])
                 keys += self.begin([Adapter("new", adapters[0].digest, str(path))])
             num_behind += bool(adapters)
         thread.join()
         self.end(keys)
-        return [found[0], max(gaps), max(gaps) / statistics.median(gaps)]
+        reading, using = max(gaps[:num_reading]), max(gaps[num_reading:])
+        longest = max(reading, using) / statistics.median(gaps)
+        return [found[0], reading, using, longest]
 
 
 def main(argv: list[str]) -> int:
@@ -163,11 +167,14 @@ def main(argv: list[str]) -> int:
         )
         for name, each in samples.items()
     ]  # fmt: skip
-    read_s, gap_ms, gap_steps = bench.new_adapter(local, paths[num], kinds["no adapters"])
+    read_s, reading_ms, using_ms, gap_steps = bench.new_adapter(
+        local, paths[num], kinds["no adapters"]
+    )
     figures += [
         Figure("new adapter: read", "s", (read_s,), 0.0, target=_LOAD_S),
-        Figure("new adapter: longest gap between steps", "ms", (gap_ms,), base_ms),
-        Figure("new adapter: that in steps", "", (gap_steps,), 1.0, target=3.0),
+        Figure("new adapter: longest gap between steps, read", "ms", (reading_ms,), base_ms),
+        Figure("new adapter: longest gap between steps, first used", "ms", (using_ms,), base_ms),
+        Figure("new adapter: the longer one in steps", "", (gap_steps,), 1.0, target=3.0),
     ]
     print(table(figures))
     result = {

@@ -191,6 +191,11 @@ SHAPES = {
             chosen=8,
         ),
         Shape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
+        Shape(*("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151_936), is_tied=True, has_qk_norm=True),
+        # Llama's first models, of which papers report: every head has its own keys and values.
+        Shape("llama-7b", 32, 4096, 32, 32, 128, 11_008, 32_000),
+        Shape("llama-13b", 40, 5120, 40, 40, 128, 13_824, 32_000),
+        Shape("llama-65b", 80, 8192, 64, 64, 128, 22_016, 32_000),
         Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8_192, 128_256, is_tied=True),
     )
 }

@@ -43,6 +43,7 @@ from .cells import CELLS, MODES, PROMISING, VLLM, Run, Start, Timing, cell_named
 from .results import Results, key_of
 
 _MODEL = "m"  # its name for clients
+_VLLM_MODEL_LEN = 40_000  # where no length is given
 _WARM_UP_S = 5.0  # of requests behind a start
 _HOPELESS_SHARE = 0.5
 
@@ -53,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cells", nargs="*", default=[*CELLS], help="of these, or IN/OUT")
+    parser.add_argument(
+        "--cells", nargs="*", default=[*CELLS], help="of these, IN/OUT, or sharegpt"
+    )
     parser.add_argument("--modes", nargs="*", default=[*MODES])
     parser.add_argument("--running", nargs="*", default=[], help="NAME=URL[,URL]: more modes")
     parser.add_argument("--y", nargs="*", type=float, default=[15.0, 25.0, 50.0], help="ms")
@@ -69,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm", default="vllm", help="the command that `serve` follows")
     parser.add_argument(
         "--vllm-flags",
-        default="--max-model-len 40000 --max-num-seqs 256 --no-enable-prefix-caching",
+        default="--max-num-seqs 256 --no-enable-prefix-caching",
     )
     parser.add_argument("--start-s", type=float, default=60.0, help="of a start, for the plan")
     parser.add_argument("--vllm-start-s", type=float, default=110.0, help="the same of vLLM")
@@ -166,7 +169,7 @@ class Sweep:
             return
         if start.mode.startswith(VLLM):
             command = self._vllm_command(int(start.mode.removeprefix(VLLM)))
-            with systems.vllm(command, _gpus(self._arguments)) as target:
+            with systems.vllm(command, _gpu_groups(self._arguments)) as target:
                 yield target
             return
         promise_ms = start.promise_ms and start.promise_ms * (1 - self._arguments.margin)
@@ -187,6 +190,8 @@ class Sweep:
             *("serve", str(engine.model), "--served-model-name", _MODEL),
             *("--load-format", engine.load_format),
             *("--max-num-batched-tokens", str(chunk_tokens)),
+            *("--max-model-len", str(engine.max_model_len or _VLLM_MODEL_LEN)),
+            *("--tensor-parallel-size", str(engine.tensor_parallel_size)),
             *shlex.split(self._arguments.vllm_flags),
         ]
 
@@ -223,6 +228,12 @@ def _metrics(target: str) -> str:
 
 def _gpus(arguments: argparse.Namespace) -> list[str]:
     return (arguments.gpus or "0").split(",")
+
+
+def _gpu_groups(arguments: argparse.Namespace) -> list[str]:
+    """Those of each replica."""
+    gpus, size = _gpus(arguments), arguments.tensor_parallel_size
+    return [",".join(gpus[first : first + size]) for first in range(0, len(gpus), size)]
 
 
 def num_cards(arguments: argparse.Namespace) -> int:
@@ -292,7 +303,7 @@ def _run_all(
         starts = [
             *plan(
                 modes,
-                [cell_named(name) for name in arguments.cells],
+                [cell_named(name).within(arguments.max_model_len) for name in arguments.cells],
                 arguments.y,
                 arguments.rates,
                 arguments.factors,

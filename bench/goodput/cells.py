@@ -40,10 +40,13 @@ class Cell:
     lifetime_s: float
     fixed_rate: float | None = None
     predicted: Rates | None = None
+    mix: str = "poisson"
 
-    @property
-    def mix(self) -> str:
-        return "streams+8k" if self.shape.num_streams else "poisson"
+    def within(self, max_tokens: int | None) -> Cell:
+        """Only requests that fit a context; None: any."""
+        if max_tokens is None:
+            return self
+        return replace(self, shape=replace(self.shape, max_tokens=max_tokens))
 
     def predicted_rate(self, mode: str, y_ms: float | None) -> float:
         """On two cards. Raises ValueError where nothing is known of such requests."""
@@ -86,18 +89,23 @@ CELLS = {
             },
         ),
         _cell(256, 1024, 10.0, fixed_rate=16.0),
-        Cell("streams+8k", LoadShape(num_streams=64), 3.0, fixed_rate=3.7),
+        Cell("streams+8k", LoadShape(num_streams=64), 3.0, fixed_rate=3.7, mix="streams+8k"),
     )
 }
 
 
+SHAREGPT = Cell("sharegpt", LoadShape(num_streams=0), 10.0, mix="sharegpt")
+
+
 def cell_named(name: str) -> Cell:
-    """Of CELLS, or IN/OUT of any lengths. Raises ValueError."""
+    """Of CELLS, SHAREGPT, or IN/OUT of any lengths. Raises ValueError."""
     if name in CELLS:
         return CELLS[name]
+    if name == SHAREGPT.name:
+        return SHAREGPT
     lengths = re.fullmatch(r"(\d+)/(\d+)", name)
     if lengths is None:
-        raise ValueError(f"no cell {name!r}; there are {', '.join(CELLS)}, and IN/OUT")
+        raise ValueError(f"no cell {name!r}; there are {', '.join(CELLS)}, sharegpt and IN/OUT")
     num_prompt, num_output = map(int, lengths.groups())
     return _cell(num_prompt, num_output, 1.0 + num_output * _TPOT_S)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from baton.core.metrics import Slo, TokenTimes, percentile
@@ -63,15 +63,22 @@ def attained(records: Sequence[Record], ys_ms: Sequence[float]) -> dict[str, flo
 def summarise(
     records: Sequence[Record], window: ReportWindow, ys_ms: Sequence[float]
 ) -> dict[str, Any]:
-    """All figures of a run, times in ms; TTFT and gaps are of what came of them."""
+    """All figures of a run, times in ms; TTFT and gaps are of what came of them. Normalised latency
+    is a request's time by its tokens, the mean over those that ended (Orca, vLLM)."""
     whole = report.summarise(records, window, _SLO, num_prefills=0)
     that_count = counted(records, window)
     lifetimes_s = [one.times.e2e_s for one in that_count if one.times.e2e_s and not one.error]
+    per_token_ms = [
+        one.times.e2e_s / one.num_output_tokens * 1e3
+        for one in that_count
+        if one.times.e2e_s and not one.error
+    ]
     return {
         "window_s": whole["window_s"],
         "num_counted": len(that_count),
         "attained": attained(that_count, ys_ms),
         "lifetime_p50_s": median(lifetimes_s) if lifetimes_s else None,
+        "normalised_latency_ms": fmean(per_token_ms) if per_token_ms else None,
         "generator_lag_p99_ms": whole["generator_lag_ms"]["p99"],
         "groups": {
             name: {key: group[key] for key in ("num_sent", "num_failed", "errors", "tokens_per_s")}

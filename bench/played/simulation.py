@@ -21,10 +21,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from baton.core.errors import BatonError, Overloaded, PromiseRefused
 from baton.core.membership import Member, Role
 from baton.core.metrics import TokenTimes
+from baton.core.ports import Clock
 from baton.core.request.request import (
     PrefixSource,
     Request,
@@ -37,7 +39,7 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import Runner, SampledToken, SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
@@ -131,9 +133,16 @@ class _Letters:
         return chr(token_id)
 
 
+class Device(Runner, Clock, Protocol):
+    """A `batch.Runner`, and the clock that it moves: `now_s` is set where a step begins."""
+
+    now_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """`tbt_target_s`: its promise, if it makes one. `cost`, `blocks`: where it is not as all."""
+    """`tbt_target_s`: its promise, if it makes one. `cost`, `blocks`: where it is not as all.
+    `device`: a real one, in place of a played; `eos_ids` end its outputs."""
 
     role: Role
     tbt_target_s: float | None = None
@@ -142,6 +151,8 @@ class EngineSetup:
     max_num_seqs: int = 256
     cost: StepCost | None = None
     blocks: Blocks | None = None
+    device: Device | None = None
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +238,11 @@ class Simulation:
         caller_id: int | None = None,
         token_ids: array[int] | None = None,
         cache_salt: str = "",
+        sampling: SamplingParams | None = None,
     ) -> None:
         """A request comes now, to the gateways in turn; without `caller_id` from somebody new.
-        `token_ids`: of its prompt, where it matters which; `cache_salt`: as the gateway keyed it.
+        `token_ids`: of its prompt, where it matters which; `cache_salt`: as the gateway keyed it;
+        `sampling`: where not just so many tokens are to come.
         """
         number, now_s = len(self.calls) + self.num_refused, self.clock.now_s
         gateway = self.gateways[number % len(self.gateways)]
@@ -241,7 +254,8 @@ class Simulation:
             return
         call = Call(caller_id, now_s, num_outputs, self.clock)
         self.calls.append(call)
-        sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
+        if sampling is None:
+            sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
         hashes: dict[str, list[BlockHash]] = {}
         if token_ids is not None:
             hashes[_FINGERPRINT] = self._hashes(token_ids, cache_salt)
@@ -314,7 +328,7 @@ class PlayedEngine:
         self._simulation = simulation
         self._setup = setup
         self._links = sources if setup.role is Role.DECODE else frozenset[str]()
-        self._device = _Device(setup.cost or cost)
+        self._device: Device = setup.device or _Device(setup.cost or cost)
         blocks = setup.blocks or Blocks(_BLOCK_SIZE, _NUM_BLOCKS)
         self.block_size, block_bytes = blocks.size, blocks.size * TOKEN_BYTES
         self.cache = None if setup.blocks is None else PublishedCache(name)
@@ -334,7 +348,7 @@ class PlayedEngine:
             limits,
             LocalGenerations(blocks.num),
             fingerprint=_FINGERPRINT,
-            eos_token_ids=(),
+            eos_token_ids=setup.eos_ids,
             enable_prefix_caching=self.cache is not None,
             cache_observer=self.cache,
             clock=self._device,
@@ -576,7 +590,7 @@ class _Link:
 
 
 class _Device:
-    """A `batch.Runner` that computes nothing and takes its time; and the clock that it moves."""
+    """One that computes nothing and takes its time; and the clock that it moves."""
 
     runs_ahead = False
 

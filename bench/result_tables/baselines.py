@@ -6,28 +6,62 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from .results import load, number, source, table
+from .results import RESULTS, load, number, source, table
 
 _WIDTH, _LEFT, _ROW, _TOP = 640, 170, 24, 34
+_GPU = "baselines_gpu"
 _COLOUR = "#1f5fa8"
 
 
-def schemes() -> str:
-    """A row for each scheme."""
-    found = load("baselines")
+def schemes(name: str = "baselines") -> str:
+    """A row for each scheme of one engine."""
+    found = load(name)
     rows = [
         (
             row["name"],
             number(row["requests_per_s"]),
             number(row["mean_running"]),
             f"{100 * row['waste']:.1f} %",
-            _ms(row["ttft_p50_s"], row["ttft_p99_s"]),
-            _ms(row["tbt_p50_s"], row["tbt_p99_s"]),
+            *_latencies(row),
         )
-        for row in found["schemes"]
+        for row in _of_one(found)
     ]
     head = ("", "requests/s", "run at once", "memory wasted", "TTFT p50 / p99", "TBT p50 / p99")
-    return f"{table(head, rows)}\n{_setting(found)}\n{source('baselines')}"
+    return f"{table(head, rows)}\n{_setting(found)}\n{source(name)}"
+
+
+def pairs(name: str = "baselines") -> str:
+    """A row for each way to use two engines."""
+    found = load(name)
+    rows = [
+        (row["name"], number(row["requests_per_s"]), *_latencies(row))
+        for row in found["schemes"]
+        if "num_engines" in row
+    ]
+    head = ("", "requests/s of each", "TTFT p50 / p99", "TBT p50 / p99")
+    setting = (
+        f"Requests as above, twice as many for two engines, TTFT and TBT at "
+        f"{2 * found['rate_per_s']:.3g} a second; promised is a TBT of {found['tbt_ms']} ms.\n"
+    )
+    return f"{table(head, rows)}\n{setting}\n{source(name)}"
+
+
+def on_gpu() -> str:
+    """Both for a GPU, once they were measured."""
+    if not (RESULTS / f"{_GPU}.json").exists():
+        return "`python -m baton.bench.baselines --gpu` makes this table where there is a GPU.\n"
+    return f"{schemes(_GPU)}\n{pairs(_GPU)}"
+
+
+def _of_one(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in found["schemes"] if "num_engines" not in row]
+
+
+def _latencies(row: dict[str, Any]) -> tuple[str, str]:
+    return (
+        _ms(row["ttft_p50_s"], row["ttft_p99_s"]),
+        _ms(row["tbt_p50_s"], row["tbt_p99_s"]),
+    )
 
 
 def admissions() -> str:
@@ -66,20 +100,27 @@ def _setting(found: dict[str, Any]) -> str:
 
 def memory_picture() -> str:
     """What share of the memory set aside holds nothing."""
-    rows = [(row["name"], 100 * row["waste"]) for row in load("baselines")["schemes"]]
+    rows = [(row["name"], 100 * row["waste"]) for row in _of_one(load("baselines"))]
     return _bars("KV memory that is set aside and holds nothing, %", rows)
 
 
 def throughput_picture() -> str:
     """All requests at once."""
-    rows = [(row["name"], row["requests_per_s"]) for row in load("baselines")["schemes"]]
+    rows = [(row["name"], row["requests_per_s"]) for row in _of_one(load("baselines"))]
     return _bars("requests/s, all there at once", rows)
 
 
 def gaps_picture() -> str:
     """What a running request waits for at worst."""
-    rows = [(row["name"], 1e3 * row["tbt_p99_s"]) for row in load("baselines")["schemes"]]
+    rows = [(row["name"], 1e3 * row["tbt_p99_s"]) for row in _of_one(load("baselines"))]
     return _bars("TBT p99, ms, at the same rate of arrivals", rows)
+
+
+def pairs_picture() -> str:
+    """The same on two engines."""
+    found = load("baselines")["schemes"]
+    rows = [(row["name"], 1e3 * row["tbt_p99_s"]) for row in found if "num_engines" in row]
+    return _bars("TBT p99, ms, on two engines", rows)
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:

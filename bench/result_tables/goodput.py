@@ -9,9 +9,10 @@ from baton.loadgen.arrivals import BACKGROUND
 
 from ..goodput.figures import goodput
 from ..serve.clients.workloads import PROBE
-from .results import Row, load, number, table
+from .results import RESULTS, Row, load, number, table
 
 _NAME = "goodput"
+_SHAREGPT = "sharegpt_"
 
 
 def highest() -> str:
@@ -66,6 +67,38 @@ def by_rate() -> str:
         *("TTFT p50 / p90 / p99, ms", "TPOT p50, ms", "TBT p99, ms", "error of a step p90"),
     )
     return table(head, rows) + "\n" + _source()
+
+
+def sharegpt() -> str:
+    """Every file of ShareGPT's lengths, by the model that it is named after."""
+    rows: list[Row] = []
+    sources: list[str] = []
+    for path in sorted(RESULTS.glob(f"{_SHAREGPT}*.json")):
+        found = load(path.stem)
+        for row in sorted(found["rows"], key=lambda row: (row["mode"], row["rate_per_s"])):
+            probe = row["groups"][PROBE]
+            rows.append(
+                (
+                    *(path.stem.removeprefix(_SHAREGPT), _cards(row, found), row["mode"]),
+                    f"{row['rate_per_s']:g}",
+                    number(row["normalised_latency_ms"]),
+                    *(
+                        " / ".join(number(probe[key][q]) for q in ("p50", "p90"))
+                        for key in ("ttft_ms", "tpot_ms")
+                    ),
+                    " ".join(f"{y} ms: {share:.2f}" for y, share in row["attained"].items()),
+                )
+            )
+        sources += [
+            f"[{path.name}]({{results}}/{path.name}), {call['commit']}, {call['date']}, "
+            f"`{call['command']}`\n"
+            for call in found["calls"]
+        ]
+    head = (
+        *("model", "cards", "mode", "rate/s", "normalised latency, ms/token"),
+        *("TTFT p50 / p90, ms", "TPOT p50 / p90, ms", "good for Y"),
+    )
+    return "\n".join([table(head, rows), *sources]) if rows else "Not measured yet.\n"
 
 
 def _rows() -> list[dict[str, Any]]:

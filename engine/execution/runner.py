@@ -142,7 +142,9 @@ class ModelRunner:
         most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
         most = max(most, config.max_num_seqs or MAX_NUM_SEQS)
         dtype, max_rank = self._placement.dtype, config.max_lora_rank
-        return RankAdapters(model, dtype, config.max_loras, max_rank, most)
+        return RankAdapters(
+            model, dtype, config.max_loras, max_rank, most, config.num_host_adapters
+        )
 
     def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""

@@ -43,6 +43,13 @@ class HostAdapter:
         return len(self.rows)
 
 
+def empty_rows(
+    layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
+) -> Tensor:
+    """Host memory for any adapter, [max rank, row size], uninitialised."""
+    return torch.empty((max_rank, layout.row_size), dtype=dtype, pin_memory=is_pinned)
+
+
 def read_adapter(
     folder: Path, layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
 ) -> HostAdapter:
@@ -53,8 +60,7 @@ def read_adapter(
     config = read_lora_config(folder, max_rank)
     with _open(path) as file:
         tensors = _check(path, file, config, layout)
-        shape = (config.rank, layout.row_size)
-        rows = torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
+        rows = empty_rows(layout, max_rank, dtype, is_pinned=is_pinned)[: config.rank].zero_()
         for module, halves in tensors.items():
             projection = layout.projections[module]
             for half, name in halves.items():

@@ -9,30 +9,32 @@ decided by rank 0's AdapterRoom.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.errors import AdapterRefused
-from ...kernels.lora.lora import NO_SLOT, Int32s, Place, TorchAdapters
+from ...kernels.lora.lora import NO_SLOT, AddsAdapters, Int32s, Place, TorchAdapters
 from ...kernels.products.weights import Activations
 from ..model.decoder import Decoder
-from .adapter_files import HostAdapter, read_adapter
+from .adapter_files import HostAdapter, empty_rows, read_adapter
 from .layout import Layout
-
-if TYPE_CHECKING:
-    from ...kernels.lora.lora_triton import TritonAdapters
 
 
 class RankAdapters:
     """Made before the KV pool, which gets the memory that is left."""
 
     def __init__(
-        self, model: Decoder, dtype: torch.dtype, max_loras: int, max_rank: int, max_rows: int
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        max_loras: int,
+        max_rank: int,
+        max_rows: int,
+        max_host_adapters: int,
     ) -> None:
         """`max_rows`: of any step."""
         self._layout, self._max_rank, self._dtype = Layout.of(model), max_rank, dtype
@@ -40,15 +42,24 @@ class RankAdapters:
         shape = (max_loras, max_rank, self._layout.row_size)
         self._bank = torch.zeros(shape, dtype=dtype, device=device)
         if device.type == "cpu":
-            self._adds: TorchAdapters | TritonAdapters = TorchAdapters(self._bank)
+            self._adds: AddsAdapters = TorchAdapters(self._bank)
         else:
             from ...kernels.lora.lora_triton import TritonAdapters
 
             self._adds = TritonAdapters(self._bank, max_rows)
+            self._pin_memory(max_host_adapters + 1)  # one is read before another is dropped
         self._host: dict[str, HostAdapter] = {}
         self.is_active = False
         for product, place in self._layout.products:
             product.adapters = _OfProduct(self, place)
+
+    def _pin_memory(self, num_adapters: int) -> None:
+        """Let torch have it: to pin more later would hold up the steps; what is freed it keeps."""
+        rows = [
+            empty_rows(self._layout, self._max_rank, self._dtype, is_pinned=True)
+            for _ in range(num_adapters)
+        ]
+        del rows
 
     def read(self, path: str, digest: str = "") -> HostAdapter:
         """From the folder `path`, on any thread. Raises AdapterRefused, also where its content is
@@ -92,8 +103,21 @@ class RankAdapters:
         """The next step has none: it computes as if there were no adapters."""
         self.is_active = False
 
-    def add(self, y: Tensor, x: Activations, place: Place) -> None:
-        self._adds.add(y, x if isinstance(x, Tensor) else x.dequantised(x.dtype), place)
+    def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
+        """`product` of x and what the adapters add, launched right behind it."""
+        y, shrunk = self._beside(product, x, place)
+        self._adds.expand(y, shrunk, place)
+        return y
+
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
+        """`ops.silu_and_mul` of the same."""
+        return self._adds.expand_gated(*self._beside(product, x, place), place)
+
+    def _beside(
+        self, product: Callable[[], Tensor], x: Activations, place: Place
+    ) -> tuple[Tensor, Tensor]:
+        x = x if isinstance(x, Tensor) else x.dequantised(x.dtype)
+        return product(), self._adds.shrink(x, place)
 
 
 class _OfProduct:
@@ -106,5 +130,8 @@ class _OfProduct:
     def is_active(self) -> bool:
         return self._adapters.is_active
 
-    def add(self, product: Tensor, x: Activations) -> None:
-        self._adapters.add(product, x, self._place)
+    def add_to(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+        return self._adapters.add_to(product, x, self._place)
+
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+        return self._adapters.add_to_gated(product, x, self._place)

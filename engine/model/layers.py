@@ -31,7 +31,13 @@ class ProductAdapters(Protocol):
     @property
     def is_active(self) -> bool: ...
 
-    def add(self, product: Tensor, x: Activations) -> None: ...
+    def add_to(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+        """`product` of x, and what its rows' adapters add to it."""
+        ...
+
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+        """`ops.silu_and_mul` of the same."""
+        ...
 
 
 Product = Callable[[Tensor], Activations]  # of inputs with a weight
@@ -87,15 +93,17 @@ class Linear:
         return self.weight if isinstance(self.weight, Fp8Weight) else None
 
     def __call__(self, x: Activations) -> Tensor:
-        product = self._ops.linear(x, self.weight, self.bias)
         if self.adapters is not None and self.adapters.is_active:
-            self.adapters.add(product, x)
-        return product
+            return self.adapters.add_to(lambda: self._product(x), x)
+        return self._product(x)
+
+    def _product(self, x: Activations) -> Tensor:
+        return self._ops.linear(x, self.weight, self.bias)
 
     def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         """The first half of the outputs, by SiLU, times the second."""
         if self.adapters is not None and self.adapters.is_active:
-            return self._ops.silu_and_mul(self(x))
+            return self.adapters.add_to_gated(lambda: self._product(x), x)
         return self._ops.gated_linear(x, self.weight, self.bias, reader)
 
     def targets(self) -> Targets:
@@ -153,10 +161,10 @@ class RowLinear:
 
     def product(self, x: Activations) -> Tensor:
         """The same, for whatever is to be made of it here."""
-        product = self._ops.linear(x, self.weight, self._bias_of_rank)
+        bias = self._bias_of_rank
         if self.adapters is not None and self.adapters.is_active:
-            self.adapters.add(product, x)
-        return product
+            return self.adapters.add_to(lambda: self._ops.linear(x, self.weight, bias), x)
+        return self._ops.linear(x, self.weight, bias)
 
     @property
     def _bias_of_rank(self) -> Tensor | None:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _LOAD_S = 120.0  # how long all engines may take for one
 _RETRY_S = 0.2
+_MAX_PATH_CHARS = 4096  # as Linux has it
 
 Loaded = str | BatonError  # the digest
 
@@ -61,11 +62,13 @@ class AdapterRegistry:
         """Serve the adapter at `path`, a folder of every engine's host.
 
         A relative path is one from where this gateway was started. Raises InvalidRequest for a
-        name that is taken or none, AdapterRefused, which names the engine, Unavailable where there
-        is no engine.
+        name that is taken or none and for no path, AdapterRefused, which names the engine,
+        Unavailable where there is no engine.
         """
         if not is_label(name):
             raise InvalidRequest("no name of a model", "lora_name", "invalid_value")
+        if "\0" in path or len(path) > _MAX_PATH_CHARS:
+            raise InvalidRequest("no path of a folder", "lora_path", "invalid_value")
         if name == self._model or name in self._adapters or name in self._loading:
             message = f"the name {name!r} is taken: unload it first"
             raise InvalidRequest(message, "lora_name", "invalid_value")

@@ -334,12 +334,13 @@ class FrontDoor:
                 finally:
                     for session in sessions:
                         self._sessions.cancel(session, Cancelled("the client went away"))
-                    self._end(record, queue.error)
+                    self._end(record, queue.error, sessions[0])
         except TimeoutError:
             raise public_error(queue.error or Cancelled("the stream was ended")) from None
 
-    def _end(self, record: CallRecord, error: BatonError | None) -> None:
+    def _end(self, record: CallRecord, error: BatonError | None, first: Session) -> None:
         if len(record.results) < record.num_samples:
+            record.unfinished_run = first.unfinished_run
             record.error = error or Cancelled("the client went away")
             if public_error(record.error) is not record.error:  # the caller does not see its text
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)

@@ -12,7 +12,7 @@ from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
 from .attempt import Attempt, OutputToken
 from .engine_link import EngineOutput, TransferSummary
-from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult
+from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult, UnfinishedRun
 
 GATEWAY = "gateway"
 
@@ -100,6 +100,17 @@ class Answer:
     def fail(self, error: BatonError) -> None:
         """The other end."""
         self._sink.fail(error)
+
+    def unfinished(self, last: Attempt) -> UnfinishedRun:
+        """What is known behind that end; `last`: its last attempt."""
+        return UnfinishedRun(
+            last.route.prefill.name,
+            last.route.decode.name,
+            last.is_handed_over,
+            self._transfer,
+            len(self.output_ids),
+            tuple(self.timeline),
+        )
 
     def _chunk(
         self, text: str, shown: list[OutputToken], result: RequestResult | None = None

@@ -111,6 +111,19 @@ class RequestResult:
     timeline: tuple[Stamp, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class UnfinishedRun:
+    """Where a request that ended badly was last, by what its engines had sent. `is_decoding`: the
+    hand-off was over."""
+
+    prefill_node: str
+    decode_node: str
+    is_decoding: bool
+    transfer: TransferSummary | None
+    completion_tokens: int
+    timeline: tuple[Stamp, ...]
+
+
 @dataclass(slots=True)  # one a token, and a frozen one takes thrice the time: change none
 class OutputChunk:
     """Tokens for the client, from position `index` on; the last one carries the result.

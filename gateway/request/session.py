@@ -40,7 +40,7 @@ from .dispatch_wait import DispatchWait, SessionLimits
 from .dispatcher import Dispatcher
 from .engine_link import Blocked, Demand, EngineOutput, Route, Router
 from .move import Moves
-from .output_chunk import ChunkSink
+from .output_chunk import ChunkSink, UnfinishedRun
 from .suspects import EngineDeaths, Suspects
 
 _MAX_REFUSALS = 2  # of one request; then the next engine has to take it
@@ -91,6 +91,7 @@ class Session:
         )
         self._moves = Moves(self, self._dispatcher, self._answer.output_ids)
         self._attempt: Attempt | None = None
+        self._last: Attempt | None = None  # the same, and what was the last one
         self._num_attempts = 0
         self._num_refusals = 0  # of them: attempts that came to nothing at once
         self._fingerprint: str | None = None
@@ -172,6 +173,11 @@ class Session:
     @property
     def timeline(self) -> list[Stamp]:
         return self._answer.timeline
+
+    @property
+    def unfinished_run(self) -> UnfinishedRun | None:
+        """Of one that ended badly; None: no engine had it."""
+        return None if self._last is None else self._answer.unfinished(self._last)
 
     @property
     def blocked(self) -> Blocked | None:
@@ -274,7 +280,7 @@ class Session:
         self._dispatcher.send(attempt, fork_ids, may_refuse=self._may_refuse)
 
     def _begin_attempt(self, route: Route) -> Attempt:
-        self._attempt = attempt = self.new_attempt(route)
+        self._attempt = self._last = attempt = self.new_attempt(route)
         self._deaths.attempt_began(self.call_id, attempt.pair)
         self._is_led = False
         self._answer.stamp(Event.ROUTED)
@@ -336,6 +342,7 @@ class Session:
             self._finish(attempt, FinishReason.LENGTH, Shown("", [], None))
         elif error.is_retryable and self._may_try_again:
             self._attempt = self._moves.take_over(is_suspect=self._deaths.is_suspect)
+            self._last = self._attempt or attempt
             if self._attempt is None:
                 self._try_dispatch()
         else:
@@ -381,7 +388,7 @@ class Session:
         """See MovingSession, as of what follows."""
         if self._attempt is not None and self._attempt is not attempt:
             self._attempt.cancel(self.request_id)
-        self._attempt = attempt
+        self._attempt = self._last = attempt
         self._advance(attempt, fresh)
 
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None:

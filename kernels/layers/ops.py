@@ -46,10 +46,6 @@ class Ops:
         """`silu_and_mul` of `linear`."""
         return silu_and_mul(self.linear(x, weight, bias))
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """`gated_linear` of what its product gave."""
-        return silu_and_mul(gate_up)
-
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, reader: Fp8Weight | None = None
     ) -> Activations:

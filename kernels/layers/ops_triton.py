@@ -94,9 +94,6 @@ class TritonOps(Ops):
             return gated
         return silu_and_mul(self.linear(x, weight, bias))
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
-
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, reader: Fp8Weight | None = None
     ) -> Activations:

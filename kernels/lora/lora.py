@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..layers.ops import silu_and_mul
+
 Int32s = NDArray[np.int32]
 
 BLOCK_ROWS = 16  # of one adapter, that a program of the kernels works on
@@ -36,10 +38,24 @@ class Place(NamedTuple):
 
 
 class AddsAdapters(Protocol):
-    """Computes what a step's adapters add."""
+    """Computes what a step's adapters add to products."""
 
-    def add(self, y: Tensor, x: Tensor, place: Place) -> None:
-        """y [rows, outputs] += what each row's adapter adds; x [rows, inputs]."""
+    def set_rank(self, slot: int, rank: int) -> None: ...
+
+    def plan(self, slots: Int32s) -> None:
+        """The next step's adapters: of each row, NO_SLOT for none."""
+        ...
+
+    def shrink(self, x: Tensor, place: Place) -> Tensor:
+        """x [rows, inputs] times the A of each row's adapter, for `expand`."""
+        ...
+
+    def expand(self, y: Tensor, shrunk: Tensor, place: Place) -> None:
+        """y [rows, outputs] += `shrunk` times the B of each row's adapter."""
+        ...
+
+    def expand_gated(self, y: Tensor, shrunk: Tensor, place: Place) -> Tensor:
+        """`ops.silu_and_mul` of the same; y may be changed."""
         ...
 
 
@@ -47,8 +63,8 @@ class AddsAdapters(Protocol):
 class RowGroups:
     """Rows by adapter, in blocks of BLOCK_ROWS at most, as kernels read it.
 
-        rows [rows]          those with an adapter, slot by slot
-        blocks [3, blocks]   slot (NO_SLOT: an unused block), first, end in `rows`
+        rows [rows]          those without one, then slot by slot
+        blocks [3, blocks]   slot, first, end in `rows`; unused blocks are empty, of NO_SLOT
 
     As many blocks for so many rows and slots, whatever adapters they have: a CUDA graph's grid.
     """
@@ -62,10 +78,8 @@ class RowGroups:
         order = np.argsort(slots, kind="stable").astype(np.int32)
         blocks = np.zeros((3, num_blocks(len(slots), num_slots)), np.int32)
         blocks[0] = NO_SLOT
-        first, index = int(np.count_nonzero(slots == NO_SLOT)), 0
-        for slot, count in zip(
-            *np.unique(slots[slots != NO_SLOT], return_counts=True), strict=True
-        ):
+        first, index = 0, 0
+        for slot, count in zip(*np.unique(slots, return_counts=True), strict=True):
             end = first + int(count)
             for start in range(first, end, BLOCK_ROWS):
                 blocks[:, index] = slot, start, min(start + BLOCK_ROWS, end)
@@ -76,7 +90,7 @@ class RowGroups:
 
 def num_blocks(num_rows: int, num_slots: int) -> int:
     """That so many rows can have at most."""
-    return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots)
+    return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots + 1)
 
 
 class TorchAdapters:
@@ -92,23 +106,38 @@ class TorchAdapters:
         self._groups: list[tuple[int, Tensor]] = []
 
     def set_rank(self, slot: int, rank: int) -> None:
+        """See `AddsAdapters`."""
         self._ranks[slot] = rank
 
     def plan(self, slots: Int32s) -> None:
-        """The next step's adapters: of each row, NO_SLOT for none."""
+        """See `AddsAdapters`."""
         found = np.unique(slots[slots != NO_SLOT]).tolist()
         self._groups = [(slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in found]
 
-    def add(self, y: Tensor, x: Tensor, place: Place) -> None:
+    def shrink(self, x: Tensor, place: Place) -> Tensor:
+        """[rows, projections, max rank], in float64."""
+        count, max_rank = len(place.parts), self._bank.shape[1]
+        shrunk = torch.zeros(len(x), count, max_rank, dtype=torch.float64)
+        end = place.inputs_at + count * place.num_inputs
         for slot, rows in self._groups:
-            weights = self._bank[slot, : self._ranks[slot]].double()
-            taken, first_output = x[rows].double(), place.outputs_at
-            added = torch.empty(len(rows), sum(place.parts), dtype=torch.float64)
-            column = 0
+            rank = self._ranks[slot]
+            weights = self._bank[slot, :rank, place.inputs_at : end].double()
+            weights = weights.view(rank, count, place.num_inputs)
+            shrunk[rows, :, :rank] = torch.einsum("ti,rpi->tpr", x[rows].double(), weights)
+        return shrunk
+
+    def expand(self, y: Tensor, shrunk: Tensor, place: Place) -> None:
+        """See `AddsAdapters`."""
+        for slot, rows in self._groups:
+            rank, first, column = self._ranks[slot], place.outputs_at, 0
             for index, count in enumerate(place.parts):
-                first_input = place.inputs_at + index * place.num_inputs
-                shrunk = taken @ weights[:, first_input : first_input + place.num_inputs].t()
-                outputs = weights[:, first_output : first_output + count]
-                added[:, column : column + count] = shrunk @ outputs
-                first_output, column = first_output + count, column + count
-            y[rows] = (y[rows].double() + added).to(y.dtype)
+                weights = self._bank[slot, :rank, first : first + count].double()
+                of_part = y[rows, column : column + count].double()
+                added = shrunk[rows, index, :rank] @ weights
+                y[rows, column : column + count] = (of_part + added).to(y.dtype)
+                first, column = first + count, column + count
+
+    def expand_gated(self, y: Tensor, shrunk: Tensor, place: Place) -> Tensor:
+        """See `AddsAdapters`."""
+        self.expand(y, shrunk, place)
+        return silu_and_mul(y)

@@ -136,6 +136,7 @@ def _fill(
     for step in range(gl.minimum(EARLY, num_steps)):
         _ask_weight(matrix, step, full, ws, step, ROWS, CHUNKS)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
         _ask_vectors(vectors, step, full, xs, step, ROWS, CHUNKS)
     for step in range(EARLY, num_steps):
@@ -245,7 +246,6 @@ def _fp8_streamed(
         mbarrier.init(full.index(index), count=1)
         mbarrier.init(empty.index(index), count=1)
     fence_async_shared()
-    let_next_in(PDL)
     first_output = gl.program_id(0) * OUTPUTS
     IS_BLOCKED: gl.constexpr = GROUPS > 0
     scales = gl.allocate_shared_memory(

@@ -100,10 +100,10 @@ def _fp8_few_rows(
     cols = tl.arange(0, _GROUP)
     is_row, is_output = rows < num_rows, outputs < num_outputs
     matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs
-    let_next_in(PDL)
     if PDL and IS_WHOLE and num_ahead > 0:
         _prefetch(matrix, num_ahead)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     matrix += cols[None, :]
     vectors = x + rows.to(tl.int64)[:, None] * num_inputs + cols[None, :]
     num_groups = tl.cdiv(num_inputs, _GROUP)

@@ -78,9 +78,9 @@ def _gemv(
     cols = tl.arange(0, COLS)
     matrix = weight + row.to(tl.int64) * num_inputs + cols
     # The matrix is constant: its first part is on the way before x is known.
-    let_next_in(PDL)
     begin = tl.load(matrix, mask=cols < num_inputs, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     sums = begin * tl.load(x + cols, mask=cols < num_inputs, other=0.0).to(tl.float32)
     for first in range(COLS, num_inputs, COLS):
         mask = cols < num_inputs - first
@@ -147,10 +147,10 @@ def _few_rows_product(
     cols = tl.arange(0, TILE_INPUTS)[None, :]
     is_row, is_output = rows < num_rows, outputs < num_outputs
     matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs
-    let_next_in(PDL)
     if PDL and IS_WHOLE and num_ahead > 0:
         _prefetch(matrix, num_ahead)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     vectors = x + rows * num_inputs + cols
     matrix += cols
     sums = tl.zeros((ROWS, TILE_OUTPUTS), tl.float32)

@@ -192,6 +192,7 @@ def _fill(
         chunk = begin + step * CHUNKS
         _ask_weight(matrix, groups, num_outputs, chunk, full, ws, gs, step, CHUNKS, ROWS)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
         _ask_vectors(vectors, begin + step * CHUNKS, full, xs, step, CHUNKS)
     for step in range(EARLY, num_steps):
@@ -279,7 +280,6 @@ def _int4_streamed(
         mbarrier.init(full.index(index), count=1)
         mbarrier.init(empty.index(index), count=1)
     fence_async_shared()
-    let_next_in(PDL)
     tile, share = gl.program_id(0), gl.program_id(1)
     num_steps = num_inputs // (_CHUNK * CHUNKS)
     first, last = num_steps * share // SHARES, num_steps * (share + 1) // SHARES

@@ -181,10 +181,10 @@ def _int4_product(
     num_chunks = num_inputs // _CHUNK
     share = tl.program_id(1)
     begin, end = num_chunks * share // SHARES, num_chunks * (share + 1) // SHARES
-    let_next_in(PDL)
     if PDL and IS_WHOLE:
         _fetch_early(words, begin, end, num_outputs, IS_GATED, OUTPUTS)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     vectors = x + rows.to(tl.int64)[:, None] * num_inputs + cols[None, :]
     matrix = words + outputs[:, None] * _WORDS + cols[None, :]
     # The weight comes first: the matrix units take what comes first from registers.

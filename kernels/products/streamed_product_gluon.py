@@ -154,6 +154,7 @@ def _fill(
     for step in range(gl.minimum(EARLY, num_steps)):
         _ask_weight(matrix, num_outputs, step * INPUTS, full, ws, step, HALVES)
     wait_for_previous(PDL)
+    let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
         _ask(vectors, [0, step * INPUTS], full.index(step), xs.index(step))
     for step in range(EARLY, num_steps):
@@ -237,7 +238,6 @@ def _streamed_product(
         mbarrier.init(full.index(index), count=1)
         mbarrier.init(empty.index(index), count=1)
     fence_async_shared()
-    let_next_in(PDL)
     sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
     up_sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
     num_steps = gl.cdiv(num_inputs, INPUTS)

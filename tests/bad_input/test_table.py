@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from bad_input.cases.endpoints import ENDPOINTS
 from bad_input.cases.fronts import LEAKS, Answer, Target
 from bad_input.cases.table import NOT_HERE, SAME, TABLE, TYPED, Row, deep_arguments
 from bad_input.cases.turns import TURNS
 
+ROWS = (*TABLE, *TURNS, *ENDPOINTS)
 _SHOWN = 400  # characters of an error that a caller may get back
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in (*TABLE, *TURNS)])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS])
 def test_bad_request(target: Target, row: Row) -> None:
     _check_http(target, row)
     if row.over_grpc == SAME:
@@ -69,7 +71,7 @@ def test_it_serves_after_all_of_it(target: Target) -> None:
 
 
 def test_ids_are_unique_and_every_kind_is_there() -> None:
-    ids = [row.id for row in (*TABLE, *TURNS)]
+    ids = [row.id for row in ROWS]
     assert len(ids) == len(set(ids))
     kinds = {row_id.partition("-")[0] for row_id in ids}
     assert not kinds & NOT_HERE.keys()

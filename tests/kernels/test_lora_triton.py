@@ -56,15 +56,34 @@ def test_each_row_gets_what_its_adapter_adds(
     expected, found = y.clone(), y.to(DEVICE)
     reference = adapters(TorchAdapters, bank)
     reference.plan(of_rows)
-    reference.add(expected, x, place)
+    reference.expand(expected, reference.shrink(x, place), place)
     ours = adapters(TritonAdapters, bank.to(DEVICE))
     ours.plan(of_rows)
-    ours.add(found, x.to(DEVICE), place)
+    ours.expand(found, ours.shrink(x.to(DEVICE), place), place)
     limit = 3e-6 if dtype == torch.float32 else 2e-2
     difference = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
     assert difference < limit, f"{difference:.2e}"
     without = of_rows == NO_SLOT
     assert torch.equal(found.cpu()[without], y[without]), "no adapter: not a bit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", MIXTURES.values(), ids=MIXTURES)
+def test_gated_products_of_all_rows(slots: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    place = Place(0, 2 * 70, 70, (90, 90))
+    bank = torch.randn(len(RANKS), max(RANKS), place.outputs_at + sum(place.parts)).to(dtype)
+    x, y = (torch.randn(len(slots), n).to(dtype) for n in (place.num_inputs, sum(place.parts)))
+    of_rows: Int32s = np.array(slots, np.int32)
+    reference, ours = adapters(TorchAdapters, bank), adapters(TritonAdapters, bank.to(DEVICE))
+    for each in (reference, ours):
+        each.plan(of_rows)
+    expected = reference.expand_gated(y.clone(), reference.shrink(x, place), place)
+    x, y = x.to(DEVICE), y.to(DEVICE)
+    found = ours.expand_gated(y, ours.shrink(x, place), place)
+    limit = 3e-6 if dtype == torch.float32 else 2e-2
+    difference = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
+    assert difference < limit, f"{difference:.2e}"
 
 
 def test_rows_are_in_blocks_of_one_adapter() -> None:
@@ -75,12 +94,11 @@ def test_rows_are_in_blocks_of_one_adapter() -> None:
         assert groups.blocks.shape == (3, num_blocks(len(slots), 4))
         seen: list[int] = []
         for slot, first, end in groups.blocks.T:
-            if slot != NO_SLOT:
-                assert 0 < end - first <= BLOCK_ROWS
-                rows = groups.rows[first:end]
-                assert (slots[rows] == slot).all()
-                seen += rows.tolist()
-        assert sorted(seen) == np.flatnonzero(slots != NO_SLOT).tolist()
+            assert 0 <= end - first <= BLOCK_ROWS and (first < end or slot == NO_SLOT)
+            rows = groups.rows[first:end]
+            assert (slots[rows] == slot).all()
+            seen += rows.tolist()
+        assert sorted(seen) == list(range(len(slots)))
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="captures CUDA graphs")
@@ -94,16 +112,16 @@ def test_a_graph_is_replayed_over_any_mixture() -> None:
     )
     ours, reference = adapters(TritonAdapters, bank), adapters(TorchAdapters, bank.cpu())
     ours.plan(np.full(24, NO_SLOT, np.int32))
-    ours.add(y, x, place)
+    ours.expand(y, ours.shrink(x, place), place)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.add(y, x, place)
+        ours.expand(y, ours.shrink(x, place), place)
     random = np.random.default_rng(1)
     for _ in range(3):
         slots = random.integers(-1, 3, 24).astype(np.int32)
         expected = torch.zeros(24, 96).bfloat16()
         reference.plan(slots)
-        reference.add(expected, x.cpu(), place)
+        reference.expand(expected, reference.shrink(x.cpu(), place), place)
         y.zero_()
         ours.plan(slots)
         graph.replay()

@@ -176,6 +176,7 @@ def run_python(program: str) -> str:
         "baton.client",
         "baton.gateway.process.server",
         "baton.node.supervisor.supervisor",
+        "baton.offline.batch",
     ],
 )
 def test_control_plane_never_imports_torch(face: str) -> None:

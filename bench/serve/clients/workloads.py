@@ -4,19 +4,22 @@ idle          one request after the other, of several lengths: latency without l
 streams       long running streams alone: what one token costs when nothing else happens
 streams+8k    the same, while prompts of 8192 tokens arrive: what prefill does to decode
 poisson       one kind of request at a rate
+sharegpt      lengths of ShareGPT's turns at a rate; those that are too long are left out
 trace         what users sent, from a trace's time stamps, lengths and shared prefixes
 """
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.loadgen.arrivals import Arrival, Background, from_trace, poisson
+from baton.loadgen.arrivals import Arrival, Background, from_trace, poisson, poisson_of
 
 from ...floors.figures import ROOT
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation_120s.jsonl"
+LENGTHS = ROOT / "bench" / "data" / "sharegpt_lengths.csv"
 PROBE = "probe"
 
 
@@ -51,7 +54,7 @@ class LoadShape:
 
 
 DEFAULT_SHAPE = LoadShape()
-MIXES = ("idle", "streams", "streams+8k", "poisson", "trace")
+MIXES = ("idle", "streams", "streams+8k", "poisson", "sharegpt", "trace")
 
 
 def make_workload(mix: str, shape: LoadShape, trace: Path = TRACE) -> Workload:
@@ -67,6 +70,8 @@ def make_workload(mix: str, shape: LoadShape, trace: Path = TRACE) -> Workload:
         return replace(timing, background=background, arrivals=_poisson(shape))
     if mix == "poisson":
         return replace(timing, arrivals=_poisson(shape))
+    if mix == "sharegpt":
+        return replace(timing, arrivals=_of_sharegpt(shape))
     if mix == "trace":
         arrivals = from_trace(
             trace, shape.duration_s, speed=shape.trace_speed, max_tokens=shape.max_tokens
@@ -86,3 +91,16 @@ def _poisson(shape: LoadShape) -> tuple[Arrival, ...]:
             group=PROBE,
         )
     )
+
+
+def sharegpt_lengths(max_tokens: int) -> list[tuple[int, int]]:
+    """Prompt and output tokens of the turns that fit."""
+    with LENGTHS.open() as file:
+        pairs = [(int(p), int(o)) for p, o in list(csv.reader(file))[1:]]
+    return [pair for pair in pairs if sum(pair) <= max_tokens]
+
+
+def _of_sharegpt(shape: LoadShape) -> tuple[Arrival, ...]:
+    lengths = sharegpt_lengths(shape.max_tokens)
+    rate, seconds = shape.rate_per_s, shape.duration_s
+    return tuple(poisson_of(rate, seconds, lengths, seed=shape.seed, group=PROBE))

@@ -24,7 +24,7 @@ from ....core.errors import BatonError, Cancelled
 from ....core.process.logs import fields
 from ....core.request.request import SamplingParams
 from ....core.request.timeline import Event, Stamp
-from ...request.output_chunk import RequestResult
+from ...request.output_chunk import RequestResult, UnfinishedRun
 from ...security.tenancy import Caller
 
 
@@ -33,7 +33,8 @@ class CallRecord:
     """One call: a prompt and its samples. The front door fills it.
 
     `token_times` hold, per sample, (monotonic seconds, tokens delivered then) of each delivery.
-    `results` are of the samples that finished; `error` is what ended the call otherwise.
+    `results` are of the samples that finished; `error` is what ended the call otherwise, and
+    `unfinished_run` where its first sample was then.
     `lookup_s` is what the look-up in the prefix index took. `prompt` is kept with --log-prompts
     alone.
     """
@@ -54,7 +55,13 @@ class CallRecord:
     token_times: list[list[tuple[float, int]]] = field(default_factory=list)
     results: dict[int, RequestResult] = field(default_factory=dict)
     error: BatonError | None = None
+    unfinished_run: UnfinishedRun | None = None
     ended_s: float | None = None
+
+    @property
+    def run(self) -> RequestResult | UnfinishedRun | None:
+        """Of the first sample; None: no engine had it."""
+        return self.results.get(0) or self.unfinished_run
 
     @property
     def num_delivered_tokens(self) -> int:
@@ -112,13 +119,13 @@ _DESCRIBED = (
 
 def description(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
     """What log lines and the live page both have of a call that is over; times of one sample."""
-    result = record.results.get(0)
+    run = record.run
     return {
         "tenant": record.caller.tenant,
         "front": record.caller.front,
         "num_samples": record.num_samples,
-        "prefill_node": result.prefill_node if result else None,
-        "decode_node": result.decode_node if result else None,
+        "prefill_node": run.prefill_node if run else None,
+        "decode_node": run.decode_node if run else None,
         "tpot_s": figures.tpot_s[0] if figures.tpot_s else None,
         **{name: getattr(figures, name) for name in _DESCRIBED},
     }

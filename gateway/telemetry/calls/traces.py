@@ -9,6 +9,7 @@ Extra `otel`.
                                                decode
                                                  decode_queue  decode_first_step
 
+A call that fails has as much of it; what was not over then ends with the call, as an error.
 Nodes send no spans: their times travel with a request's outputs, and the gateway puts them on its
 clock (engines/wire.py). A node is a service of its own: `baton-prefill` or `baton-decode`, by its
 name. Attributes follow the GenAI semantic conventions. A caller's trace goes on (W3C traceparent
@@ -28,7 +29,7 @@ from ....core.errors import StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.answer import GATEWAY
-from ...request.output_chunk import RequestResult
+from ...request.output_chunk import RequestResult, UnfinishedRun
 from .call_record import CallFigures, CallRecord, times_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,18 @@ _DECODE = _Part(
     ),
 )
 _GATEWAY = _Part("gateway", (Event.ARRIVED,), (Event.ROUTED,))
+_CUT = (Event.FAILED, Event.CANCELLED)  # what a call that failed ends with
 _MAX_SERVICES = 256  # whose spans are told apart; nodes' names are few
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Whose spans, with the stamps of all. `error`: the code of a call that failed."""
+
+    tracer: Tracer
+    node: str
+    times: Mapping[Event, int]
+    error: str | None
 
 
 class CallTraces:
@@ -127,52 +139,67 @@ class CallTraces:
         if not span.is_recording():
             return
         span.set_attributes(_attributes(record, figures))
-        if record.error is not None:
-            span.set_attribute("error.type", record.error.code)
-            span.set_status(trace.StatusCode.ERROR, record.error.code)
-        if result := record.results.get(0):
-            self._stages(trace.set_span_in_context(span), result)
+        error = None if record.error is None else record.error.code
+        if error is not None:
+            self._mark(span, error)
+        if run := record.run:
+            self._stages(trace.set_span_in_context(span), run, error)
         span.end(_ended_unix_ns(record))
 
-    def _stages(self, parent: Any, result: RequestResult) -> None:
-        times = times_of(result.timeline).by_event
-        prefill_node = result.prefill_node
-        decode_node = result.decode_node or prefill_node
+    def _stages(self, parent: Any, run: RequestResult | UnfinishedRun, error: str | None) -> None:
+        times = times_of(run.timeline).by_event
+        prefill_node = run.prefill_node
+        decode_node = run.decode_node or prefill_node
         prefill = self._tracer_of("prefill", prefill_node)
-        decode = self._tracer_of("decode", decode_node) if result.decode_node else prefill
-        self._part(self._tracer, GATEWAY, _GATEWAY, times, parent)
-        self._part(prefill, prefill_node, _PREFILL, times, parent)
-        if result.transfer is not None:
-            moved = result.transfer
-            attributes = {
-                "baton.kv_transfer.bytes": moved.num_bytes,
-                "baton.kv_transfer.cached_tokens": moved.cached_tokens,
-                "baton.kv_transfer.transport": moved.transport,
-                "baton.kv_transfer.source": prefill_node,
-            }
-            self._part(decode, decode_node, _HANDOFF, times, parent, attributes)
-        attributes = {"gen_ai.usage.output_tokens": result.completion_tokens}
-        self._part(decode, decode_node, _DECODE, times, parent, attributes)
+        decode = self._tracer_of("decode", decode_node) if run.decode_node else prefill
+        at_prefill = _Place(prefill, prefill_node, times, error)
+        at_decode = _Place(decode, decode_node, times, error)
+        self._part(_Place(self._tracer, GATEWAY, times, error), _GATEWAY, parent)
+        self._part(at_prefill, _PREFILL, parent)
+        if run.transfer is not None or isinstance(run, UnfinishedRun):
+            attributes: dict[str, Any] = {"baton.kv_transfer.source": prefill_node}
+            if (moved := run.transfer) is not None:
+                attributes |= {
+                    "baton.kv_transfer.bytes": moved.num_bytes,
+                    "baton.kv_transfer.cached_tokens": moved.cached_tokens,
+                    "baton.kv_transfer.transport": moved.transport,
+                }
+            self._part(at_decode, _HANDOFF, parent, attributes)
+        if not isinstance(run, UnfinishedRun) or run.is_decoding:
+            attributes = {"gen_ai.usage.output_tokens": run.completion_tokens}
+            self._part(at_decode, _DECODE, parent, attributes)
 
     def _part(
         self,
-        tracer: Tracer,
-        node: str,
+        place: _Place,
         part: _Part,
-        times: Mapping[Event, int],
         parent: Any,
         attributes: Mapping[str, Any] = _NOTHING,
+        *,
+        is_inside: bool = False,
     ) -> None:
-        """One span, and those of its parts; none where a stamp is missing."""
-        begin_ns, end_ns = _first(times, part.begins), _first(times, part.ends)
+        """One span, and those of its parts; none where a stamp is missing. What was not over in a
+        call that failed ends with it, `is_inside` another only by its engine's own stamp."""
+        times, begins, end_ns = place.times, part.begins, _first(place.times, part.ends)
+        is_cut = end_ns is None and place.error is not None
+        if is_cut:
+            end_ns = _first(times, _CUT)
+            begins = begins[:1] if is_inside else begins
+        begin_ns = _first(times, begins)
         if begin_ns is None or end_ns is None:
             return
-        span = tracer.start_span(part.name, context=parent, start_time=begin_ns)
-        span.set_attributes({"baton.node": node, **attributes})
+        span = place.tracer.start_span(part.name, context=parent, start_time=begin_ns)
+        span.set_attributes({"baton.node": place.node, **attributes})
+        if is_cut and place.error is not None:
+            self._mark(span, place.error)
         inside = self._trace.set_span_in_context(span)
         for each in part.parts:
-            self._part(tracer, node, each, times, inside)
+            self._part(place, each, inside, is_inside=True)
         span.end(max(begin_ns, end_ns))
+
+    def _mark(self, span: Span, code: str) -> None:
+        span.set_attribute("error.type", code)
+        span.set_status(self._trace.StatusCode.ERROR, code)
 
     def close(self) -> None:
         """Send what waits; blocks for a moment at most."""

@@ -34,6 +34,10 @@ GOOD_OF: dict[str, dict[str, Any]] = {  # by path; all others are like GOOD
     "/v1/responses": {"model": "demo", "input": "hi", "max_output_tokens": 3},
     "/v1/messages": GOOD_CHAT,
     "/v1/messages/count_tokens": {name: GOOD_CHAT[name] for name in ("model", "messages")},
+    "/tokenize": {"model": "demo", "prompt": PROMPT},
+    "/detokenize": {"model": "demo", "tokens": [1]},
+    "/v1/load_lora_adapter": {"lora_name": "fluent", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "fluent"},
 }
 _TARGET = Path(__file__).with_name("target.py")
 _START_S = 60.0

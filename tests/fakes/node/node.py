@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from baton.cluster.secret import handshake_key
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request
 from baton.core.request.timeline import Event, NodeStamp
@@ -226,6 +226,8 @@ class _Gateway:
                 message = node_pb2.GatewayMessage.FromString(payload)
                 if message.HasField("dispatch"):
                     self._dispatch(message.dispatch)
+                elif message.HasField("load_adapter"):
+                    self._refuse_adapter(message.load_adapter)
                 else:
                     cancel = message.cancel
                     node.cancelled.append((cancel.request_id, cancel.attempt, time.monotonic()))
@@ -235,6 +237,12 @@ class _Gateway:
             node.num_sessions -= 1
             for task in (*tasks, *self._work.values()):
                 task.cancel()
+
+    def _refuse_adapter(self, order: node_pb2.LoadAdapter) -> None:
+        """As an engine without --enable-lora does."""
+        error = codec.error_to_wire(InvalidRequest("this engine serves no LoRA adapters", "model"))
+        loaded = node_pb2.AdapterLoaded(order_id=order.order_id, error=error)
+        self._outgoing.put_nowait(node_pb2.NodeMessage(adapter_loaded=loaded))
 
     def _dispatch(self, wire: node_pb2.Dispatch) -> None:
         self._node.dispatched.append(wire)

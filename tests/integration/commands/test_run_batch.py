@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,6 +63,18 @@ def results_of(path: Path) -> dict[str, Any]:
     return by_id
 
 
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def cut_off(path: Path) -> bytes:
+    """Leave half a result, as a kill within a write does; returns what is whole."""
+    with path.open("ab") as file:
+        file.write(b'{"id": "batch_req_')
+    data = path.read_bytes()
+    return data[: data.rindex(b"\n") + 1]
+
+
 @pytest.fixture(scope="module")
 def expected() -> Iterator[dict[str, str]]:
     bodies = [body(number) for number in range(NUM_LINES)]
@@ -74,28 +87,88 @@ def expected() -> Iterator[dict[str, str]]:
     yield {f"r{number}": one.outputs[0].text for number, one in enumerate(outputs)}
 
 
-# SIGTERM ends the run as SIGKILL does: nothing of ours handles it.
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
-)
-def test_a_run_that_was_ended_goes_on(
+Answer: TypeAlias = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@asynccontextmanager
+async def deployment(answer: Answer) -> AsyncIterator[str]:
+    """The URL of one whose completions are answered like that."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def run_against(url: str, requests: Path, results: Path) -> tuple[int, str]:
+    """Exit code and errors of a run with a deployment."""
+    process = await asyncio.create_subprocess_exec(
+        *command(requests, results, "--url", url),
+        env=os.environ | {"BATON_API_KEY": "secret"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, errors.decode()
+
+
+async def test_a_run_that_was_ended_goes_on(requests: Path) -> None:
+    """Killed, interrupted, terminated, one after the other; no line is done twice. A deployment
+    answers: such a run starts in a moment. With an engine of its own: below."""
+    results = requests.with_name("out.jsonl")
+    seen: list[str] = []
+    may_answer = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((await request.json())["prompt"])
+        if len(seen) in (10, 20, 30):  # the run ends here, with lines in work
+            may_answer.clear()
+        await may_answer.wait()
+        return web.json_response({"id": "x", "prompt": seen[-1]})
+
+    async with deployment(answer) as url:
+        for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+            may_answer.set()
+            num_seen, num_done = len(seen), len(lines_of(results))
+            process = await asyncio.create_subprocess_exec(
+                *command(requests, results, "--url", url), stderr=asyncio.subprocess.PIPE
+            )
+            while may_answer.is_set() or len(lines_of(results)) <= num_done:
+                assert process.returncode is None
+                await asyncio.sleep(0.01)
+            process.send_signal(number)
+            await process.communicate()
+            assert process.returncode == (130 if number == signal.SIGINT else -number)
+            assert num_seen < len(seen) <= num_seen + 14, "what was in work is done again"
+            cut_off(results)
+        may_answer.set()
+        code, errors = await run_against(url, requests, results)
+    assert code == 0, errors
+    assert len(results_of(results)) == NUM_LINES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_run_with_an_engine_of_its_own_goes_on(
     requests: Path, expected: dict[str, str], number: signal.Signals
 ) -> None:
     results = requests.with_name("out.jsonl")
     process = subprocess.Popen(command(requests, results), stderr=subprocess.PIPE)
-    while not results.exists() or results.read_bytes().count(b"\n") < 6:
+    while len(lines_of(results)) < 6:
         assert process.poll() is None
-        time.sleep(0.01)
+        time.sleep(0.05)
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
-    with results.open("ab") as file:
-        file.write(b'{"id": "batch_req_')  # as a kill within a write leaves it
-    before = results.read_bytes()
+    before = cut_off(results)
     done = subprocess.run(command(requests, results), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert results.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    assert results.read_bytes().startswith(before)
     found = results_of(results)
     texts = {name: one["response"]["body"]["choices"][0]["text"] for name, one in found.items()}
     assert texts == expected
@@ -104,7 +177,9 @@ def test_a_run_that_was_ended_goes_on(
 def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
     requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    turn = {"model": "demo", "input": "hi", "max_output_tokens": 3}
     lines = [
+        {"custom_id": "turn", "method": "POST", "url": "/v1/responses", "body": turn},
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "no", "method": "POST", "url": "/v1/completions", "body": {"model": "demo"}},
     ]
@@ -114,34 +189,13 @@ def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
     found = results_of(results)
     assert found["chat"]["response"]["body"]["object"] == "chat.completion"
     assert found["chat"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert found["turn"]["response"]["body"]["usage"]["output_tokens"] == 3
     refused = found["no"]["response"]
     assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "prompt")
     assert found[None]["error"]["code"] == "invalid_json"
     missing = command(tmp_path / "none.jsonl", results)
     done = subprocess.run(missing, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.startswith("error: cannot read")
-
-
-Answer: TypeAlias = Callable[[web.Request], Awaitable[web.Response]]
-
-
-async def run_against(answer: Answer, requests: Path, results: Path) -> tuple[int, str]:
-    """Exit code and errors of a run whose deployment answers like that."""
-    app = web.Application()
-    app.router.add_post("/v1/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    process = await asyncio.create_subprocess_exec(
-        *command(requests, results, "--url", f"http://{host}:{port}"),
-        env=os.environ | {"BATON_API_KEY": "secret"},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, errors = await process.communicate()
-    await runner.cleanup()
-    assert process.returncode is not None
-    return process.returncode, errors.decode()
 
 
 async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
@@ -158,7 +212,8 @@ async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
             request.transport.abort()
         return web.json_response({"id": "x", "prompt": (await request.json())["prompt"]})
 
-    code, errors = await run_against(answer, requests, results)
+    async with deployment(answer) as url:
+        code, errors = await run_against(url, requests, results)
     assert code == 1 and "error: no answer of http://" in errors
     assert set(seen) == {"Bearer secret"}
     found = results_of(results)
@@ -178,7 +233,8 @@ async def test_what_stays_refused_ends_the_run_and_names_the_line(
         headers = {"Retry-After": "0"}
         return web.json_response({"why": "closed"}, status=status, headers=headers)
 
-    code, errors = await run_against(answer, one_request, results)
+    async with deployment(answer) as url:
+        code, errors = await run_against(url, one_request, results)
     assert code == 1 and f"error: id r0: /v1/completions was answered with {status}" in errors
     assert "closed" in errors and seen == num_calls
     assert not results_of(results)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 
 import pytest
 
 from baton.bench.baselines.play import Outcome, Player
 from baton.bench.baselines.schemes import ADMISSIONS, SCHEMES, Scheme
-from baton.bench.baselines.workload import LENGTHS, Job, WorkShape, make_jobs, poisson
+from baton.bench.baselines.workload import Job, WorkShape, make_jobs, poisson
+from baton.bench.serve.clients.workloads import sharegpt_lengths
 from baton.core.config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
 
@@ -41,8 +41,7 @@ def outcomes(jobs: list[Job]) -> dict[str, Outcome]:
 
 
 def test_the_lengths_are_sharegpts() -> None:
-    with LENGTHS.open() as file:
-        pairs = [(int(p), int(o)) for p, o in list(csv.reader(file))[1:]]
+    pairs = sharegpt_lengths(1 << 20)
     assert len(pairs) == 1000
     prompts, outputs = zip(*pairs, strict=True)
     # Of all 30,731 lines: 2340 and 439.

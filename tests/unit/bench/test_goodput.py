@@ -59,6 +59,18 @@ def test_what_counts_was_due_in_the_window_and_is_no_stream_of_the_background() 
     assert summary["num_counted"] == 2
     assert summary["attained"] == {"15": 1.0, "5": 0.0}
     assert summary["lifetime_p50_s"] == pytest.approx(0.11)
+    assert summary["normalised_latency_ms"] == pytest.approx(55), "of two tokens"
+
+
+def test_sharegpts_turns_come_at_a_rate_and_fit() -> None:
+    cell = cell_named("sharegpt").within(2048)
+    (start,) = plan(["aggregated"], [cell], [50], [4.0], [], TIMING, 1)
+    (run,) = start.runs
+    arrivals = run.workload().arrivals
+    sizes = [(one.prompt.num_tokens, one.num_output_tokens) for one in arrivals]
+    assert max(map(sum, sizes)) <= 2048 and len(set(sizes)) > 50
+    assert len(arrivals) == pytest.approx(4.0 * arrivals[-1].at_s, rel=0.2)
+    assert run.workload() == run.workload()
 
 
 def test_goodput_is_the_highest_rate_with_all_below_it_kept() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.bench.result_tables import results
+from baton.bench.result_tables import baselines, goodput, offline, results
 from baton.bench.result_tables.results import RESULTS
 
 
@@ -46,9 +49,40 @@ def test_a_bound_that_is_not_there_is_not_explained() -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_result_says_which_commit_was_measured(path: Any) -> None:
-    if path.stem not in (
-        "serve",
-        "copied_by_hand",
-        "goodput",
-    ):  # of several runs, each with its own
+    if path.stem.startswith("sharegpt_"):
+        assert all(call["commit"] for call in results.load(path.stem)["calls"])
+    elif path.stem == "offline":
+        assert all(row["commit"] for row in results.load(path.stem)["rows"])
+    elif path.stem not in ("serve", "copied_by_hand", "goodput"):  # of several runs
         assert results.load(path.stem)["commit"] in results.source(path.stem)
+
+
+def test_tables_that_are_measured_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before their files are there, and after."""
+    for module in (results, baselines, goodput, offline):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert offline.offline() == goodput.sharegpt() == "Not measured yet.\n"
+    assert "--gpu" in baselines.on_gpu()
+    shutil.copy(RESULTS / "baselines.json", tmp_path / "baselines_gpu.json")
+    assert "+ auto" in baselines.on_gpu() and "baselines_gpu.json" in baselines.on_gpu()
+    rows = [
+        {"model": "m", "engine": engine, "num_seqs": 256, "prompt_tokens": 1000,
+         "output_tokens": 2000, "tokens_per_s": 12_345.6, "commit": "c", "date": "d",
+         "command": "run it", **more}
+        for engine, more in (("vllm", {}), ("baton", {"host_ms": 2.5, "step_ms": 6.25}))
+    ]  # fmt: skip
+    (tmp_path / "offline.json").write_text(json.dumps({"rows": rows}))
+    lines = offline.offline().splitlines()
+    assert lines[2] == "| m | baton | 256 | 1,000 | 2,000 | 12,346 | 2.5 ms | 6.25 ms | c, d |"
+    assert lines[3] == "| m | vllm | 256 | 1,000 | 2,000 | 12,346 |  |  | c, d |"
+    spread = {"p50": 10.0, "p90": 20.0}
+    row = {
+        "mode": "auto", "num_cards": 1, "rate_per_s": 4.0, "call": 0,
+        "normalised_latency_ms": 31.0, "attained": {"25": 0.5},
+        "groups": {"probe": {"ttft_ms": spread, "tpot_ms": spread}},
+    }  # fmt: skip
+    call = {"commit": "c", "date": "d", "command": "run it", "machine": {"cards": "GPU"}}
+    (tmp_path / "sharegpt_x.json").write_text(json.dumps({"calls": [call], "rows": [row]}))
+    assert "| x | 1 x GPU | auto | 4 | 31 | 10 / 20 | 10 / 20 | 25 ms: 0.50 |" in goodput.sharegpt()

@@ -120,6 +120,30 @@ def test_the_usual_way() -> None:
     assert rig.cancels() == {}, "nobody holds anything any more"
 
 
+def test_where_a_request_failed_is_known() -> None:
+    """With the stamps that came with the engine's error; of the last attempt."""
+    assert Rig().session.unfinished_run is None
+    rig = Rig().started()
+    assert (run := rig.session.unfinished_run) is not None and not run.is_decoding
+    now = rig.clock.unix_ns()
+    error = EngineFailed("words")
+    rig.send("p1", error=error, stamps=(Stamp(Event.PREFILL_STARTED, now, "p"),))
+    rig.send("p2", 0, "a", attempt=1)
+    rig.send("d1", 1, "b", attempt=1, stamps=(Stamp(Event.TRANSFER_ENDED, now, "d"),))
+    rig.session.cancel(Cancelled("gone"))
+    run = rig.session.unfinished_run
+    assert run is not None and run.is_decoding
+    assert (run.prefill_node, run.decode_node, run.completion_tokens) == ("node-p2", "node-d1", 2)
+    assert [stamp.event for stamp in run.timeline] == [
+        Event.ARRIVED,
+        Event.ROUTED,
+        Event.PREFILL_STARTED,
+        Event.ROUTED,
+        Event.TRANSFER_ENDED,
+        Event.CANCELLED,
+    ]
+
+
 def one_engine(**fields: Any) -> Rig:
     """Where one engine does all."""
     rig = Rig(**fields)

@@ -10,7 +10,8 @@ from fakes.clock import FakeClock
 from fakes.gateway.calls import STAMPS_S, PlayedCall, feed_of, timeline
 
 from baton.core.errors import EngineFailed, StartupFailed
-from baton.core.request.timeline import Event
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.output_chunk import UnfinishedRun
 from baton.gateway.telemetry.calls.traces import CallTraces, open_traces
 
 pytest.importorskip("opentelemetry.sdk")
@@ -143,6 +144,56 @@ def test_a_failure_is_marked() -> None:
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes is not None and span.attributes["error.type"] == "engine_failed"
     assert "words" not in span.to_json()
+
+
+FAILURES = [  # the last event of an engine's, whether decode has it, and what is cut off by the end
+    (Event.ROUTED, False, {"gateway", "prefill"}, {"prefill"}),
+    (
+        Event.PREFILL_STARTED,
+        False,
+        {"gateway", "prefill", "prefill_queue", "prefill_compute", "handoff", "handoff_attach"},
+        {"prefill", "prefill_compute", "handoff", "handoff_attach"},
+    ),
+    (
+        Event.FIRST_TOKEN,
+        False,
+        {"gateway", "prefill", "prefill_queue", "prefill_compute", "handoff", "handoff_attach"}
+        | {"handoff_copy"},
+        {"handoff", "handoff_copy"},
+    ),
+    (
+        Event.DECODE_STARTED,
+        True,
+        {"gateway", "prefill", "prefill_queue", "prefill_compute", "handoff", "handoff_attach"}
+        | {"handoff_copy", "decode", "decode_queue", "decode_first_step"},
+        {"decode", "decode_first_step"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("last", "is_decoding", "names", "cut"), FAILURES)
+@pytest.mark.parametrize("end", [Event.FAILED, Event.CANCELLED])
+def test_a_call_that_failed_has_the_engines_parts(
+    last: Event, is_decoding: bool, names: set[str], cut: set[str], end: Event
+) -> None:
+    traced = Traced()
+    call = traced.call()
+    stamps = list(timeline(call.record.arrived_unix_ns))
+    stamps = stamps[: next(i for i, stamp in enumerate(stamps) if stamp.event is last) + 1]
+    ended_ns = call.record.arrived_unix_ns + 700_000_000
+    run = (*stamps, Stamp(end, ended_ns, "gateway"))
+    call.record.unfinished_run = UnfinishedRun("p", "d", is_decoding, None, 1, run)
+    traced.clock.advance(0.7)
+    call.end(EngineFailed("words"))
+    spans = traced.spans()
+    whole = spans.pop("text_completion demo")
+    assert whole.end_time == ended_ns and spans.keys() == names
+    for name, span in spans.items():
+        is_error = span.status.status_code is StatusCode.ERROR
+        assert is_error == (name in cut) == (span.end_time == ended_ns), name
+        assert span.attributes is not None
+        node = span.attributes["baton.node"]
+        assert node == {"gateway": "gateway", "prefill": "p"}.get(name.partition("_")[0], "d")
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

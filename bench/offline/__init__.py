@@ -1,0 +1,1 @@
+"""A public workload through `LLM`, all requests there at once."""
