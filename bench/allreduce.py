@@ -25,13 +25,9 @@ from torch import Tensor
 
 from baton.core.config import EngineConfig
 from baton.engine.model.communicator import Sent
+from baton.engine.parallel.loopback import connect_store, make_store
 from baton.engine.parallel.peer_reduce import PeerReduce
-from baton.engine.parallel.torch_communicator import (
-    NcclCommunicator,
-    connect_store,
-    make_communicator,
-    make_store,
-)
+from baton.engine.parallel.torch_communicator import NcclCommunicator, make_communicator
 from baton.kernels.layers.ops_triton import TritonOps, send_product
 from baton.kernels.peer_reduce_triton import MAX_BYTES, peer_add_rms_norm
 from baton.kernels.row_room import empty_rows

@@ -64,7 +64,15 @@ class EngineConfig:
         choices=("fp8", "int4"),
     )
     seed: int = flag(0, "seed of dummy weights")
-    tensor_parallel_size: int = flag(1, "GPUs per engine", aliases=("tp",))
+    tensor_parallel_size: int = flag(
+        1, "GPUs that each layer of an engine is spread over", aliases=("tp",)
+    )
+    pipeline_parallel_size: int = flag(
+        1,
+        "stages of an engine, each with some of the layers on --tensor-parallel-size GPUs of its "
+        "own",
+        aliases=("pp",),
+    )
     rank_timeout_s: float = flag(
         20.0, "a GPU's process that takes no step for so long is taken for hung"
     )
@@ -137,6 +145,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "prefill_chunk_tokens",
         ):
             if (number := getattr(self, name)) is not None and number < 1:
@@ -156,6 +165,27 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
         self.speculation  # noqa: B018  # raises what is wrong with it
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """Raises StartupFailed where another flag is not for several stages."""
+        if self.speculation is not None and self.pipeline_parallel_size > 1:
+            raise StartupFailed(
+                "--speculative-config is not for engines with --pipeline-parallel-size above 1",
+                hint="--tensor-parallel-size",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of an engine: processes, each with a GPU of its own if there are any."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def size_flags(self) -> str:
+        """The flags that `num_ranks` comes from, for people."""
+        text = f"--tensor-parallel-size {self.tensor_parallel_size}"
+        num_stages = self.pipeline_parallel_size
+        return text if num_stages == 1 else f"{text} x --pipeline-parallel-size {num_stages}"
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -7,6 +7,7 @@
 The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
 the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
 else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
+Of a pipeline several steps are in flight (steps_in_flight.py), each of other sequences.
 
 Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths), and
 measures what steps of prompts take. Owns no tensor and speaks to no other process. Everything
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
@@ -67,6 +69,7 @@ from .scheduling.step_record import StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
+from .steps_in_flight import StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
@@ -170,6 +173,9 @@ class Engine:
         self._last_shape = StepShape()
         self._collected_s = 0.0  # when the last step was
         self._in_flight: _StepInFlight | None = None
+        self._pipeline: StepsInFlight[_StepInFlight] | None = None
+        if limits.num_stages > 1:
+            self._pipeline = StepsInFlight(limits.num_stages)
         self._stalled_at: int | None = None  # `opportunities` when there was nothing to schedule
         self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 
@@ -200,7 +206,9 @@ class Engine:
         if cost is None or promise_s is None:
             return
         if own_ms := request.sampling.tbt_target_ms:
-            promise_s = max(min(promise_s, own_ms / 1000), (self.tbt_target_s or 0.0) / 2)
+            own_s, least_s = own_ms / 1000, (self.tbt_target_s or 0.0) / 2
+            num_stages = self.limits.num_stages
+            promise_s = max(min(promise_s, own_s / num_stages), least_s / num_stages)
         shape = self._scheduler.step_with(request, num_coming)
         alone = StepShape(num_decodes=1, keys=request.num_known_tokens)
         if cost.seconds(shape) > promise_s >= cost.seconds(alone):
@@ -346,6 +354,8 @@ class Engine:
         """Whether a step could do anything: False also while all that is left waits for memory."""
         if self._in_flight is not None or (self._host is not None and self._host.has_work):
             return True
+        if self._pipeline:
+            return True
         is_stalled = self._stalled_at == self._scheduler.opportunities
         return bool(self._scheduler.running or self._scheduler.waiting) and not is_stalled
 
@@ -361,6 +371,8 @@ class Engine:
         Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
         engine is of no use after it.
         """
+        if self._pipeline is not None:
+            return self._step_pipeline(self._pipeline, meanwhile)
         output = StepOutputBuilder()
         previous, self._in_flight = self._in_flight, None
         must_wait = previous is not None and self._must_wait(previous)
@@ -388,6 +400,19 @@ class Engine:
             self._collect(step, output)
         else:
             self._in_flight = step
+        return output.build()
+
+    def _step_pipeline(
+        self, steps: StepsInFlight[_StepInFlight], meanwhile: Meanwhile | None
+    ) -> StepOutput:
+        """Launch as many batches as have room in the pipeline, and collect the oldest."""
+        output = StepOutputBuilder()
+        watch = None if meanwhile is None else lambda: meanwhile() | self._poll_host()
+        collect = partial(self._collect, output=output)
+        if not steps.advance(lambda: self._launch(None, output), collect, watch):
+            self._stalled_at = self._scheduler.opportunities
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
         return output.build()
 
     def _launch_due_s(self, previous: _StepInFlight | None) -> float:

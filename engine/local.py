@@ -16,7 +16,7 @@ from .kv.generations import LocalGenerations
 from .kv.limits import EngineLimits
 from .lora.adapter_room import refuse_adapter, room_for
 from .model import fingerprint
-from .parallel.parallel_runner import ParallelRunner
+from .parallel.pipeline_runner import join_ranks
 from .parallel.rank_processes import Ranks, start_ranks
 from .parallel.ranked_adapters import adapters_of
 from .parallel.ranked_copies import host_copier_of
@@ -36,7 +36,7 @@ class LocalEngine:
         self.model_dir: Path = runner.model_dir
         self.ranks = ranks
         followers = None if ranks is None else ranks.followers
-        self.steps: Runner = runner if followers is None else ParallelRunner(runner, followers)
+        self.steps: Runner = join_ranks(runner, followers, config.pipeline_parallel_size)
         host_copier = host_copier_of(runner, followers)
         self._adapters = adapters_of(runner.adapters, followers)
         self.engine = Engine(
@@ -49,6 +49,7 @@ class LocalEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk_tokens=runner.prefill_chunk_tokens,
                 graph_rows=runner.graph_rows,
+                num_stages=config.pipeline_parallel_size,
             ),
             LocalGenerations(runner.kv.num_blocks),
             fingerprint=fingerprint.short(runner.fingerprint),

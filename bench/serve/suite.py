@@ -97,7 +97,7 @@ class Suite:
 
     def _alone(self) -> None:
         config, gpus = engine_main.adjust(self._engine), self._arguments.prefill_gpus
-        if gpus is None or config.tensor_parallel_size > 1:
+        if gpus is None or config.num_ranks > 1:
             self._alone_on(config)
             return
         for gpu in gpus.split(","):  # no two cards are equally fast
@@ -186,7 +186,7 @@ class Suite:
                 )
             window = ReportWindow(shape.warmup_s, shape.duration_s)
             num_gpus = _num_gpus(arguments.prefill_gpus)
-            num_prefills = max(1, num_gpus // arguments.tensor_parallel_size)
+            num_prefills = max(1, num_gpus // self._engine.num_ranks)
             summary = report.summarise(found, window, _SLO, self._prefill_s(), num_prefills)
             name = f"{prefix}{mix}"
             tables.append(f"{arguments.label}{name}\n{report.table(summary)}")

@@ -1,6 +1,7 @@
 """Which GPUs the engines of `baton up` get, where its flags leave that open, and why.
 
-    GPUs, in engines of --tp    prefill              decode
+    GPUs, in engines of --tp x --pp
+                                prefill              decode
     none                        the CPU              the CPU
     1                           it, by half          it, by half
     N                           N/2, and an odd one  N/2
@@ -66,14 +67,14 @@ def choose_gpus(
     pool = _pool(node.gpus, host)
     if not pool and not all(named.values()):
         return _on_cpu(up, engine, [f for f, text in named.items() if text], node, host)
-    is_one = len(pool) < 2 * engine.tensor_parallel_size and not any(named.values())
+    is_one = len(pool) < 2 * engine.num_ranks and not any(named.values())
     if up.mode == "aggregated" or (up.mode == "auto" and is_one):
         return _for_all(up, engine, pool, named, host, weights_bytes_of)
     prefill, decode, why = _split(
         _ids("--prefill-gpus", up.prefill_gpus, engine, host),
         _ids("--decode-gpus", up.decode_gpus, engine, host),
         pool,
-        engine.tensor_parallel_size,
+        engine,
     )
     for flag, count in (
         ("--num-prefill-nodes", up.num_prefill_nodes),
@@ -110,11 +111,11 @@ def _for_all(
                 f"{flag} {text}: with --mode aggregated every engine does both",
                 hint=f"--gpus {text}",
             )
-    size = engine.tensor_parallel_size
+    size = engine.num_ranks
     gpus = pool[: len(pool) // size * size]
     if not gpus:
         raise StartupFailed(
-            f"--tensor-parallel-size {size}, and there are {len(pool)} GPUs", hint="a smaller --tp"
+            f"{engine.size_flags}, and there are {len(pool)} GPUs", hint="a smaller --tp"
         )
     names = _check_memory(set(gpus), False, engine, host, weights_bytes_of)
     why = f"--mode {up.mode}" if up.mode == "aggregated" else "there is no second engine's worth"
@@ -143,11 +144,9 @@ def _ids(flag: str, text: str | None, engine: EngineConfig, host: HostGpus) -> _
     """A flag's GPUs; empty where it is not given."""
     if text is None:
         return ()
-    found, size = _parsed(flag, text, host), engine.tensor_parallel_size
+    found, size = _parsed(flag, text, host), engine.num_ranks
     if len(found) % size:
-        raise StartupFailed(
-            f"{flag} {text}: --tensor-parallel-size {size} does not divide {len(found)} GPUs"
-        )
+        raise StartupFailed(f"{flag} {text}: {engine.size_flags} does not divide {len(found)} GPUs")
     return found
 
 
@@ -163,8 +162,9 @@ def _parsed(flag: str, text: str, host: HostGpus) -> _Ids:
     return found
 
 
-def _split(prefill: _Ids, decode: _Ids, pool: _Ids, size: int) -> tuple[_Ids, _Ids, str]:
+def _split(prefill: _Ids, decode: _Ids, pool: _Ids, engine: EngineConfig) -> tuple[_Ids, _Ids, str]:
     """Both roles' GPUs, and why."""
+    size = engine.num_ranks
     if prefill and decode:
         return prefill, decode, "as the flags say"
     if prefill or decode:
@@ -181,7 +181,7 @@ def _split(prefill: _Ids, decode: _Ids, pool: _Ids, size: int) -> tuple[_Ids, _I
     num_engines = len(pool) // size
     if not num_engines:
         raise StartupFailed(
-            f"--tensor-parallel-size {size}, and there are {len(pool)} GPUs", hint="a smaller --tp"
+            f"{engine.size_flags}, and there are {len(pool)} GPUs", hint="a smaller --tp"
         )
     if num_engines == 1:
         return pool[:size], pool[:size], "there is no second engine's worth of GPUs"
@@ -218,7 +218,7 @@ def _check_memory(
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     names = sorted({_described(gpu) for gpu in gpus})
     if sizes:
-        needed = weights_bytes_of(engine) / engine.tensor_parallel_size + _CONTEXT_BYTES
+        needed = weights_bytes_of(engine) / engine.num_ranks + _CONTEXT_BYTES
         share = engine.gpu_memory_utilization
         if needed > share * min(sizes):
             twice = " twice" if is_shared else ""
@@ -226,7 +226,7 @@ def _check_memory(
                 f"the weights of {engine.model} do not fit{twice} into a GPU of "
                 f"{_gib(min(sizes))}: an engine needs {_gib(needed)} for them and its process, and "
                 f"{share:g} of the GPU is {_gib(share * min(sizes))}",
-                hint="more GPUs (--tp spreads an engine over several), a smaller model, or "
+                hint="more GPUs (--tp and --pp spread an engine over several), a smaller model, or "
                 "--device cpu",
             )
     return f" ({', '.join(names)})" if names else ""

@@ -39,6 +39,8 @@ class CpuSteps:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         hidden = self._forward(batch)
+        if not self.model.range.is_last:
+            return CompletedStep([None] * len(batch))
         rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
         if rows.specs:
             logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))

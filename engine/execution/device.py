@@ -27,13 +27,13 @@ def devices_of_ranks(config: EngineConfig) -> list[str]:
 
     Raises StartupFailed if there are not as many as ranks.
     """
-    size, device = config.tensor_parallel_size, config.device
+    size, device = config.num_ranks, config.device
     if device == "cpu" or not torch.cuda.is_available():
         return [device] * size
     _, _, numbers = device.partition(":")
     gpus = numbers.split(",") if numbers else [str(number) for number in range(size)]
     if len(gpus) != size:
-        raise StartupFailed(f"--tensor-parallel-size {size} with {len(gpus)} GPUs ({device})")
+        raise StartupFailed(f"{config.size_flags} with {len(gpus)} GPUs ({device})")
     return [f"cuda:{gpu}" for gpu in gpus]
 
 

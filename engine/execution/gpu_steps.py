@@ -108,8 +108,8 @@ class GpuSteps:
         times = measure_products(
             self.model.layers[0].products(),
             [*self._decode_sizes, *sizes],
-            self.model.embed.weight,
-            self.model.communicator.broadcast,
+            self.model.layers[0].input_norm.weight,
+            self._share,
         )
         self.make_graphs(times)
         self._capture_decodes(self.graphs, times)
@@ -123,6 +123,11 @@ class GpuSteps:
                 self._attention.plan(metadata_of([padding], slots, graph_decodes=min(room, size)))
                 step = partial(self.model.forward, token_ids, positions, slots, self._attention)
                 graphs.capture(size, step, times.library(size))
+
+    def _share(self, x: Tensor) -> None:
+        """Overwrite x by that of the engine's rank 0."""
+        self.model.communicator.stages.broadcast(x)
+        self.model.communicator.broadcast(x)
 
     def _capture_decodes(self, graphs: StepGraphs, times: ProductTimes) -> None:
         for size in reversed(graphs.sizes):
@@ -187,6 +192,8 @@ class GpuSteps:
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         graph.replay()
         number = self._mark()
+        if not self.model.range.is_last:
+            return self._passed_on(number, len(batch))
         self._resample(rows, range(len(rows.specs)), graph.output)
         extras = self._extras(batch, rows, graph.output, None)
         return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
@@ -202,10 +209,12 @@ class GpuSteps:
 
     def _decode(self, inputs: Tensor) -> Tensor:
         """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
-        logits."""
+        logits; of a stage that is not the last, the model alone."""
         n = inputs.shape[1]
         token_ids, positions, slots, keys, temperatures = inputs
         hidden = self.model.forward(token_ids, positions, slots, self._attention)
+        if not self.model.range.is_last:
+            return hidden
         logits = self.model.lm_head.project_part(hidden)
         sample_unfiltered(
             logits,
@@ -268,6 +277,8 @@ class GpuSteps:
     def _launch_eagerly(self, batch: Sequence[SequenceSlice], rows: SampledRows) -> GpuStep:
         hidden = self._hidden(batch)
         number = self._mark()  # its KV is written: pullers need not wait for the sampler
+        if not self.model.range.is_last:
+            return self._passed_on(number, len(batch))
         if not rows.specs:
             extras = self._extras(batch, rows, None, hidden)
             return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
@@ -330,6 +341,11 @@ class GpuSteps:
     ) -> Extras | None:
         head = self.model.lm_head
         return compute_extras(batch, rows, logits, hidden, head.project, head.gather)
+
+    def _passed_on(self, number: int, num_slices: int) -> GpuStep:
+        """A step whose tokens are sampled on the last stage."""
+        rows = SampledRows([], [], [])
+        return self._bring_back(number, num_slices, rows, self._sampled, self._logprobs, None)
 
     def _bring_back(
         self,

@@ -15,6 +15,7 @@ from ..kv.block_pool import NUM_RESERVED_BLOCKS
 from ..model.decoder import Decoder
 from ..model.experts import is_merged_name
 from ..model.model_config import ModelConfig
+from ..model.stages import LayerRange
 from ..model.weights.checkpoint import check_weights, load_weights, tensor_names, weights_identity
 from ..model.weights.dummy_weights import fill_dummy_weights
 from ..model.weights.filling import OnProgress
@@ -28,11 +29,13 @@ def load_model(
     config: EngineConfig,
     model_dir: Path,
     model_config: ModelConfig,
+    layers: LayerRange,
     placement: Placement,
     on_progress: OnProgress | None,
     notes: list[str],
 ) -> tuple[Decoder, str]:
-    """The model, its weights filled, and what identifies them; `notes` are lines for people.
+    """These layers of the model, the weights filled, and what identifies all of them; `notes` are
+    lines for people.
 
     Raises StartupFailed.
     """
@@ -40,7 +43,10 @@ def load_model(
     try:
         is_merged = not is_dummy and any(map(is_merged_name, tensor_names(model_dir)))
         ignored = _check(model_dir, model_config, placement, is_dummy, is_merged)
-        model = Decoder(model_config, placement, _expert_loads(config, model_config, placement))
+        if len(layers) < model_config.num_layers and not is_dummy:
+            ignored |= tensor_names(model_dir)  # those of the other stages
+        loads = _expert_loads(config, model_config, placement)
+        model = Decoder(model_config, placement, loads, layers)
         targets = dict(model.targets(has_merged_experts=is_merged))
         if is_dummy:
             fill_dummy_weights(

@@ -38,6 +38,7 @@ from ..model.decoder import Decoder
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
+from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
 from .batch import LaunchedStep, SampledToken, SequenceSlice
 from .cpu_steps import CpuSteps
@@ -87,6 +88,8 @@ class ModelRunner:
             stays_quantised=placement.stays_quantised,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
+        ranges = layer_ranges(self.model_config, config.pipeline_parallel_size)
+        self.layers = ranges[communicator.stages.stage]
         self._placement = dataclasses.replace(
             placement, communicator=communicator, has_expert_parallel=has_expert_parallel
         )
@@ -99,7 +102,7 @@ class ModelRunner:
         if config.device == "auto" and self._placement.device.type == "cpu":
             self.startup_notes.append("no GPU found: running on the CPU, as with --device cpu")
         layout = KvLayout(
-            num_layers=self.model_config.num_layers,
+            num_layers=len(self.layers),
             num_kv_heads=self.heads.num_kv_heads,
             block_size=config.block_size,
             head_dim=self.model_config.head_dim,
@@ -107,12 +110,14 @@ class ModelRunner:
         )
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
-            num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
+            largest = dataclasses.replace(layout, num_layers=max(map(len, ranges)))
+            num_blocks = choose_num_cpu_blocks(config, largest, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = load_model(
             config,
             self.model_dir,
             self.model_config,
+            self.layers,
             self._placement,
             on_progress,
             self.startup_notes,
@@ -179,7 +184,7 @@ class ModelRunner:
         num_blocks = choose_num_gpu_blocks(
             config, layout, self.max_num_seqs, self.max_model_len, device, run_largest_step
         )
-        num_blocks = self._communicator.least(num_blocks)
+        num_blocks = self._communicator.stages.least(self._communicator.least(num_blocks))
         self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         self.kv = CudaKvMemory(layout, num_blocks, device)
         self.startup_notes.append(
@@ -206,7 +211,10 @@ class ModelRunner:
             pool,
             self.heads.num_heads,
             self.max_num_seqs,
-            self.model_config,
+            dataclasses.replace(
+                self.model_config,
+                windows=self.model_config.windows[self.layers.first : self.layers.end],
+            ),
             self.max_model_len,
             self._placement.dtype,
             self._config.max_drafts,
@@ -223,10 +231,18 @@ class ModelRunner:
         return self._steps.model
 
     @property
+    def engine_block_bytes(self) -> int:
+        """A KV block's on all ranks together."""
+        of_layer = self.kv.block_bytes // len(self.layers)
+        return of_layer * self.model_config.num_layers * self._communicator.size
+
+    @property
     def prefill_chunk_tokens(self) -> int:
-        """See `EngineLimits`. A CPU gains nothing by larger steps."""
+        """See `EngineLimits`. A CPU gains nothing by larger steps, and a pipeline is filled by
+        smaller ones."""
         is_gpu = self._placement.device.type == "cuda"
-        return (self._config.prefill_chunk_tokens or 0) if is_gpu else 0
+        is_pipeline = self._config.pipeline_parallel_size > 1
+        return (self._config.prefill_chunk_tokens or 0) if is_gpu and not is_pipeline else 0
 
     @property
     def graph_rows(self) -> tuple[int, ...]:
@@ -258,8 +274,8 @@ class ModelRunner:
 
     def count_steps(self, page: SharedGenerations) -> None:
         """Let those who read `page` see which steps have completed, if this device can."""
-        if isinstance(self._steps, CpuSteps):
-            return  # its steps have completed when they are reported
+        if isinstance(self._steps, CpuSteps) or self._config.pipeline_parallel_size > 1:
+            return  # its steps have completed, on all stages, when they are reported
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)

@@ -19,6 +19,9 @@ class EngineLimits:
 
     `max_held_blocks` bounds the KV that waits to be pulled, the running prefills for it included;
     None: the whole pool. A single request may exceed it if nothing else is held.
+
+    Of a pipeline of `num_stages` as many steps are in flight at once; a token has to come back from
+    one before its sequence goes on in another.
     """
 
     num_blocks: int
@@ -29,6 +32,7 @@ class EngineLimits:
     max_held_blocks: int | None = None
     prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
     graph_rows: tuple[int, ...] = ()  # that steps of decodes and prompts are padded to, ascending
+    num_stages: int = 1
 
     @property
     def capacity(self) -> int:

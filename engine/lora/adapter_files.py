@@ -73,11 +73,15 @@ def _check(
 ) -> Mapping[str, Mapping[str, str]]:
     """Names of tensors by module and half, all of them as the model and the configuration ask."""
     found: dict[str, dict[str, str]] = {}
+    is_elsewhere = False
     for name in sorted(file.keys()):
         match = _TENSOR.match(name.removeprefix(_PREFIX))
         if match is None:
             raise AdapterRefused(f"{path}: {name} is no lora_A.weight or lora_B.weight")
         module, half = match["module"], match["half"]
+        if layout.is_elsewhere(module):
+            is_elsewhere = True
+            continue
         projection = layout.projections.get(module)
         if projection is None:
             raise AdapterRefused(f"{path}: {name}: {_unknown(module, layout)}")
@@ -94,7 +98,7 @@ def _check(
     for module, halves in found.items():
         if missing := {"A", "B"} - halves.keys():
             raise AdapterRefused(f"{path} lacks {module}.lora_{missing.pop()}.weight")
-    if not found:
+    if not found and not is_elsewhere:
         raise AdapterRefused(f"{path} has no tensors")
     return found
 

@@ -1,18 +1,21 @@
 """Where an adapter's matrices lie in a row of the bank (kernels/lora/lora.py), by their names.
 
 Built from the model's projections: of several ranks each has the part of A or B that fits its part
-of the weight. Knows no file.
+of the weight, a stage of a pipeline those of its layers. Knows no file.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...kernels.lora.lora import Place
 from ..model.decoder import Decoder
 from ..model.layers import MLP, Linear, RowLinear
+from ..model.stages import LayerRange
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -42,14 +45,23 @@ class Layout:
     products: list[tuple[Linear | RowLinear, Place]] = field(default_factory=list)
     row_size: int = 0
     has_experts: bool = False
+    layers: LayerRange | None = None  # of a pipeline's stage
 
     @classmethod
     def of(cls, model: Decoder) -> Layout:
-        layout = cls()
+        layout = cls(layers=model.range)
         for product in _products(model):
             layout._add(product)
         layout.has_experts = any(not isinstance(layer.mlp, MLP) for layer in model.layers)
         return layout
+
+    def is_elsewhere(self, module: str) -> bool:
+        """Whether it is of a layer that another stage has, which checks and reads it."""
+        layers, match = self.layers, _LAYER.match(module)
+        if layers is None or match is None:
+            return False
+        index = int(match[1])
+        return index < layers.num_layers and not layers.first <= index < layers.end
 
     def _add(self, product: Linear | RowLinear) -> None:
         outputs = product.outputs

@@ -1,7 +1,8 @@
 """How the ranks of one engine add up and share tensors.
 
 A rank is one process with one device. All ranks call the same operations in the same order with
-tensors of the same shapes, and every rank gets the same bits. Knows no model and no message.
+tensors of the same shapes, and every rank gets the same bits. In a pipeline these are the ranks of
+one stage; the stages pass the residual stream on. Knows no model and no message.
 """
 
 from __future__ import annotations
@@ -23,6 +24,35 @@ class Sent:
 Summand: TypeAlias = Tensor | Sent
 
 
+class Stages:
+    """One rank's place in a pipeline, between the same rank of the stage before and of the one
+    behind; this one is the only stage. Tensors pass in the order of the calls."""
+
+    stage: int = 0
+    num_stages: int = 1
+
+    def connect(self) -> None:
+        """Before the first operation."""
+
+    def receive(self, x: Tensor) -> None:
+        """Overwrite x by what the stage before sends, of the same shape and type."""
+        raise AssertionError("the first stage has nobody to receive from")
+
+    def send(self, x: Tensor) -> None:
+        """To the stage behind; x must not be written to any more."""
+        raise AssertionError("the last stage has nobody to send to")
+
+    def least(self, value: int) -> int:
+        """Of the values of all stages."""
+        return value
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite x by that of the first stage."""
+
+    def close(self) -> None:
+        """Once nothing is in flight; another stage's operation then fails."""
+
+
 class Communicator:
     """One rank's end; this one is the only rank, which has nothing to add, to share or to wait for.
 
@@ -31,6 +61,7 @@ class Communicator:
 
     rank: int = 0
     size: int = 1
+    stages = Stages()  # those of the pipeline that this rank has a place in
 
     def connect(self) -> None:
         """Wait for the other ranks, however long they load; before the first operation."""

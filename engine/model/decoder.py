@@ -2,11 +2,15 @@
 
 Owns the weights' names and the order of operations. Attention and the KV pool are behind an
 AttentionBackend; of several ranks each has its heads, and the norms add up what attention and MLP
-gave on each. Knows no request, no block and no file.
+gave on each. A stage of a pipeline has some of the layers, and passes the residual stream on. Knows
+no request, no block and no file.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
@@ -18,15 +22,18 @@ from .layers import MLP, Embedding, Linear, Outputs, Product, RMSNorm, RowLinear
 from .model_config import ModelConfig
 from .rotary import RotaryEmbedding
 from .sharding import Heads, heads_of_rank
+from .stages import LayerRange
 from .weights.placement import Placement
 from .weights.targets import Targets
 
 
 class Attention:
-    """Grouped-query attention with its four projections, and norms of q and k if it has them."""
+    """Grouped-query attention with its four projections, and norms of q and k if it has them.
 
-    def __init__(self, index: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
-        self._layer = index
+    `place`: of the layer among those whose KV lies here."""
+
+    def __init__(self, place: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
+        self._layer = place
         self._head_dim = dim = config.head_dim
         communicator = placement.communicator
         heads = heads_of_rank(config, communicator.rank, communicator.size)
@@ -85,11 +92,16 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, index: int, config: ModelConfig, placement: Placement, loads: ExpertLoads | None
+        self,
+        index: int,
+        place: int,
+        config: ModelConfig,
+        placement: Placement,
+        loads: ExpertLoads | None,
     ) -> None:
         prefix, eps = f"model.layers.{index}", config.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, eps, placement)
-        self.attention = Attention(index, f"{prefix}.self_attn", config, placement)
+        self.attention = Attention(place, f"{prefix}.self_attn", config, placement)
         self.post_attention_norm = RMSNorm(
             f"{prefix}.post_attention_layernorm", config.hidden_size, eps, placement
         )
@@ -137,56 +149,101 @@ def _make_mlp(
 
 
 class Decoder:
-    """The whole decoder. Its weights are uninitialised until a loader filled `targets()`.
+    """The decoder, or one stage of it. Its weights are uninitialised until a loader filled
+    `targets()`.
 
-    `loads` counts what experts are chosen, if the model has any.
+    `loads` counts what experts are chosen, if the model has any; `layers`: those of this stage, all
+    unless given. The first stage has the embedding, the last one the norm and the LM head.
     """
 
     def __init__(
-        self, config: ModelConfig, placement: Placement, loads: ExpertLoads | None = None
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        loads: ExpertLoads | None = None,
+        layers: LayerRange | None = None,
     ) -> None:
         self.loads = loads
+        self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
+        self._new_residual = partial(torch.empty, dtype=placement.dtype, device=placement.device)
+        self._hidden_size = config.hidden_size
         self.device = placement.device
         self.communicator = placement.communicator
         self.vocab_size = config.vocab_size
-        self.embed = Embedding(
-            "model.embed_tokens", config.vocab_size, config.hidden_size, placement
-        )
-        self.layers = [DecoderLayer(i, config, placement, loads) for i in range(config.num_layers)]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
-        self.lm_head = self.embed
-        if not config.has_tied_embeddings:
-            self.lm_head = Embedding(
-                "lm_head", config.vocab_size, config.hidden_size, placement, is_head=True
+        self._embed: Embedding | None = None
+        if self.range.is_first or (self.range.is_last and config.has_tied_embeddings):
+            self._embed = Embedding(
+                "model.embed_tokens", config.vocab_size, config.hidden_size, placement
             )
+        self.layers = [
+            DecoderLayer(index, place, config, placement, loads)
+            for place, index in enumerate(range(self.range.first, self.range.end))
+        ]
+        self._norm: RMSNorm | None = None
+        self._lm_head: Embedding | None = None
+        if self.range.is_last:
+            self._norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
+            self._lm_head = self._embed
+            if not config.has_tied_embeddings:
+                self._lm_head = Embedding(
+                    "lm_head", config.vocab_size, config.hidden_size, placement, is_head=True
+                )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+
+    @property
+    def embed(self) -> Embedding:
+        """Of the first stage, and of the last where it is the LM head too."""
+        assert self._embed is not None
+        return self._embed
+
+    @property
+    def lm_head(self) -> Embedding:
+        """Of the last stage alone."""
+        assert self._lm_head is not None
+        return self._lm_head
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """token_ids, positions, slots [tokens] int64 -> hidden states [tokens, hidden], normed.
+        """token_ids, positions, slots [tokens] int64 -> hidden states [tokens, hidden], normed; of
+        a stage that is not the last, the residual stream, which the stage behind gets too.
 
         `attention` has been planned for this step.
         """
         if self.loads is not None:
             self.loads.slots = slots
         x: Summand | None = None
-        residual = self.embed(token_ids)
+        residual = self._begin(token_ids)
         rope = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, residual, rope, attention)
-        hidden = self.norm(residual) if x is None else self.norm.add(x, residual)
+        if self._norm is None:
+            assert x is not None
+            self.layers[-1].input_norm.add(x, residual)  # for the sum alone
+            self.communicator.stages.send(residual)
+            return residual
+        hidden = self._norm(residual) if x is None else self._norm.add(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def _begin(self, token_ids: Tensor) -> Tensor:
+        """The residual stream in front of this stage's layers, [tokens, hidden]."""
+        if self.range.is_first:
+            return self.embed(token_ids)
+        residual = self._new_residual((len(token_ids), self._hidden_size))
+        self.communicator.stages.receive(residual)
+        return residual
 
     def targets(self, *, has_merged_experts: bool = False) -> Targets:
         """Every tensor a checkpoint must have, and where it goes.
 
         `has_merged_experts`: all experts of a layer are one tensor, as transformers holds them.
         """
-        yield from self.embed.targets()
+        if self._embed is not None:
+            yield from self._embed.targets()
         for layer in self.layers:
             yield from layer.targets(has_merged_experts=has_merged_experts)
-        yield from self.norm.targets()
-        if self.lm_head is not self.embed:
-            yield from self.lm_head.targets()
+        if self._norm is not None:
+            yield from self._norm.targets()
+        if self._lm_head is not None and self._lm_head is not self._embed:
+            yield from self._lm_head.targets()

@@ -79,7 +79,7 @@ class ParallelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """On the others it is done before whatever is sent to them next."""
-        self._followers.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
+        self._followers.copy_blocks(pairs)
         self._mine.copy_blocks(pairs)
 
 

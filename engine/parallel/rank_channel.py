@@ -43,6 +43,7 @@ class MessageKind(enum.IntEnum):
     LINE = 21  # text for people
     FAILED = 22  # JSON: the error that ends this rank
     LOADING = 23  # it has come further
+    RESULT = 24  # of a step: pipeline_runner.py
 
 
 @dataclass(frozen=True, slots=True)

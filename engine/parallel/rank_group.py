@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from ...core import errors
 from ...core.errors import BatonError, EngineFailed, StartupFailed
@@ -35,6 +36,11 @@ _LAST_MESSAGE_S = 2.0  # how long a loss may take to be noticed once a step has 
 _WORD_BYTES = 8
 
 OnLost = Callable[[BatonError], None]
+OnResult = Callable[[memoryview], None]
+
+
+def _ignore(payload: memoryview) -> None:
+    """Of an engine of one stage, whose rank 0 has all results itself."""
 
 
 class RankProgress:
@@ -79,8 +85,19 @@ class _Order:
     answers: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Looked:
+    """How many messages a rank had taken at the last look, since when it has taken none of those
+    that it could, and when it last took one."""
+
+    num_taken: int
+    since_s: float
+    moved_s: float
+
+
 class RankGroup:
-    """Ranks 1 and up, by their channels. `on_line` gets lines for people."""
+    """Ranks 1 and up, by their channels. `on_line` gets lines for people; `stage_size`: ranks of
+    each stage of a pipeline, rank 0 counted; all are one stage unless given."""
 
     def __init__(
         self,
@@ -89,7 +106,9 @@ class RankGroup:
         start_timeout_s: float,
         on_lost: OnLost,
         on_line: Callable[[str], None],
+        stage_size: int | None = None,
     ) -> None:
+        self._stage_size = stage_size or 1 + len(channels)
         self._channels = dict(enumerate(channels, start=1))
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._on_lost, self._on_line = on_lost, on_line
@@ -98,11 +117,13 @@ class RankGroup:
         self._orders: dict[int, _Order] = {}
         self._error: BatonError | None = None
         self._is_over = threading.Event()  # lost, or closed
+        self.on_result: OnResult = _ignore  # a step's; on the watch thread
         self._loaded = threading.Event()
         self._handles: list[bytes] = []  # once loaded
         self._starting: dict[int, float] = {}  # who loads yet, and when it last came further
         self._progress = RankProgress.create(len(channels))
-        self._looked = dict.fromkeys(self._channels, (0, time.monotonic()))
+        now_s = time.monotonic()
+        self._looked = {rank: _Looked(0, now_s, now_s) for rank in self._channels}
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
         for channel in channels:
             channel.set_timeout(timeout_s)
@@ -119,6 +140,10 @@ class RankGroup:
     def send(self, kind: MessageKind, payload: bytes = b"") -> None:
         """All ranks do this, behind all that was sent before. Raises EngineFailed."""
         self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `batch.Runner`; it is done before whatever is sent next."""
+        self.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
 
     def order(
         self,
@@ -240,6 +265,8 @@ class RankGroup:
         if message.kind is MessageKind.ANSWER:
             self._starting.pop(rank, None)  # loaded: it waits for the others
             self._answer(rank, message)
+        elif message.kind is MessageKind.RESULT:
+            self.on_result(message.payload)
         elif message.kind is MessageKind.LINE:
             self._on_line(f"rank {rank}: {bytes(message.payload).decode()}")
         elif message.kind is MessageKind.FAILED:
@@ -256,19 +283,28 @@ class RankGroup:
         """Find a rank that has taken nothing for too long, though there is something to take.
 
         Until it serves it takes nothing, but shows signs of life where it does not wait for others.
+        A stage may wait for the one before: it has its time from that one's last step on, and of
+        those that stand still the first is to blame.
         """
+        standing: list[tuple[int, float, int]] = []  # stage, since when, rank
         now_s, num_sent, starting = time.monotonic(), self._num_sent, self._starting
-        for rank, (num_taken, since_s) in self._looked.items():
+        for rank, looked in self._looked.items():
+            stage = rank // self._stage_size
             found = self._progress.read(rank)
-            is_idle = found == num_sent or found == 0
+            if found != looked.num_taken:
+                looked.num_taken, looked.moved_s = found, now_s
+                looked.since_s = now_s
             if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
                 self._lose(_start_failure(rank, self._start_timeout_s))
-            elif is_idle or found != num_taken:
-                self._looked[rank] = (found, now_s)
-            elif now_s - since_s > self._timeout_s:
-                self._lose(
-                    EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s")
-                )
+            elif found in (0, num_sent):  # it has nothing to take
+                looked.since_s = now_s
+            before = range(1, stage * self._stage_size)
+            since_s = max([looked.since_s, *(self._looked[other].moved_s for other in before)])
+            if now_s - since_s > self._timeout_s / 2:
+                standing.append((stage, since_s, rank))
+        if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
+            _, since_s, rank = min(standing)
+            self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))
 
     def _lose(self, error: BatonError) -> None:
         if not self._is_over.is_set():

@@ -21,9 +21,10 @@ from ...core.config import EngineConfig
 from ...core.process.children import bound_to_us
 from ..execution.device import devices_of_ranks
 from ..model.communicator import Communicator
+from .loopback import make_store
 from .rank_channel import RankChannel
 from .rank_group import OnLost, RankGroup
-from .torch_communicator import make_communicator, make_store
+from .torch_communicator import make_communicator
 
 _GRACE_S = 5.0
 
@@ -76,6 +77,7 @@ def start_ranks(
         config.rank_start_timeout_s,
         on_lost,
         on_line,
+        config.tensor_parallel_size,
     )
     processes = tuple(process for process, _ in started)
     try:

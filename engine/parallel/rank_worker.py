@@ -27,12 +27,14 @@ from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
 from ..model.weights.filling import OnProgress
+from .loopback import connect_store
 from .parallel_runner import decode
+from .pipeline_runner import ResultSender
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankProgress, pack_failure
 from .ranked_adapters import AdapterOrders
 from .ranked_copies import HostOrders
-from .torch_communicator import connect_store, make_communicator
+from .torch_communicator import make_communicator
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +79,7 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
     assert first.kind is MessageKind.CONFIGURE
     settings = json.loads(bytes(first.payload))
     config, rank = flags.from_json(EngineConfig, settings["engine"]), settings["rank"]
-    size = config.tensor_parallel_size
-    progress = RankProgress(first.fds[0], size - 1)
+    progress = RankProgress(first.fds[0], config.num_ranks - 1)
 
     def meet(handle: bytes) -> list[bytes]:
         channel.send(MessageKind.ANSWER, handle, order=first.order)
@@ -103,8 +104,11 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
             MessageKind.LOAD_ADAPTER: orders.load,
             MessageKind.DROP_ADAPTER: orders.drop,
         }
+    # Of the last stage's ranks, which all sample alike, the first one sends the results.
+    num_before = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
+    results = ResultSender(channel) if rank == num_before else None
     try:
-        _serve(channel, runner, handlers, lambda: progress.add(rank))
+        _serve(channel, runner, handlers, lambda: progress.add(rank), results)
     finally:
         progress.close()
 
@@ -123,7 +127,11 @@ def _progress_to(channel: RankChannel) -> OnProgress:
 
 
 def _serve(
-    channel: RankChannel, runner: ModelRunner, handlers: Handlers, taken: Callable[[], None]
+    channel: RankChannel,
+    runner: ModelRunner,
+    handlers: Handlers,
+    taken: Callable[[], None],
+    results: ResultSender | None = None,
 ) -> None:
     """Take one message after the other, until the channel ends."""
     for _ in range(_NUM_START_MESSAGES):
@@ -133,8 +141,10 @@ def _serve(
         match message.kind:
             case MessageKind.STEP:
                 launched = runner.launch(decode(message.payload))
-                if previous is not None:
-                    previous.collect()  # it has completed: rank 0 would not go on before
+                if results is not None:
+                    results.add(launched)
+                elif previous is not None:
+                    previous.collect()  # it has completed, or soon will have
                 previous = launched
             case MessageKind.COPY_BLOCKS:
                 pairs = np.frombuffer(message.payload, np.int64).reshape(2, -1)

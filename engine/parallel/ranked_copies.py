@@ -36,14 +36,15 @@ def host_copier_of(runner: ModelRunner, followers: RankGroup | None) -> HostCopi
     """That of the engine whose rank 0 this is; None without host memory."""
     if runner.host_copier is None or followers is None:
         return runner.host_copier
-    return RankedCopier(runner.host_copier, followers)
+    return RankedCopier(runner.host_copier, followers, runner.engine_block_bytes)
 
 
 class RankedCopier:
     """Rank 0's, in front of all."""
 
-    def __init__(self, mine: HostCopier, followers: RankGroup) -> None:
-        self.block_bytes = mine.block_bytes * (1 + followers.num_ranks)
+    def __init__(self, mine: HostCopier, followers: RankGroup, block_bytes: int) -> None:
+        """`block_bytes`: of all ranks together."""
+        self.block_bytes = block_bytes
         self._mine = mine
         self._followers = followers
         self._theirs = 0  # written by the watch thread, once

@@ -1,16 +1,15 @@
 """Communicators between processes: gloo between CPUs, NCCL and peer memory between GPUs.
 
-    store     a TCPStore of rank 0 on the loopback: where ranks find each other once
+    store     a TCPStore of rank 0 on the loopback, where ranks find each other once (loopback.py)
     gloo      gathers alone; sums are made here, in the order of the ranks
     NCCL      large sums, gathers, broadcasts; small sums go through peers' memory (peer_reduce.py)
 
-Process groups are used as objects, without torch's global ones. Knows no model.
+Process groups are used as objects, without torch's global ones. One communicator joins the ranks
+of one stage of a pipeline; the stages' own are torch_stages.py. Knows no model.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,52 +23,63 @@ from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
 from ..kv.cuda_memory import export_handle
-from ..model.communicator import Communicator, Sent, Summand
+from ..model.communicator import Communicator, Sent, Stages, Summand
+from .loopback import gloo_options
+from .torch_stages import GlooStages, NcclStages, set_up_nccl
 
 if TYPE_CHECKING:
     from .peer_reduce import PeerReduce  # needs Triton
-
-_LOOPBACK = "127.0.0.1"
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 # Sends this rank's handle of its exchange memory (empty on a CPU) to the others; returns those of
 # all in their order, once all ranks have called it. Unlike the store no other process can read it.
 Meet = Callable[[bytes], list[bytes]]
 
 
-def make_store() -> c10d.TCPStore:
-    """Rank 0's: listens on a free port of the loopback, and nowhere else."""
-    with socket.create_server((_LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
-        return c10d.TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            timeout=_STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def connect_store(port: int) -> c10d.TCPStore:
-    """Another rank's view of it."""
-    return c10d.TCPStore(
-        _LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
-    )
-
-
 def make_communicator(
     config: EngineConfig, rank: int, store: c10d.TCPStore, meet: Meet
 ) -> Communicator:
     """What suits the device of this rank. Raises StartupFailed."""
-    size = config.tensor_parallel_size
+    size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    stage, rank = divmod(rank, size)
+    of_stage = c10d.PrefixStore(f"stage {stage}", store)
+    of_column = c10d.PrefixStore(f"column {rank}", store)
+
+    def meet_stage(handle: bytes) -> list[bytes]:
+        return meet(handle)[stage * size : (stage + 1) * size]
+
+    stages, communicator = Stages(), Communicator()
     if config.device == "cpu" or not torch.cuda.is_available():
         # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
         to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
         timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
-        return GlooCommunicator(store, rank, size, timeouts_s, meet)
-    device = torch.device("cuda", torch.device(config.device).index or 0)
-    return NcclCommunicator(store, rank, size, device, meet)
+        if num_stages > 1:
+            stages = GlooStages(of_column, stage, num_stages, timeouts_s)
+        if size > 1:
+            communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
+    else:
+        device = torch.device("cuda", torch.device(config.device).index or 0)
+        if num_stages > 1:
+            stages = NcclStages(of_column, stage, num_stages, device)
+        if size > 1:
+            communicator = NcclCommunicator(of_stage, rank, size, device, meet_stage)
+    if size == 1:
+        communicator = StageOfOne(meet_stage)
+    communicator.stages = stages
+    return communicator
+
+
+class StageOfOne(Communicator):
+    """The one rank of its stage."""
+
+    def __init__(self, meet: Meet) -> None:
+        self._meet = meet
+
+    def connect(self) -> None:
+        self._meet(b"")
+        self.stages.connect()
+
+    def close(self) -> None:
+        self.stages.close()
 
 
 class GlooCommunicator(Communicator):
@@ -78,7 +88,7 @@ class GlooCommunicator(Communicator):
 
     def __init__(
         self,
-        store: c10d.TCPStore,
+        store: c10d.Store,
         rank: int,
         size: int,
         timeouts_s: tuple[float, float],
@@ -94,15 +104,14 @@ class GlooCommunicator(Communicator):
     def connect(self) -> None:
         self._meet(b"")
         gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         to_connect, to_operate = self._timeouts
-        options._timeout = to_connect
+        options = gloo_options(to_connect)
         try:
             self._group = gloo(self._store, self.rank, self.size, options)
         except RuntimeError as error:
             raise StartupFailed(f"gloo does not connect the ranks: {error}") from error
         self._group.set_timeout(to_operate)
+        self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._gather(x).unbind()
@@ -127,6 +136,7 @@ class GlooCommunicator(Communicator):
         return gathered
 
     def close(self) -> None:
+        self.stages.close()
         self._group = None
 
 
@@ -135,7 +145,7 @@ class NcclCommunicator(Communicator):
     and they can be captured in CUDA graphs. Sums of small tensors do not depend on their shape."""
 
     def __init__(
-        self, store: c10d.TCPStore, rank: int, size: int, device: torch.device, meet: Meet
+        self, store: c10d.Store, rank: int, size: int, device: torch.device, meet: Meet
     ) -> None:
         self.rank, self.size = rank, size
         self._store = store
@@ -150,13 +160,7 @@ class NcclCommunicator(Communicator):
         own = allocate_exchange(self.size, self._device)
         handle = b"" if own is None else export_handle(own.address, self._device)
         handles = self._meet(handle)
-        # On hosts whose GPUs are shared, a program that multicasts can take them all down.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        # Rank 0 finds out who hangs and ends the engine: torch's watchdog would end it unexplained.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        torch.cuda.set_device(self._device)
+        set_up_nccl(self._device)
         options = c10d.ProcessGroupNCCL.Options()
         try:
             self._group = c10d.ProcessGroupNCCL(self._store, self.rank, self.size, options)
@@ -164,6 +168,7 @@ class NcclCommunicator(Communicator):
         except RuntimeError as error:
             raise StartupFailed(f"NCCL does not connect the GPUs: {error}") from error
         self._peers = connect_peers(own, handles, self.rank, self._device)
+        self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._peers is not None and self._peers.can_reduce(x):
@@ -224,6 +229,7 @@ class NcclCommunicator(Communicator):
         return int(values.min())
 
     def close(self) -> None:
+        self.stages.close()
         if self._peers is not None:
             self._peers.close()
         if self._group is not None:

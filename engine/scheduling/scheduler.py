@@ -219,12 +219,13 @@ class Scheduler:
             0 if self._is_long_due else limits.small_step_tokens,
         )
         may_pass, self._is_long_due = not self._is_long_due, False
+        num_decodes = self._share_of_decodes()
         for sequence in [*self.running]:
-            if schedule.num_budget_tokens == 0:
+            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
                 continue  # preempted by one before it, or not yet its turn
-            if sequence.needs_last_token or self._awaits_its_end(sequence):
+            if self._awaits_last_token(sequence) or self._awaits_its_end(sequence):
                 continue
             if sequence.draft_token_ids:
                 self._fit_drafts(sequence, schedule)
@@ -232,23 +233,34 @@ class Scheduler:
                 schedule.plan(sequence)
         if self.tbt_target_s is not None and schedule.scheduled:
             self._keep_promise(schedule)
+        if limits.num_stages > 1:
+            self._share_prompts(schedule)
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
         return schedule
 
+    def _share_prompts(self, schedule: Schedule) -> None:
+        """Leave prompts for the steps that follow: one stage computes while the others wait, unless
+        there is a step for each."""
+        num_tokens = sum(one.num_unlaunched_tokens for one in self.running if one.is_prefilling)
+        num_tokens += sum(self.waiting.waiting_tokens().values())
+        share = -(-num_tokens // self._limits.num_stages)
+        schedule.limit_prompts(max(share, self._limits.small_step_tokens))
+
     @property
     def promise_s(self) -> float | None:
         """What a step with decodes takes at most: its own target, or the strictest of those that
         decode, but no less than half of its own: one request shall not hold up all prompts. None:
-        no target, or it was withdrawn, and nobody decodes to whom it was promised."""
+        no target, or it was withdrawn, and nobody decodes to whom it was promised. A decode of a
+        pipeline waits for a step of each other stage."""
         if self.tbt_target_s is None:
             return None
         if not self.is_promising and all(one.is_held for one in self.running):
             return None
         targets_ms = (one.request.sampling.tbt_target_ms for one in self.running)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
-        return max(strictest_s, self.tbt_target_s / 2)
+        return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
 
     def _keep_promise(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""
@@ -268,10 +280,11 @@ class Scheduler:
         schedule.limit_prompts(num_tokens)
 
     def decodes(self) -> StepShape:
-        """A step of all that decode, and nothing else."""
-        return step_shape(
+        """A step of all that decode, of a pipeline of its share of them, and nothing else."""
+        shape = step_shape(
             ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
         )
+        return self._share_of(shape.num_decodes, shape.keys)
 
     def step_with(self, request: Request, num_coming: int) -> StepShape:
         """A step of all that will decode here once their prompts are computed, with this request,
@@ -280,7 +293,12 @@ class Scheduler:
         lengths = [one.num_tokens for one in others if not one.is_held]
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
-        return StepShape(num_decodes=len(lengths) + num_more, keys=keys)
+        return self._share_of(len(lengths) + num_more, keys)
+
+    def _share_of(self, num_decodes: int, keys: int) -> StepShape:
+        """Of so many decodes, what one step has."""
+        num_stages = self._limits.num_stages
+        return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
 
     @property
     def has_prefills(self) -> bool:
@@ -334,6 +352,20 @@ class Scheduler:
             return False  # it makes no difference
         others = (other for other in self.running if other is not sequence)
         return bool(self.waiting) or any(other.has_prefill_in_flight for other in others)
+
+    def _share_of_decodes(self) -> int | None:
+        """How many decodes a step has at most, so that those of a pipeline have as many each; None:
+        there is one step at a time, which has all."""
+        num_stages = self._limits.num_stages
+        if num_stages == 1:
+            return None
+        return -(-sum(not one.is_prefilling for one in self.running) // num_stages)
+
+    def _awaits_last_token(self, sequence: Sequence) -> bool:
+        """Whether the host has to know the token that a step in flight samples, and does not."""
+        if self._limits.num_stages > 1:
+            return sequence.num_awaited_tokens > 0
+        return sequence.needs_last_token
 
     def _awaits_its_end(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes the last token that it can have here."""

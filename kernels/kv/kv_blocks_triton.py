@@ -63,12 +63,16 @@ def pull_heads(
     source_ids: Tensor,
     block_ids: Tensor,
     num_programs: int = _PULL_PROGRAMS,
+    *,
+    layers: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Copy `num_heads` KV heads of blocks, from a pool at `source_address` that has `source_heads`.
 
     Those from `source_head` on go to those from `my_head` on. Address and ids as for `pull_blocks`.
+    `layers`: of how many there, the first of them there and here, and how many; None: all.
     """
-    _, num_layers, _, my_heads, block_size, dim = pool.shape
+    _, my_layers, _, my_heads, block_size, dim = pool.shape
+    source_layers, source_layer, my_layer, num_layers = layers or (my_layers, 0, 0, my_layers)
     word = _word(block_size * dim * pool.itemsize)
     head_words = block_size * dim * pool.itemsize // word.itemsize
     num_rows, width = 2 * num_layers, num_heads * head_words
@@ -82,9 +86,11 @@ def pull_heads(
         source_ids,
         block_ids,
         source_heads * head_words,
-        source_head * head_words,
+        (2 * source_layer * source_heads + source_head) * head_words,
+        2 * source_layers * source_heads * head_words,
         my_heads * head_words,
-        my_head * head_words,
+        (2 * my_layer * my_heads + my_head) * head_words,
+        2 * my_layers * my_heads * head_words,
         num_rows,
         width,
         num_tiles,
@@ -133,8 +139,10 @@ def _pull_rows(
     block_ids,
     source_pitch,
     source_first,
+    source_block,
     pitch,
     first,
+    block,
     num_rows,
     width,
     num_tiles,
@@ -152,8 +160,8 @@ def _pull_rows(
         rows = in_block // tiles_across * ROWS + tl.arange(0, ROWS)[:, None]
         words = in_block % tiles_across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         mask = (rows < num_rows) & (words < width)
-        read = source + tl.load(source_ids + index) * (num_rows * source_pitch) + source_first
-        written = target + tl.load(block_ids + index) * (num_rows * pitch) + first
+        read = source + tl.load(source_ids + index) * source_block + source_first
+        written = target + tl.load(block_ids + index) * block + first
         content = tl.load(read + rows * source_pitch + words, mask=mask)
         tl.store(written + rows * pitch + words, content, mask=mask)
 

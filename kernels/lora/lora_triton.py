@@ -27,9 +27,9 @@ from ..upload import upload_into
 from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
 
 _PART_INPUTS = 1024
-_TILE_WEIGHTS = 8192  # of a step of shrink: so few that it finds room beside a product
+_TILE_WEIGHTS = 4096  # of a step of shrink: so few that it finds room beside a product
 _TILE_OUTPUTS = 64
-_SHRINK_WARPS, _EXPAND_WARPS = 4, 1
+_SHRINK_WARPS, _EXPAND_WARPS = 2, 1
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _expand_gated(
     wait_for_previous(PDL)
     gate = tl.load(at, mask=mask, other=0.0)
     up = tl.load(at + width, mask=mask, other=0.0)
-    has_row = is_row & has_adapter
+    has_row = places < tl.where(has_adapter, end, first)
     taken = _whole(shrunk, row, has_row, 0, num_rows, RANK, 2, PARTS).to(of_gate.dtype)
     gate = (gate + tl.dot(taken, of_gate, input_precision="ieee")).to(up.dtype).to(tl.float32)
     taken = _whole(shrunk, row, has_row, 1, num_rows, RANK, 2, PARTS).to(of_up.dtype)

@@ -81,7 +81,10 @@ class KernelCopy:
             pull_blocks(self._address, pool, there, here)
         else:
             heads = (piece.source_head, pool, piece.my_head, piece.num_heads)
-            pull_heads(self._address, piece.source_heads, *heads, there, here)
+            layers = None
+            if (of := piece.layers) is not None:
+                layers = (of.source_layers, of.source_layer, of.my_layer, of.num_layers)
+            pull_heads(self._address, piece.source_heads, *heads, there, here, layers=layers)
 
 
 class EngineCopy:
@@ -142,7 +145,7 @@ def rows_batch_copy(
     """The same of each row's piece of each block."""
     rows = np.arange(cut.num_rows)
     there = ids[0][:, None] * cut.source_block_bytes + rows * cut.source_pitch + cut.source_offset
-    here = ids[1][:, None] * (cut.num_rows * cut.pitch) + rows * cut.pitch + cut.offset
+    here = ids[1][:, None] * cut.block_bytes + rows * cut.pitch + cut.offset
     sizes = np.full(there.size, cut.width)
     return _batch_copy(source + there.ravel(), target + here.ravel(), sizes, stream)
 
@@ -262,5 +265,5 @@ class StagedCopy:
             return
         for index, block_id in enumerate(block_ids.tolist()):
             source = slot + index * cut.piece_bytes
-            target = pool + block_id * cut.num_rows * cut.pitch + cut.offset
+            target = pool + block_id * cut.block_bytes + cut.offset
             copy_2d(source, cut.width, target, cut.pitch, cut.width, cut.num_rows, stream)

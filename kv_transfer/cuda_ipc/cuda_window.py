@@ -130,10 +130,9 @@ class CudaWindow(PullThread):
                 canary = scratch[CANARY_BLOCK].cpu()
         except RuntimeError as error:
             raise HandoffFailed(f"the peer's memory cannot be read: {error}") from error
-        rows = canary.view(torch.uint8).view(cut.num_rows, cut.pitch)
-        piece = rows[:, cut.offset : cut.offset + cut.width].contiguous()
+        found = cut.of_mine(canary.view(torch.uint8).numpy().tobytes())
         expected = canary_bytes(self._incarnation, cut.source_block_bytes)
-        if piece.numpy().tobytes() != cut.of_source(expected):
+        if found != cut.of_source(expected):
             raise HandoffFailed("the canary block is wrong: another layout or another memory")
         num_bytes = _MEASURED_COPIES * num_blocks * cut.piece_bytes
         return num_bytes / statistics.median(times_s) / 1e9

@@ -10,11 +10,11 @@
           host memory    shape, parts                    [pool, generations]
           GPU memory     shape, GPU, IPC handle, parts   [generations]
 
-An engine of several ranks has a pool on each, with the KV heads of that rank, and each is exported
-by its own process under an id of its own. Rank 0's pool has the engine's incarnation for an id, and
-every description lists the pools of all ranks. Blocks have the same ids in all of them, and one
-page of generations. The name lies in the kernel's abstract namespace: no path, nothing left behind
-by kill -9.
+An engine of several ranks has a pool on each, with the KV heads and layers of that rank, each
+exported by its own process under an id of its own. Rank 0's pool has the engine's incarnation for
+an id, and every description lists the pools of all ranks. Blocks have the same ids in all of them,
+and one page of generations. The name lies in the kernel's abstract namespace: no path, nothing left
+behind by kill -9.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.network_address import RemotePool, pair_key
 
-PURPOSE = b"pool 4"  # of the handshake, with the description's version
+PURPOSE = b"pool 5"  # of the handshake, with the description's version
 ADDRESS = "this host"  # the same everywhere: the name has the rest
 MAX_DESCRIPTION_BYTES = 4096
 _MAX_FDS = 2
@@ -65,13 +65,15 @@ class CudaMemory(msgspec.Struct, frozen=True, array_like=True):
 class PoolPart(msgspec.Struct, frozen=True, array_like=True):
     """One rank's pool: KV heads [first_kv_head, first_kv_head + num_kv_heads) of all blocks.
 
-    `port`: where it is served to other hosts, as far as the sender knows.
+    `port`: where it is served to other hosts, as far as the sender knows. `layers`: (the first, how
+    many) of them; None: all.
     """
 
     pool: _PoolName
     first_kv_head: _Count
     num_kv_heads: _Count
     port: _Count = 0
+    layers: tuple[_Count, _Count] | None = None
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True):

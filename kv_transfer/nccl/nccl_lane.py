@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ from ..cuda_ipc.cuda_ipc_copy import KernelCopy, copy_piece
 from ..cuda_ipc.launch_graph import LaunchGraph, give_back_stream, take_stream
 from ..network.data_wire import MAX_REQUEST_BLOCKS
 from ..network.stream import Deadline
-from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.head_ranges import BlockCut, HeadPiece, LayerPiece
 from ..window.transport import Ids
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 
@@ -82,27 +83,59 @@ class RequestParts:
         return self.sizes[max(0, bisect.bisect_right(self.sizes, num_blocks) - 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What travels of each block of a pool."""
+
+    first_head: int
+    num_heads: int
+    first_layer: int
+    num_layers: int
+
+    @classmethod
+    def whole(cls, kv: CudaKvMemory) -> _Piece:
+        return cls(0, kv.layout.num_kv_heads, 0, kv.layout.num_layers)
+
+    def num_bytes(self, kv: CudaKvMemory) -> int:
+        return 2 * self.num_layers * self.num_heads * kv.layout.head_bytes
+
+    def to_pool(self, kv: CudaKvMemory) -> HeadPiece:
+        """From staging, where it lies tightly, to `kv`."""
+        layout, count = kv.layout, self.num_heads
+        layers = LayerPiece(
+            0, self.first_layer, self.num_layers, self.num_layers, layout.num_layers
+        )
+        return HeadPiece(0, 0, self.first_head, count, count, layout.num_kv_heads, layers)
+
+    def from_pool(self, kv: CudaKvMemory) -> HeadPiece:
+        """The other way."""
+        layout, count = kv.layout, self.num_heads
+        layers = LayerPiece(
+            self.first_layer, 0, self.num_layers, layout.num_layers, self.num_layers
+        )
+        return HeadPiece(0, self.first_head, 0, count, layout.num_kv_heads, count, layers)
+
+
 class _Slot:
     """Staging for one part, and the work on it at this end: gather and send, or receive, scatter.
 
-    Of each block of `kv`, `count` heads travel, from head `first` on. `blocks` [most, layers, 2,
-    count, block_size, dim].
+    `blocks` [most, layers, 2, heads, block_size, dim], of what travels of each block of `kv`.
     """
 
     def __init__(
         self,
         kv: CudaKvMemory,
-        first: int,
-        count: int,
+        piece: _Piece,
         most: int,
         pair: NcclPair,
         copying: torch.cuda.Stream,
     ) -> None:
         """Raises RuntimeError: no memory for staging."""
-        layers, two, heads, block_size, dim = kv.layout.block_shape
+        _, two, _, block_size, dim = kv.layout.block_shape
         pool, device = kv.tensor, kv.tensor.device
         self._pair, self._copying = pair, copying
-        self.blocks = pool.new_empty((most, layers, two, count, block_size, dim))
+        shape = (most, piece.num_layers, two, piece.num_heads, block_size, dim)
+        self.blocks = pool.new_empty(shape)
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)  # of the pool
         self._ids_address = self._ids.data_ptr()
         self._places = torch.arange(most, device=device)  # of this slot
@@ -110,12 +143,12 @@ class _Slot:
         self._copies: dict[int, LaunchGraph] = {}  # by number of blocks, as these:
         self._transfers: dict[int, LaunchGraph] = {}
         if pair.sends:
-            piece, address = HeadPiece(0, first, 0, count, heads, count), kv.address
+            moved, address = piece.from_pool(kv), kv.address
             self._target = unused = self.blocks
         else:
-            piece, address = HeadPiece(0, 0, first, count, count, heads), self.blocks.data_ptr()
+            moved, address = piece.to_pool(kv), self.blocks.data_ptr()
             self._target, unused = pool, torch.empty_like(pool[:1])
-        self._kernel = KernelCopy(address, device, piece)
+        self._kernel = KernelCopy(address, device, moved)
         self._copy(1, unused)  # which compiles it
 
     def _copy(self, num_blocks: int, target: Tensor) -> None:
@@ -172,18 +205,18 @@ class _Slot:
 
 
 class NcclLane:
-    """One end of a pair, to carry blocks. Heads as for a slot."""
+    """One end of a pair, to carry a piece of blocks."""
 
-    def __init__(self, kv: CudaKvMemory, first: int, count: int, pair: NcclPair) -> None:
+    def __init__(self, kv: CudaKvMemory, piece: _Piece, pair: NcclPair) -> None:
         """To be connected. Raises RuntimeError: no memory for staging."""
         self._pair = pair
         self._is_open = True
         self._device = kv.tensor.device
-        self._parts = RequestParts(kv.block_bytes // kv.layout.num_kv_heads * count)
+        self._parts = RequestParts(piece.num_bytes(kv))
         self._most = self._parts.sizes[-1]
         with torch.cuda.device(self._device), _one_at_a_time:
             self._copying = take_stream(self._device)
-            make_slot = partial(_Slot, kv, first, count, self._most, pair, self._copying)
+            make_slot = partial(_Slot, kv, piece, self._most, pair, self._copying)
             self._slots = [make_slot() for _ in range(_NUM_SLOTS)]
             self._over = _events(_NUM_AHEAD)  # of the last parts, taken in turn
             # A last part may have some blocks too many.
@@ -266,36 +299,44 @@ def _events(count: int) -> list[torch.cuda.Event]:
 def open_source_lane(
     kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
-    """The source's end, for the heads that `cut` takes of its blocks. Raises HandoffFailed."""
-    layout = kv.layout
-    first, count = 0, layout.num_kv_heads
-    if not cut.is_whole:
-        head_bytes = layout.head_bytes
-        first, count = cut.source_offset // head_bytes, cut.width // head_bytes
-        if cut.num_rows != 2 * layout.num_layers or (cut.source_offset | cut.width) % head_bytes:
-            raise HandoffFailed("the piece does not consist of KV heads")
-    return _open_lane(kv, first, count, unique_id, SOURCE_RANK, deadline)
+    """The source's end, for what `cut` takes of its blocks. Raises HandoffFailed."""
+    piece = _Piece.whole(kv) if cut.is_whole else _piece_of(cut, kv)
+    return _open_lane(kv, piece, unique_id, SOURCE_RANK, deadline)
+
+
+def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> _Piece:
+    head_bytes, row_bytes = kv.layout.head_bytes, kv.layout.num_kv_heads * kv.layout.head_bytes
+    num_rows, width = cut.num_rows, cut.width
+    if num_rows == 1 and width % row_bytes == 0:  # whole rows behind each other
+        num_rows, width = width // row_bytes, row_bytes
+    row, begin = divmod(cut.source_offset, row_bytes)
+    is_of_rows = cut.source_pitch in (row_bytes, cut.source_block_bytes)
+    if not is_of_rows or (row | num_rows) % 2 or (begin | width) % head_bytes:
+        raise HandoffFailed("the piece does not consist of layers and KV heads")
+    return _Piece(begin // head_bytes, width // head_bytes, row // 2, num_rows // 2)
 
 
 def open_puller_lane(
     kv: CudaKvMemory, piece: HeadPiece | None, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
-    """The puller's end, for the heads that `piece` fills of ours. Raises HandoffFailed."""
-    first, count = 0, kv.layout.num_kv_heads
+    """The puller's end, for what `piece` fills of our blocks. Raises HandoffFailed."""
+    mine = _Piece.whole(kv)
     if piece is not None:
-        first, count = piece.my_head, piece.num_heads
-    return _open_lane(kv, first, count, unique_id, PULLER_RANK, deadline)
+        mine = replace(mine, first_head=piece.my_head, num_heads=piece.num_heads)
+        if (layers := piece.layers) is not None:
+            mine = replace(mine, first_layer=layers.my_layer, num_layers=layers.num_layers)
+    return _open_lane(kv, mine, unique_id, PULLER_RANK, deadline)
 
 
 def _open_lane(
-    kv: CudaKvMemory, first: int, count: int, unique_id: bytes, rank: int, deadline: Deadline
+    kv: CudaKvMemory, piece: _Piece, unique_id: bytes, rank: int, deadline: Deadline
 ) -> NcclLane:
     try:
         with contextlib.ExitStack() as opened:  # whatever happens, the peer must not wait for us
             pair = NcclPair(unique_id, rank, kv.tensor.device)
             opened.callback(pair.abort)
             pair.wait_ready(deadline)
-            lane = NcclLane(kv, first, count, pair)
+            lane = NcclLane(kv, piece, pair)
             opened.callback(lane.close)
             lane.connect(deadline)
             opened.pop_all()

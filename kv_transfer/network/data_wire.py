@@ -36,7 +36,7 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
-PURPOSE = b"kv data 5"  # of the handshake; the number is the version of what is sent here
+PURPOSE = b"kv data 6"  # of the handshake; the number is the version of what is sent here
 _MODE = struct.Struct("<H")
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
 _LENGTH = struct.Struct("<I")
@@ -105,9 +105,11 @@ def _pack_cut(cut: BlockCut) -> bytes:
 def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
     """The piece, packed tightly here; raises HandoffFailed if blocks have not got it."""
     num_rows, width, pitch, offset = _CUT.unpack(packed)
-    if num_rows * pitch != block_bytes or width == 0 or offset + width > pitch:
+    is_cut = num_rows and width and pitch and block_bytes % pitch == 0
+    row, begin = divmod(offset, pitch) if is_cut else (0, 0)
+    if not is_cut or begin + width > pitch or row + num_rows > block_bytes // pitch:
         raise HandoffFailed(f"a block has {block_bytes} bytes here: that is no piece of it")
-    return BlockCut(num_rows, width, pitch, offset, width, 0)
+    return BlockCut(num_rows, width, pitch, offset, width, 0, block_bytes, num_rows * width)
 
 
 def pack_request(ids: Ids, generations: Generations) -> bytes:

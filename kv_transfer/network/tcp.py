@@ -59,7 +59,7 @@ class HostBlockBytes:
 
     def read(self, block_ids: Ids) -> Bytes:
         cut = self._cut
-        rows = self._rows(cut.source_pitch)[:, :, cut.source_offset :][:, :, : cut.width]
+        rows = self._rows(cut.source_pitch, cut.source_offset)
         num_bytes = len(block_ids) * cut.piece_bytes
         if len(self._buffer) < num_bytes:
             self._buffer = np.empty(num_bytes, np.uint8)
@@ -71,15 +71,17 @@ class HostBlockBytes:
 
     def write(self, block_ids: Ids, data: Bytes) -> None:
         cut = self._cut
-        rows = self._rows(cut.pitch)[:, :, cut.offset :][:, :, : cut.width]
+        rows = self._rows(cut.pitch, cut.offset)
         pieces = data.reshape(len(block_ids), cut.num_rows, cut.width)
         for piece, block_id in zip(pieces, block_ids.tolist(), strict=True):
             rows[block_id] = piece
 
-    def _rows(self, pitch: int) -> Bytes:
-        """[blocks, rows, pitch]; made for each call, or the pool could not be closed."""
+    def _rows(self, pitch: int, offset: int) -> Bytes:
+        """[blocks, rows, width]; made for each call, or the pool could not be closed."""
         flat = np.frombuffer(self._pool.view, np.uint8)
-        return flat.reshape(self._pool.num_blocks, -1, pitch)
+        row, begin = divmod(offset, pitch)
+        rows = flat.reshape(self._pool.num_blocks, -1, pitch)[:, row : row + self._cut.num_rows]
+        return rows[:, :, begin : begin + self._cut.width]
 
 
 # The blocks of this rank's pool, in pieces of that cut.
@@ -201,11 +203,10 @@ class CudaBlockBytes:
 
     def read(self, block_ids: Ids) -> Bytes:
         cut = self._cut
-        begin, end = cut.source_offset, cut.source_offset + cut.width
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 ids = torch.from_numpy(block_ids.copy()).to(self._device)
-                pieces = self._rows(cut.source_pitch)[:, :, begin:end].index_select(0, ids)
+                pieces = self._rows(cut.source_pitch, cut.source_offset).index_select(0, ids)
                 host = torch.empty(pieces.shape, dtype=torch.uint8, pin_memory=True)
                 host.copy_(pieces, non_blocking=True)
                 self._stream.synchronize()
@@ -216,18 +217,19 @@ class CudaBlockBytes:
 
     def write(self, block_ids: Ids, data: Bytes) -> None:
         cut = self._cut
-        begin, end = cut.offset, cut.offset + cut.width
         pieces = torch.from_numpy(data).view(len(block_ids), cut.num_rows, cut.width)
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 ids = torch.from_numpy(block_ids.copy()).to(self._device)
-                ours = self._rows(cut.pitch)[:, :, begin:end]
+                ours = self._rows(cut.pitch, cut.offset)
                 ours.index_copy_(0, ids, pieces.to(self._device))
                 self._stream.synchronize()
         except RuntimeError as error:
             raise HandoffFailed(f"the pool cannot be written: {error}") from error
 
-    def _rows(self, pitch: int) -> Tensor:
-        """[blocks, rows, pitch], bytes."""
+    def _rows(self, pitch: int, offset: int) -> Tensor:
+        """[blocks, rows, width], bytes."""
         flat = self._kv.tensor.view(-1).view(torch.uint8)
-        return flat.view(self._kv.num_blocks, -1, pitch)
+        row, begin = divmod(offset, pitch)
+        rows = flat.view(self._kv.num_blocks, -1, pitch)[:, row : row + self._cut.num_rows]
+        return rows[:, :, begin : begin + self._cut.width]

@@ -273,7 +273,9 @@ class RankedTransport:
             raise HandoffFailed("the source is on another host, and has no port")
         else:
             described = describe(incarnation, remote)
-        theirs = described.parts or (PoolPart(incarnation, 0, num_heads),)
+        ends = [sum(part.layers) for part in self._parts if part.layers is not None]
+        layers = (0, max(ends)) if ends else None
+        theirs = described.parts or (PoolPart(incarnation, 0, num_heads, layers=layers),)
 
         def locate(piece: HeadPiece) -> SourcePiece:
             there = theirs[piece.source_rank]

@@ -108,7 +108,7 @@ class ShmWindow(PullThread):
         except HandoffFailed:
             self._mapping.close()
             raise
-        self._destination = pieces(pool.view, pool.num_blocks, cut.pitch, cut.offset, cut.width)
+        self._destination = pieces(pool.view, pool.num_blocks, cut, (cut.pitch, cut.offset))
         super().__init__(description.incarnation)
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
@@ -139,8 +139,8 @@ class _SourceMapping:
         except HandoffFailed:
             self._memory.close()
             raise
-        shape = (num_blocks, cut.source_pitch, cut.source_offset, cut.width)
-        self._blocks = pieces(self._memory, *shape)
+        there = (cut.source_pitch, cut.source_offset)
+        self._blocks = pieces(self._memory, num_blocks, cut, there)
 
     def check_canary(self) -> None:
         """Raises HandoffFailed if this is not the memory, or not the layout, that we think."""
@@ -187,12 +187,16 @@ class _SourceMapping:
 
 
 def pieces(
-    memory: memoryview | mmap.mmap, num_blocks: int, pitch: int, offset: int, width: int
+    memory: memoryview | mmap.mmap, num_blocks: int, cut: BlockCut, place: tuple[int, int]
 ) -> Blocks:
-    """[num_blocks, rows, words]: of each row of `pitch` bytes, `width` from `offset` on.
+    """[num_blocks, rows, words]: the piece `cut` of each block; `place`: how many bytes apart the
+    rows lie here, and how far in a block they begin.
 
     In 8-byte words where they fit: comparing is faster so.
     """
-    word = 1 if (pitch | offset | width) % 8 else 8  # bytes
+    pitch, offset = place
+    word = 1 if (pitch | offset | cut.width) % 8 else 8  # bytes
     rows = np.frombuffer(memory, dtype=f"u{word}").reshape(num_blocks, -1, pitch // word)
-    return rows[:, :, offset // word : (offset + width) // word]
+    row, begin = divmod(offset, pitch)
+    columns = slice(begin // word, (begin + cut.width) // word)
+    return rows[:, row : row + cut.num_rows, columns]

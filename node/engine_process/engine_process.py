@@ -41,7 +41,7 @@ from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
 from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
-from ...engine.parallel.parallel_runner import ParallelRunner
+from ...engine.parallel.pipeline_runner import join_ranks
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...engine.parallel.ranked_adapters import adapters_of
 from ...engine.parallel.ranked_copies import host_copier_of
@@ -169,7 +169,13 @@ def _serve(
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
     if plan.name is RoleName.PREFILL:  # its chunks are announced when they are launched
         runner.count_steps(generations)
-    parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
+    parts = pool_parts(
+        runner.model_config,
+        engine_config.tensor_parallel_size,
+        engine_config.pipeline_parallel_size,
+        incarnation,
+        SystemEntropy(),
+    )
     offered = contextlib.ExitStack()
     access = offered.enter_context(
         exported(
@@ -185,14 +191,14 @@ def _serve(
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
-    block_bytes = welcome.block_bytes = runner.kv.block_bytes * len(parts)
+    block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
     host_copier = host_copier_of(runner, ranks.followers)
     adapters = adapters_of(runner.adapters, ranks.followers)
     engine = Engine(
-        runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
+        join_ranks(runner, ranks.followers, engine_config.pipeline_parallel_size),
         limits,
         generations,
         fingerprint=fingerprint.short(runner.fingerprint),
@@ -334,6 +340,7 @@ def _limits(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         prefill_chunk_tokens=runner.prefill_chunk_tokens,
         graph_rows=runner.graph_rows,
+        num_stages=engine.pipeline_parallel_size,
     )
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
 

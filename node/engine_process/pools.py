@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, product
 
 import msgspec
 from msgspec.structs import replace
@@ -22,7 +23,9 @@ from ...core.ports import Entropy
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CpuKvMemory
+from ...engine.model.model_config import ModelConfig
 from ...engine.model.sharding import heads_of_rank
+from ...engine.model.stages import layer_ranges
 from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
@@ -47,14 +50,16 @@ class ExportOrder:
 
 
 def pool_parts(
-    runner: ModelRunner, size: int, incarnation: str, entropy: Entropy
+    model: ModelConfig, size: int, num_stages: int, incarnation: str, entropy: Entropy
 ) -> tuple[PoolPart, ...]:
-    """The pools of all `size` ranks; rank 0's is named by the engine's incarnation."""
-    names = [incarnation, *(entropy.new_id() for _ in range(1, size))]
-    heads = [heads_of_rank(runner.model_config, rank, size) for rank in range(size)]
+    """The pools of all ranks, `size` of each stage; rank 0's is named by the engine's
+    incarnation."""
+    names = chain([incarnation], (entropy.new_id() for _ in count()))
+    heads = [heads_of_rank(model, rank, size) for rank in range(size)]
+    places = product(layer_ranges(model, num_stages), heads)
     return tuple(
-        PoolPart(name, each.first_kv_head, each.num_kv_heads)
-        for name, each in zip(names, heads, strict=True)
+        PoolPart(name, of.first_kv_head, of.num_kv_heads, layers=(layers.first, len(layers)))
+        for (layers, of), name in zip(places, names, strict=False)
     )
 
 

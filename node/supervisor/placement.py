@@ -15,7 +15,7 @@ from ...core.errors import StartupFailed
 
 
 def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]:
-    """One engine for each `--tp` of the `--gpus`, or `--num-engines` on a CPU.
+    """One engine for each `--tp` x `--pp` of the `--gpus`, or `--num-engines` on a CPU.
 
     Raises StartupFailed.
     """
@@ -29,11 +29,10 @@ def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]
         raise StartupFailed(f"--gpus {node.gpus}: not a list of different GPUs", hint="--gpus 0,1")
     if engine.device == "cpu":
         raise StartupFailed("--gpus and --device cpu exclude each other")
-    size = engine.tensor_parallel_size
+    size = engine.num_ranks
     if len(gpus) % size:
         raise StartupFailed(
-            f"--gpus {node.gpus} are {len(gpus)}, which --tensor-parallel-size {size} "
-            "does not divide"
+            f"--gpus {node.gpus} are {len(gpus)}, which {engine.size_flags} does not divide"
         )
     groups = [gpus[first : first + size] for first in range(0, len(gpus), size)]
     return [dataclasses.replace(engine, device=f"cuda:{','.join(group)}") for group in groups]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import torch
 from torch import Tensor
 
-from baton.engine.model.communicator import Communicator
+from baton.engine.model.communicator import Communicator, Stages
 
 
 class ThreadGroup:
@@ -67,3 +68,22 @@ class ThreadCommunicator(Communicator):
 
     def least(self, value: int) -> int:
         return min(int(part) for part in self._group.exchange(self.rank, torch.tensor(value)))
+
+
+class ThreadStages(Stages):
+    """A stage's place in a pipeline of threads; `links` as `stage_links` makes them."""
+
+    def __init__(self, stage: int, links: list[queue.SimpleQueue[Tensor]]) -> None:
+        self.stage, self.num_stages = stage, len(links) + 1
+        self._links = links
+
+    def receive(self, x: Tensor) -> None:
+        x.copy_(self._links[self.stage - 1].get(timeout=20))
+
+    def send(self, x: Tensor) -> None:
+        self._links[self.stage].put(x.clone())
+
+
+def stage_links(num_stages: int) -> list[queue.SimpleQueue[Tensor]]:
+    """Between neighbours."""
+    return [queue.SimpleQueue() for _ in range(num_stages - 1)]

@@ -100,8 +100,9 @@ class FakeRunner:
 
     `on_completed` is told the number of each step that was computed: then steps are counted.
     `on_execute` is called with each batch before it is computed, as if the step were in flight.
-    With `runs_ahead` a step is computed as late as can be: when it is collected. `batch_sizes`
-    holds the number of tokens of every slice of every step.
+    With `runs_ahead` a step is computed as late as can be: when it is collected. With several
+    stages as many may be in flight, and none of them follows another. `batch_sizes` holds the
+    number of tokens of every slice of every step, `most_in_flight` how many steps there were.
     """
 
     def __init__(
@@ -115,14 +116,17 @@ class FakeRunner:
         runs_ahead: bool = False,
         num_looks: int = 0,
         on_completed: Callable[[int], None] | None = None,
+        num_stages: int = 1,
     ) -> None:
+        self.most_in_flight = 0
+        self._num_stages = num_stages
         self.on_completed = on_completed
         self.num_launched = 0
         self.num_copied = 0  # blocks
         self.block_bytes = block_size * _SLOT.size
         self.batch_sizes: list[list[int]] = []
         self.on_execute = on_execute
-        self.runs_ahead = runs_ahead
+        self.runs_ahead = runs_ahead or num_stages > 1
         self.num_looks = num_looks  # at a step in flight before it is seen to have completed
         self._in_flight: list[FakeStep] = []
         self._last_results: list[SampledToken | None] = []
@@ -134,7 +138,10 @@ class FakeRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> FakeStep:
         assert batch, "a step without work"
-        assert len(self._in_flight) < 1 + self.runs_ahead, "too many steps in flight"
+        most = self._num_stages if self._num_stages > 1 else 1 + self.runs_ahead
+        assert len(self._in_flight) < most, "too many steps in flight"
+        if self._num_stages > 1:
+            assert all(one.follows is None for one in batch), "its token is in the pipeline"
         if self.on_execute is not None:
             self.on_execute(batch)
         self.batch_sizes.append([s.num_scheduled_tokens for s in batch])
@@ -143,6 +150,7 @@ class FakeRunner:
         self.num_launched += 1
         step = FakeStep(self, tables)
         self._in_flight.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         return step
 
     def _execute(self, step: FakeStep) -> list[SampledToken | None]:

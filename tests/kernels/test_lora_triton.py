@@ -73,7 +73,9 @@ def test_gated_products_of_all_rows(slots: list[int], dtype: torch.dtype) -> Non
     torch.manual_seed(0)
     place = Place(0, 2 * 70, 70, (90, 90))
     bank = torch.randn(len(RANKS), max(RANKS), place.outputs_at + sum(place.parts)).to(dtype)
-    x, y = (torch.randn(len(slots), n).to(dtype) for n in (place.num_inputs, sum(place.parts)))
+    x, y = (
+        (torch.randn(len(slots), n) / 9).to(dtype) for n in (place.num_inputs, sum(place.parts))
+    )
     of_rows: Int32s = np.array(slots, np.int32)
     reference, ours = adapters(TorchAdapters, bank), adapters(TritonAdapters, bank.to(DEVICE))
     for each in (reference, ours):

@@ -63,3 +63,33 @@ def test_pulls_heads_to_where_they_belong(
         num_programs,
     )
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("layers", [(5, 2, 0, 3), (2, 0, 1, 2), (1, 0, 2, 1)])
+@pytest.mark.parametrize(("source_heads", "my_heads", "num_heads"), [(4, 2, 2), (2, 2, 2)])
+def test_pulls_layers_to_where_they_belong(
+    layers: tuple[int, int, int, int], source_heads: int, my_heads: int, num_heads: int
+) -> None:
+    there, first, here, count = layers
+    source, target = (
+        torch.randn(9, num_layers, 2, heads, 4, 8, device=DEVICE).bfloat16()
+        for num_layers, heads in ((there, source_heads), (3, my_heads))
+    )
+    source_ids = torch.tensor([7, 2, 5, 2], device=DEVICE)
+    block_ids = torch.tensor([0, 8, 3, 4], device=DEVICE)
+    expected = target.clone()
+    expected[block_ids, here : here + count] = source[
+        source_ids, first : first + count, :, -num_heads:
+    ]
+    pull_heads(
+        source.data_ptr(),
+        source_heads,
+        source_heads - num_heads,
+        target,
+        0,
+        num_heads,
+        source_ids,
+        block_ids,
+        layers=layers,
+    )
+    assert torch.equal(target, expected)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from fakes.communicator import ThreadGroup
+from fakes.communicator import ThreadGroup, ThreadStages, stage_links
 
 pytest.importorskip("triton")
 
@@ -88,14 +88,26 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 class Ranks:
     """The GPU steps of each rank of one engine."""
 
-    def __init__(self, config: EngineConfig, size: int) -> None:
-        self._threads = ThreadPoolExecutor(size)
-        self.group = ThreadGroup(size)
-        config = dataclasses.replace(config, tensor_parallel_size=size)
-        self._steps = list(self._threads.map(partial(_steps, config), self.group.ranks()))
+    def __init__(self, config: EngineConfig, size: int, num_stages: int = 1) -> None:
+        self._size = size
+        self._threads = ThreadPoolExecutor(size * num_stages)
+        config = dataclasses.replace(
+            config, tensor_parallel_size=size, pipeline_parallel_size=num_stages
+        )
+        columns = [stage_links(num_stages) for _ in range(size)]
+        ranks = []
+        for stage in range(num_stages):
+            for rank, links in zip(ThreadGroup(size).ranks(), columns, strict=True):
+                rank.stages = ThreadStages(stage, links)
+                ranks.append(rank)
+        self._steps = list(self._threads.map(partial(_steps, config), ranks))
 
     def launch(self, batch: list[SequenceSlice]) -> list[LaunchedStep]:
-        return list(self._threads.map(lambda steps: steps.launch(batch), self._steps))
+        """By all; those of the last stage, which samples."""
+        launched = list(self._threads.map(lambda steps: steps.launch(batch), self._steps))
+        for each in launched[: -self._size]:
+            assert each.collect() == [None] * len(batch) and not each.prompt_logprobs()
+        return launched[-self._size :]
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -110,8 +122,9 @@ def _steps(config: EngineConfig, communicator: Any) -> GpuSteps:
     return steps
 
 
-SIZES = [(253, 2), (9, 4)]  # of the vocabulary, and ranks: the last of four has padding alone
-SLOW_SIZES = [(320, 4), (9, 8)]
+# Of the vocabulary; ranks of a stage, and stages: the last of four ranks has padding alone.
+SIZES = [(253, 2, 1), (9, 4, 1), (253, 2, 2)]
+SLOW_SIZES = [(320, 4, 1), (9, 8, 1), (253, 1, 3)]
 
 
 @pytest.fixture(
@@ -119,7 +132,7 @@ SLOW_SIZES = [(320, 4), (9, 8)]
 )
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ModelRunner, Ranks]]:
     """One rank on the CPU, and several."""
-    vocab_size, size = request.param
+    vocab_size, size, num_stages = request.param
     write_checkpoint(
         tmp_path,
         seed=1,
@@ -127,9 +140,10 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Mo
         num_attention_heads=8,
         head_dim=16,
         vocab_size=vocab_size,
+        num_hidden_layers=3,
     )
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=60)
-    ranks = Ranks(config, size)
+    ranks = Ranks(config, size, num_stages)
     yield ModelRunner(config), ranks
     ranks.close()
 

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # folder -> its rooms from the top, "" for its own files: a file may import from below
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
-    "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", "lora", ""),
+    "kernels": ("lora", "sampling", "layers", "experts", "attention", "kv", "products", ""),
     "engine": (
         *("", "beams", "speculation", "parallel", "scheduling", "execution", "lora", "model", "kv"),
     ),

@@ -94,6 +94,12 @@ def served(block_bytes: int) -> Iterator[Served]:
     pool.close()
 
 
+def cut_of(num_rows: int, width: int, offset: int) -> BlockCut:
+    """Rows that are as long as blocks."""
+    size = BLOCK_BYTES
+    return BlockCut(num_rows, width, size, offset, width, 0, size, num_rows * width)
+
+
 def wait_for_threads(name: str) -> None:
     deadline_s = time.monotonic() + 3
     while any(thread.name.startswith(name) for thread in threading.enumerate()):
@@ -321,10 +327,10 @@ class TestWhoIsLetIn:
     @pytest.mark.parametrize(
         "cut",
         [
-            BlockCut(1, BLOCK_BYTES + 1, BLOCK_BYTES, 0, BLOCK_BYTES + 1, 0),
-            BlockCut(1, 8, BLOCK_BYTES, BLOCK_BYTES, 8, 0),
-            BlockCut(2, 8, BLOCK_BYTES, 0, 8, 0),
-            BlockCut(1, 0, BLOCK_BYTES, 0, 8, 0),
+            cut_of(1, BLOCK_BYTES + 1, 0),
+            cut_of(1, 8, BLOCK_BYTES),
+            cut_of(2, 8, 0),
+            cut_of(1, 0, 0),
         ],
     )
     def test_a_piece_that_no_block_has_is_refused(self, served: Served, cut: BlockCut) -> None:

@@ -41,12 +41,18 @@ def chosen(
     up: UpConfig | None = None,
     *,
     tp: int = 1,
+    pp: int = 1,
     device: str = "auto",
     share: float = 0.9,
     gpus: str | None = None,
     weights_gib: float = 16,
 ) -> GpuChoice:
-    engine = EngineConfig(device=device, tensor_parallel_size=tp, gpu_memory_utilization=share)
+    engine = EngineConfig(
+        device=device,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        gpu_memory_utilization=share,
+    )
     node = NodeConfig(gpus=gpus)
     return choose_gpus(up or UpConfig(), engine, node, on, lambda _: int(weights_gib * GIB))
 
@@ -77,6 +83,15 @@ def test_gpus_are_split_and_it_says_why(
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == (prefill, decode)
     assert choice.line.startswith(f"prefill on GPU {prefill}, decode on GPU {decode} (NVIDIA H100")
     assert why in choice.line and "\n" not in choice.line
+
+
+def test_an_engine_has_as_many_gpus_as_its_stages_have_together() -> None:
+    choice = chosen(host(9), tp=2, pp=2, weights_gib=200)
+    assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("0,1,2,3", "4,5,6,7")
+    error = refused(host(6), UpConfig(prefill_gpus="0,1,2"), pp=2)
+    sizes = "--tensor-parallel-size 1 x --pipeline-parallel-size 2"
+    assert f"{sizes} does not divide 3 GPUs" in error.message
+    assert sizes in refused(host(1), pp=2).message
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,12 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
     )
     return Engine(
         FakeRunner(
-            num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead, num_looks=3
+            num_blocks,
+            BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            runs_ahead=runs_ahead,
+            num_looks=3,
+            num_stages=limits.num_stages,
         ),
         limits,
         LocalGenerations(num_blocks),
@@ -173,6 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
         is_caching=st.booleans(),
         is_optimistic=st.booleans(),
         runs_ahead=st.booleans(),
+        num_stages=st.sampled_from([1, 1, 2, 4]),
         max_held_blocks=st.sampled_from([None, 4, 12]),
     )
     def start(
@@ -183,6 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         is_caching: bool,
         is_optimistic: bool,
         runs_ahead: bool,
+        num_stages: int,
         max_held_blocks: int | None,
     ) -> None:
         self.source, self.puller = self.engines = [
@@ -190,6 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
                 capacity,
                 optimistic=is_optimistic,
                 runs_ahead=runs_ahead,
+                num_stages=num_stages,
                 max_num_batched_tokens=budget,
                 max_num_seqs=max_num_seqs,
                 max_held_blocks=max_held_blocks,

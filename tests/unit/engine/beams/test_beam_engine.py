@@ -43,7 +43,13 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
         num_blocks, BLOCK_SIZE, **({"max_model_len": 100, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
+        FakeRunner(
+            num_blocks,
+            BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            runs_ahead=runs_ahead,
+            num_stages=limits.num_stages,
+        ),
         limits,
         LocalGenerations(num_blocks),
         fingerprint="fake",
@@ -292,6 +298,7 @@ def test_whatever_is_cancelled_leaves_nothing(data: st.DataObject) -> None:
         draw(st.integers(14, 40)),
         optimistic=draw(st.booleans()),
         runs_ahead=draw(st.booleans()),
+        num_stages=draw(st.sampled_from([1, 1, 3])),
         enable_prefix_caching=draw(st.booleans()),
         max_num_seqs=draw(st.integers(4, 12)),
         max_num_batched_tokens=draw(st.integers(2, 16)),

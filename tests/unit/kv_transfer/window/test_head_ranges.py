@@ -7,12 +7,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from baton.core.errors import FingerprintMismatch
 from baton.kv_transfer.export.pool_address import PoolPart
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece, pieces_of
 
 SIZES = (1, 2, 4, 8)
+# Layers of each stage of a pipeline; ranks of a stage.
+SIDES = [([5], 1), ([5], 2), ([3, 2], 1), ([2, 3], 2), ([1, 3, 1], 1), ([2, 1, 1, 1], 2)]
 NUM_LAYERS, BLOCK_SIZE, HEAD_DIM = 2, 2, 3
 CASES = list(itertools.product(SIZES, SIZES, (1, 2, 4, 8, 16)))
 
@@ -55,6 +58,47 @@ def test_every_rank_ends_up_with_its_shard(there: int, here: int, kv_heads: int)
             copy_rows(cut, blocks[piece.source_rank], found)
         assert bytes(found) == expected
         assert sum(piece.num_heads for piece in pieces) == mine.num_kv_heads  # each once
+
+
+@pytest.mark.parametrize(("there", "here"), [*itertools.product(SIDES, SIDES)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_every_rank_of_every_stage_ends_up_with_its_layers(
+    there: tuple[list[int], int], here: tuple[list[int], int], kv_heads: int
+) -> None:
+    shape = (5, 2, kv_heads, BLOCK_SIZE, HEAD_DIM)
+    dense = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+
+    def parts(side: tuple[list[int], int]) -> list[PoolPart]:
+        layers, size = side
+        firsts = [sum(layers[:stage]) for stage in range(len(layers))]
+        places = itertools.product(zip(firsts, layers, strict=True), parts_of(size, kv_heads))
+        return [structs.replace(part, layers=layers) for layers, part in places]
+
+    def block(part: PoolPart) -> bytes:
+        assert part.layers is not None
+        first, count = part.layers
+        return shard(dense[first : first + count], part).tobytes()
+
+    sources = parts(there)
+    for rank, mine in enumerate(parts(here)):
+        assert mine.layers is not None
+        found = bytearray(b"\xff" * len(block(mine)))
+        written = 0
+        for piece in pieces_of(sources, mine, rank):
+            cut = BlockCut.of(piece, 2 * mine.layers[1], len(found))
+            source = block(sources[piece.source_rank])
+            assert cut.source_block_bytes == len(source) and cut.block_bytes == len(found)
+            copy_rows(cut, source, found)
+            assert cut.of_mine(bytes(found)) == cut.of_source(source)
+            written += cut.piece_bytes
+        assert bytes(found) == block(mine)
+        assert written == len(found)  # each once
+
+
+def test_a_layer_that_nobody_has_is_refused_by_name() -> None:
+    sources = [PoolPart("0" * 32, 0, 1, layers=(0, 2)), PoolPart("1" * 32, 0, 1, layers=(3, 1))]
+    with pytest.raises(FingerprintMismatch, match="no rank there has layer 2"):
+        pieces_of(sources, PoolPart("2" * 32, 0, 1, layers=(0, 4)), 0)
 
 
 @pytest.mark.parametrize(("there", "here", "kv_heads"), CASES)

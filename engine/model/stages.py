@@ -1,0 +1,105 @@
+"""Which layers each stage of a pipeline has: pipeline parallelism as arithmetic.
+
+    stage 0                   stage 1          stage 2
+    embedding, layers 0..11   layers 12..22    layers 23..31, norm, LM head
+
+A pipeline is as fast as its slowest stage. What a stage costs is the number of weights that a step
+reads: those of its layers and, on the last, of the LM head, which is as many as those of several
+layers where a vocabulary is large. Among divisions of the same cost the one is chosen whose largest
+stage holds the fewest weights; that counts the embedding too. Knows no tensor and no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from ...core.errors import StartupFailed
+from .model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers [first, end) of the model's `num_layers`."""
+
+    first: int
+    end: int
+    num_layers: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.num_layers
+
+
+def layer_ranges(config: ModelConfig, num_stages: int) -> list[LayerRange]:
+    """The layers of each of `num_stages` stages. Raises StartupFailed if there are too few."""
+    num_layers = config.num_layers
+    if num_stages > num_layers:
+        raise StartupFailed(
+            f"--pipeline-parallel-size {num_stages}: the model has {num_layers} layers",
+            hint=f"--pipeline-parallel-size {num_layers}",
+        )
+    before = [0, *accumulate(_layer_weights(config, index) for index in range(num_layers))]
+    embedding = config.vocab_size * config.hidden_size
+
+    def read(first: int, end: int) -> int:
+        return before[end] - before[first] + (embedding if end == num_layers else 0)
+
+    def held(first: int, end: int) -> int:
+        return read(first, end) + (embedding if first == 0 else 0)
+
+    def is_any(first: int, end: int) -> bool:
+        return True
+
+    most, _ = _divide(num_layers, num_stages, read, is_any)
+    _, ends = _divide(num_layers, num_stages, held, lambda first, end: read(first, end) <= most)
+    firsts = [0, *ends[:-1]]
+    return [LayerRange(*each, num_layers) for each in zip(firsts, ends, strict=True)]
+
+
+def _divide(
+    num_layers: int,
+    num_stages: int,
+    cost: Callable[[int, int], int],
+    is_allowed: Callable[[int, int], bool],
+) -> tuple[int, list[int]]:
+    """The least that the dearest of the stages can cost, and where each stage ends; the earlier
+    stages of two equal divisions are the longer ones."""
+
+    @cache
+    def best(first: int, stages: int) -> tuple[int, list[int]] | None:
+        if stages == 1:
+            is_possible = is_allowed(first, num_layers)
+            return (cost(first, num_layers), [num_layers]) if is_possible else None
+        found: tuple[int, list[int]] | None = None
+        for end in range(num_layers - stages + 1, first, -1):
+            rest = best(end, stages - 1) if is_allowed(first, end) else None
+            if rest is not None:
+                dearest = max(cost(first, end), rest[0])
+                if found is None or dearest < found[0]:
+                    found = (dearest, [end, *rest[1]])
+        return found
+
+    found = best(0, num_stages)
+    assert found is not None, "a division that was found before"
+    return found
+
+
+def _layer_weights(config: ModelConfig, index: int) -> int:
+    """Numbers in the matrices of a layer."""
+    width, experts = config.hidden_size, config.experts
+    attention = 2 * width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    if experts is None or index not in experts.layers:
+        return attention + 3 * width * config.intermediate_size
+    inner = experts.num_experts * experts.intermediate_size
+    inner += experts.shared_intermediate_size or 0
+    return attention + width * (3 * inner + experts.num_experts)

@@ -1,0 +1,67 @@
+"""The steps of a pipeline that are in flight, as many as it has stages.
+
+    step()  =  launch while there is room and something to compute -> wait for the oldest -> collect
+
+Each has a part of the sequences that decode, or the next chunks of prompts: while one step is on a
+stage the others are on the other stages. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from .execution.batch import LaunchedStep
+
+
+class InFlight(Protocol):
+    """A step, with whatever is to be known when it is collected."""
+
+    @property
+    def launched(self) -> LaunchedStep: ...
+
+
+S = TypeVar("S", bound=InFlight)
+
+
+class StepsInFlight(Generic[S]):
+    """At most `most` steps, which complete in their order."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._steps: deque[S] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def advance(
+        self,
+        launch: Callable[[], S | None],
+        collect: Callable[[S], None],
+        meanwhile: Callable[[], bool] | None,
+    ) -> bool:
+        """Launch what can be, and collect the oldest step; False if there is none.
+
+        `launch` returns None where there is nothing to do. `meanwhile` is called again and again
+        while the oldest is in flight, and returns whether there may be something to launch.
+        """
+        self._fill(launch)
+        if not self._steps:
+            return False
+        oldest = self._steps[0]
+        while meanwhile is not None and not oldest.launched.has_completed():
+            if meanwhile():
+                self._fill(launch)
+        collect(self._steps.popleft())
+        return True
+
+    def _fill(self, launch: Callable[[], S | None]) -> None:
+        """A step that has completed is collected first: its sequences can go on in the next."""
+        while len(self._steps) < self._most:
+            if self._steps and self._steps[0].launched.has_completed():
+                return
+            step = launch()
+            if step is None:
+                return
+            self._steps.append(step)

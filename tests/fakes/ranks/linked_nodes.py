@@ -1,0 +1,84 @@
+"""A prefill and a decode node as processes, sessions with both engines, hand-offs between them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from deployments import marked_processes
+from node_driver import OUR_MARK, NodeProcess, Session, members, session
+
+from baton.core.membership import Member, Role
+from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.proto.v1 import node_pb2
+
+
+@dataclass
+class Nodes:
+    prefill: NodeProcess
+    decode: NodeProcess
+    redis_url: str
+
+
+def wait_for_no_process(timeout_s: float = 10.0) -> None:
+    """A killed supervisor takes rank 0 with it, and that the other ranks."""
+    deadline_s = time.monotonic() + timeout_s
+    while marked_processes(OUR_MARK):
+        assert time.monotonic() < deadline_s, "a process is left"
+        time.sleep(0.02)
+
+
+def request_of(num_prompt_tokens: int, *, max_tokens: int = 8, **sampling: float) -> Request:
+    """A random prompt of token ids below 253."""
+    start = os.urandom(1)[0]
+    prompt = tuple((start + i * i) % 253 for i in range(num_prompt_tokens))
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+    return Request(os.urandom(16).hex(), 0, prompt, params)
+
+
+@dataclass
+class Pair:
+    """Sessions with both engines."""
+
+    prefill: Session
+    decode: Session
+
+    async def hand_off(self, request: Request) -> None:
+        assert self.prefill.welcome is not None and self.decode.welcome is not None
+        engines = (self.prefill.welcome.incarnation, self.decode.welcome.incarnation)
+        ticket = Ticket(request.request_id, *engines)
+        await self.prefill.dispatch(request, node_pb2.WORK_PREFILL, ticket)
+        await self.decode.dispatch(request, node_pb2.WORK_DECODE, ticket)
+
+    async def finish(self, request: Request) -> list[int]:
+        key, heard = request.key, self.decode.heard
+        await self.decode.until(lambda: key in heard and heard[key].is_over)
+        assert not heard[key].error
+        # The two sessions have no order: what the source sent first may be read last.
+        first = self.prefill.heard
+        await self.prefill.until(lambda: key in first and bool(first[key].tokens))
+        return first[key].tokens + heard[key].tokens
+
+
+@asynccontextmanager
+async def connected(nodes: Nodes) -> AsyncIterator[Pair]:
+    """Sessions with the engines of the moment, once they are linked."""
+    addresses = {nodes.prefill.address, nodes.decode.address}
+
+    def ours(seen: Sequence[Member]) -> dict[Role, Member]:
+        return {member.role: member for member in seen if member.address in addresses}
+
+    by_role = ours(await members(nodes.redis_url, lambda seen: ours(seen).keys() == {*Role}))
+    prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
+    async with (
+        session(prefill.incarnation) as to_prefill,
+        session(decode.incarnation) as to_decode,
+    ):
+        await to_decode.until(
+            lambda: prefill.incarnation in {x.incarnation for x in to_decode.heartbeat.links}
+        )
+        await to_prefill.until(lambda: to_prefill.num_heartbeats > 0)
+        yield Pair(to_prefill, to_decode)

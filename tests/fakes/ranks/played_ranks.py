@@ -1,0 +1,67 @@
+"""The ranks of an engine as threads of this process: no time to start, and all of the real code.
+
+What plays a process ends when its channel does; it cannot be killed.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.parallel import rank_processes, rank_worker
+from baton.engine.parallel.rank_channel import RankChannel
+
+
+class PlayedProcess:
+    """A thread in place of a Popen."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self.channel = channel
+        self._runner: ModelRunner | None = None
+        self._has_loaded = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="played-rank", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        def keep(runner: ModelRunner, channel: RankChannel) -> rank_worker.Handlers:
+            self._runner = runner
+            self._has_loaded.set()
+            return {}
+
+        try:
+            rank_worker.follow(self.channel, keep)
+        except OSError:
+            return  # rank 0 is gone
+        finally:
+            if self._runner is not None:
+                self._runner.close()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Once it is loaded."""
+        assert self._has_loaded.wait(20)
+        assert self._runner is not None
+        return self._runner
+
+    def wait(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "a played rank goes on"
+
+    def kill(self) -> None:
+        self.channel.close()
+
+
+def play_ranks(monkeypatch: pytest.MonkeyPatch) -> list[PlayedProcess]:
+    """From now on ranks are played; those that were started, as they come."""
+    started: list[PlayedProcess] = []
+
+    def start(module: str) -> tuple[PlayedProcess, RankChannel]:
+        ours, theirs = socket.socketpair()
+        started.append(PlayedProcess(RankChannel(theirs)))
+        return started[-1], RankChannel(ours)
+
+    monkeypatch.setattr(rank_processes, "_start", start)
+    return started

@@ -1,0 +1,91 @@
+"""How a pipeline is filled: which steps are in flight at once, and what is in them."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.runner import FakeRunner, expected_tokens
+
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.engine import Engine
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 400
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+class Rig:
+    """An engine over a played pipeline."""
+
+    def __init__(self, num_stages: int, budget: int = 64) -> None:
+        self.runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, num_stages=num_stages, num_looks=20)
+        limits = EngineLimits(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            max_model_len=400,
+            max_num_batched_tokens=budget,
+            num_stages=num_stages,
+        )
+        generations = LocalGenerations(NUM_BLOCKS)
+        self.engine = Engine(
+            self.runner, limits, generations, fingerprint="fake", eos_token_ids={7}
+        )
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, index: int, length: int) -> None:
+        prompt = tuple(range(index, index + length))
+        self.engine.add(Request(f"{index:032x}", 0, prompt, GREEDY))
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            for token in self.engine.step().tokens:
+                index = int(token.key[:32], 16)
+                self.tokens.setdefault(index, []).append(token.token_id)
+        self.engine.check_integrity()
+
+
+@pytest.mark.parametrize(("num_stages", "share"), [(2, 4), (3, 3), (4, 2)])
+def test_decodes_are_dealt_out_over_the_steps(num_stages: int, share: int) -> None:
+    rig = Rig(num_stages)
+    for index in range(8):
+        rig.add(index, 3)
+    rig.run()
+    sizes = [len(step) for step in rig.runner.batch_sizes if set(step) == {1}]
+    assert max(sizes) == share
+    assert rig.runner.most_in_flight == num_stages
+    for index in range(8):
+        expected = expected_tokens(range(index, index + 3), GREEDY.max_tokens)
+        assert rig.tokens[index] == expected
+
+
+def test_chunks_of_a_prompt_follow_each_other() -> None:
+    """A step for each stage, as long as none is tiny; nobody waits for a chunk's end."""
+    rig = Rig(4, budget=64)
+    rig.add(0, 120)
+    rig.engine.step()
+    assert rig.runner.most_in_flight == 4
+    rig.run()
+    prompts = [step[0] for step in rig.runner.batch_sizes if step[0] > 1]
+    assert sum(prompts) == 120
+    assert prompts[0] == 30 and max(prompts) == 30 and min(prompts[:-1]) >= 64 // 8
+
+
+def test_what_comes_while_a_step_is_in_flight_fills_the_pipeline() -> None:
+    rig = Rig(2)
+    rig.add(0, 3)
+    coming = [lambda: rig.add(1, 3)]
+
+    def meanwhile() -> bool:
+        if not coming:
+            return False
+        coming.pop()()
+        return True
+
+    rig.engine.step(meanwhile)
+    assert rig.runner.most_in_flight == 2
+
+
+def test_a_promise_counts_the_steps_of_all_stages() -> None:
+    rig = Rig(4)
+    rig.engine.tbt_target_s = 0.02
+    assert rig.engine.promise_s == pytest.approx(0.005)
