@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 SHARE_THE_DEMO = (
     *("e2e/test_http.py", "e2e/test_offline.py", "e2e/test_structured.py", "e2e/test_tokens.py"),
 )
+STARTS_PROCESSES = {"integration", "e2e", "bad_input", "browser", "external"}
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     *{path.name for path in HERE.iterdir() if path.is_dir()},
@@ -76,6 +77,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bad input")
     group.addoption("--bad-input-requests", type=int, default=1_000_000, help="mutated requests")
     group.addoption("--bad-input-seed", type=int, default=1, help="of how they are mutated")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where tests start the product's processes: in the main thread, before any fixture."""
+    if item.path.relative_to(HERE).parts[0] in STARTS_PROCESSES:
+        from preloaded import starts
+
+        starts.start()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,6 +24,7 @@ import grpc
 from deployments import MARK
 from fakes.gateway.step_outputs import outputs_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from preloaded.starts import children_of
 
 from baton.cli.cluster.survey import ask_ledgers
 from baton.cluster.redis_directory import RedisDirectory
@@ -79,8 +80,7 @@ class NodeProcess:
         return self._ready.result(timeout=90)
 
     def engine_pids(self) -> list[int]:
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        return children_of(self.process.pid)
 
     def end(self, number: signal.Signals) -> int:
         """Signal the node and wait for its end; returns its exit code."""

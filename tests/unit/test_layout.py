@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def product_files() -> list[Path]:
     ]
 
 
+@functools.cache
 def imports_of(path: Path) -> set[tuple[str, ...]]:
     """Modules of ours that a file imports anywhere in it: as paths from the root."""
     package = path.relative_to(ROOT).parent.parts

@@ -54,7 +54,7 @@ async def directory(server: RedisServer) -> AsyncIterator[RedisDirectory]:
 
 
 async def following(watch: AsyncIterator[tuple[Member, ...]]) -> tuple[Member, ...]:
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(20):
         return await anext(watch)
 
 

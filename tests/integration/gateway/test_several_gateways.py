@@ -24,6 +24,7 @@ import pytest_asyncio
 from fakes.gateway.byte_model import write_byte_model
 from fakes.gateway.gateway_process import PROGRAM, GatewayProcess, gateway_process, until_links
 from fakes.node.node import expected_text
+from preloaded.starts import children_of
 
 from baton.client import AsyncClient
 from baton.cluster.redis_server import RedisServer
@@ -86,11 +87,6 @@ class World:
 
 def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def children_of(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(word) for word in path.read_text().split()]
 
 
 @pytest.fixture(scope="module")

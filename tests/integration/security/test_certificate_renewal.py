@@ -24,6 +24,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from deployments import Running, running
+from preloaded.starts import children_of
 from steady_load import PROMPTS, SteadyLoad
 
 from baton.cli.host.certs import ROLES, SERVER, make_certificates, sign_certificates
@@ -131,7 +132,7 @@ class Renewed:
         """The node's, and its engine's."""
         (child,) = (c for c in self.system.deployment.children if c.name == name)
         pid = child.process.pid
-        return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+        return [pid, *children_of(pid)]
 
     async def engines(self) -> dict[str, str]:
         """The incarnations by name, as far as all are there and linked; else nothing."""
