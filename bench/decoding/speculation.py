@@ -214,6 +214,8 @@ class CoinRunner:
 class _AnyTokens:
     """A Proposer of tokens that nobody looks at."""
 
+    takes_steps = False
+
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
 

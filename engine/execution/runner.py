@@ -56,6 +56,8 @@ from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
+from .draft_model import DraftModel, make_draft_model
+from .draft_steps import MOST_ROWS, DraftSteps
 from .expert_loads import ExpertLoadReader
 from .step_parts import SampledRows, compute_extras, flatten, metadata_of, plan_adapters
 
@@ -126,25 +128,39 @@ class ModelRunner:
             head_dim=self.model_config.head_dim,
             dtype=choose_kv_dtype(config, self.model_config, self._placement),
         )
+        self._draft_model = make_draft_model(
+            config, self.model_dir, self.model_config, self._placement
+        )
+        if self._draft_model is not None:
+            layout = self._draft_model.beside(layout)
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
             num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
+        drafting, of_drafts = None, dict[str, str]()
+        if self._draft_model is not None:
+            drafting, of_drafts = self._draft_model.load()
         self.adapters = self._make_adapters(model)
         self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
         self.fingerprint = fingerprint_fields(
             self.model_config, weights, layout, self._placement.dtype, config.kv_cache_dtype
         )
+        self.fingerprint |= of_drafts
+        self._draft_steps: DraftSteps | None = None
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
             attention = self._make_attention(self.kv.tensor)
             self._steps: CpuSteps | GpuSteps = CpuSteps(
                 model, attention, config.block_size, self.adapters
             )
+            if drafting is not None:
+                attention = self._make_attention(self.kv.tensor, self._draft_model)
+                steps = CpuSteps(drafting, attention, config.block_size)
+                self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
         else:
-            self._start_gpu(model, layout)
+            self._start_gpu(model, drafting, layout)
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
     def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
@@ -220,7 +236,7 @@ class ModelRunner:
             check_weights(self.model_dir, targets, ignored=ignored)
         return ignored
 
-    def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
+    def _start_gpu(self, model: Decoder, drafting: Decoder | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
         from .gpu_steps import GpuSteps
 
@@ -243,10 +259,18 @@ class ModelRunner:
                 self.adapters,
             )
 
+        def new_draft_steps(pool: torch.Tensor) -> GpuSteps | None:
+            if drafting is None:
+                return None
+            attention, num_seqs = self._make_attention(pool, self._draft_model), self.max_num_seqs
+            return GpuSteps(drafting, attention, config.block_size, num_seqs, 0, MOST_ROWS - 1)
+
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
             vocab_size = self.model_config.vocab_size
             batch = _largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
+            if (draft_steps := new_draft_steps(pool)) is not None:
+                DraftSteps(draft_steps, most_tokens).compute_prompts(batch)
             new_steps(pool).launch(batch).collect()
 
         begin_s = time.perf_counter()
@@ -261,10 +285,14 @@ class ModelRunner:
             f"largest step measured in {time.perf_counter() - begin_s:.1f} s"
         )
         steps = new_steps(self.kv.tensor)
+        draft_steps = new_draft_steps(self.kv.tensor)
         torch.cuda.empty_cache()  # of what loading left, or the graphs would seem to take nothing
         free_before, _ = torch.cuda.mem_get_info(device)
         begin_s = time.perf_counter()
         steps.capture_graphs()
+        if draft_steps is not None:
+            draft_steps.capture_graphs()
+            self._draft_steps = DraftSteps(draft_steps, most_tokens)
         free_after, _ = torch.cuda.mem_get_info(device)
         num_graphs = {n: len(graphs.sizes) for n, graphs in steps.prefill_graphs.items()}
         self.startup_notes.append(
@@ -274,16 +302,19 @@ class ModelRunner:
         )
         self._steps = steps
 
-    def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
+    def _make_attention(
+        self, pool: torch.Tensor, draft: DraftModel | None = None
+    ) -> AttentionBackend:
+        """Over `pool`, of the model or of the draft model."""
         return make_attention(
             self._prefill_attention,
             pool,
-            self.heads.num_heads,
+            (draft or self).heads.num_heads,
             self.max_num_seqs,
-            self.model_config,
+            self.model_config if draft is None else draft.attention_config,
             self.max_model_len,
             self._placement.dtype,
-            self._config.max_drafts,
+            self._config.max_drafts if draft is None else MOST_ROWS - 1,
         )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
@@ -316,9 +347,16 @@ class ModelRunner:
         """See `batch.Runner`."""
         try:
             with torch.inference_mode():
+                if self._draft_steps is not None:
+                    self._draft_steps.compute_prompts(batch)
                 return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        """See `batch.Drafter`; `--speculative-config` names a draft model."""
+        assert self._draft_steps is not None
+        return self._draft_steps.draft(batch)
 
     def expert_tokens(self) -> tuple[int, ...]:
         """How many tokens chose each expert, over all layers; empty without experts. Never waits,
@@ -369,7 +407,7 @@ class ModelRunner:
             self.host_copier.close()
         if self._count is not None:
             self._count.close()
-        del self._steps
+        del self._steps, self._draft_steps
         self.kv.close()
         self._communicator.close()
 
@@ -397,7 +435,13 @@ def _largest_batch(
     )
     return [
         SequenceSlice(
-            [0] * length, 0, table, dearest, prompt_targets=[0] * (length - 1), num_prompt_top=20
+            [0] * length,
+            0,
+            table,
+            dearest,
+            prompt_targets=[0] * (length - 1),
+            num_prompt_top=20,
+            is_prompt=True,
         )
         for length in sorted(lens)
     ]

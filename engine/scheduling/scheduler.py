@@ -342,6 +342,14 @@ class Scheduler:
         num_outputs = sequence.num_outputs + sequence.num_awaited_tokens
         return num_outputs >= self._limits.max_outputs(sequence.request)
 
+    def make_room_for_drafts(self, sequence: Sequence, num_drafts: int) -> bool:
+        """Slots for all its tokens and so many drafts, which it does not have yet, if there are
+        any without preempting anybody."""
+        sequence.draft_token_ids = (0,) * num_drafts
+        has_room = self._tables.grow(sequence)
+        sequence.draft_token_ids = ()
+        return has_room
+
     def _fit_drafts(self, sequence: Sequence, schedule: Schedule) -> None:
         """Leave as many drafts as have room in the step; none, rather than preempt anybody."""
         drafts = sequence.draft_token_ids

@@ -88,6 +88,7 @@ class _Coin:
     rate: float
     share: float = 1.0
     max_drafts: int = MOST
+    takes_steps: bool = False
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def propose(self, contexts: list[Context]) -> list[list[int]]:
