@@ -24,10 +24,12 @@ from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
+from ..gateway.request.answer import GATEWAY
 from ..gateway.request.best_of import best_of
+from ..gateway.request.dispatch_wait import SessionLimits
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
-from ..gateway.request.session import GATEWAY, Session, SessionLimits
+from ..gateway.request.session import Session
 from ..gateway.text.special_tokens import Spans
 from ..gateway.text.text_stream import TextStream
 from ..gateway.validation.validation import (

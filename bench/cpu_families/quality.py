@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from baton.core.model_dir import resolve_model_dir
-from baton.engine.model.checkpoint import load_weights
 from baton.engine.model.decoder import Decoder
-from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import ModelConfig, read_model_config
+from baton.engine.model.weights.checkpoint import load_weights
+from baton.engine.model.weights.placement import Placement
 from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
 from baton.kernels.layers.ops import Ops
 from baton.kernels.products.weights import FP8, FP8_MAX, quantise_blocks

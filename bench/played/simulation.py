@@ -48,9 +48,10 @@ from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.moves.mover import RequestMover
 from baton.gateway.promises.promise_decider import PromiseDecider
+from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
-from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import DispatchQueue, SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest

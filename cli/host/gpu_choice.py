@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ...core.config import EngineConfig, NodeConfig, UpConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import resolve_model_dir
-from ...engine.model.weight_files import weights_bytes
+from ...engine.model.weights.weight_files import weights_bytes
 from .host_gpus import HostGpu, HostGpus, find_host_gpus
 
 _CONTEXT_BYTES = 1 << 30  # of an engine's process, besides weights and KV

@@ -177,6 +177,9 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def prefill_sizes(most: int) -> tuple[int, ...]:
-    """Tokens to capture of steps with prompts, up to `most`."""
-    steps = [*range(64, 512, 64), *range(512, most, 128)]
+    """Tokens to capture of steps with prompts, up to `most`.
+
+    576 is among them: a chunk of 512 and a few decodes. Padded to 640 it takes 5 % longer.
+    """
+    steps = [*range(64, 640, 64), *range(640, most, 128)]
     return (*(size for size in steps if size < most), most)

@@ -11,9 +11,9 @@ from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
-from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 from ..model.quantization import Quantization, stays_packed
+from ..model.weights.placement import Placement
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -17,20 +17,13 @@ from ...core.errors import StartupFailed
 from ...core.model_dir import resolve_model_dir
 from ...core.speculative_config import DRAFT_MODEL
 from ..kv.kv_memory import KvLayout
-from ..model.checkpoint import (
-    check_weights,
-    fill_dummy_weights,
-    load_weights,
-    tensor_names,
-    weights_identity,
-)
 from ..model.decoder import Decoder
-from ..model.experts import is_merged_name
 from ..model.fingerprint import model_hash
-from ..model.layers import Placement
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
+from ..model.weights.placement import Placement
 from .device import choose_placement
+from .model_loading import load_model
 
 
 class DraftModel:
@@ -65,25 +58,12 @@ class DraftModel:
         """The layout of blocks that hold the KV of both."""
         return dataclasses.replace(layout, num_layers=layout.num_layers + self.config.num_layers)
 
-    def load(self) -> tuple[Decoder, dict[str, str]]:
-        """The model, its weights filled, and what an engine's fingerprint has of it. Raises
-        StartupFailed."""
-        own, model_dir, seed = self.config, self._dir, self._config.seed
-        is_dummy = self._config.load_format == "dummy"
-        is_merged = not is_dummy and any(map(is_merged_name, tensor_names(model_dir)))
-        model = Decoder(own, self._placement)
-        targets = dict(model.targets(has_merged_experts=is_merged))
-        if is_dummy:
-            fill_dummy_weights(targets, std=own.initializer_range, seed=seed)
-            identity = f"dummy:{seed}"
-        else:
-            ignored = frozenset({"lm_head.weight"} if own.has_tied_embeddings else ())
-            if own.quantization is not None:
-                names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
-                ignored |= own.quantization.ignored(names)
-            check_weights(model_dir, targets, ignored=ignored)
-            load_weights(model_dir, targets, ignored=ignored)
-            identity = weights_identity(model_dir)
+    def load(self, notes: list[str]) -> tuple[Decoder, dict[str, str]]:
+        """The model, its weights filled, and what an engine's fingerprint has of it; `notes` are
+        lines for people. Raises StartupFailed."""
+        own, found = self.config, list[str]()
+        model, identity = load_model(self._config, self._dir, own, self._placement, None, found)
+        notes += [f"draft model: {note}" for note in found]
         model.store_behind(self._num_layers_before, self._kv_heads)
         return model, {"draft_model": model_hash(own, identity)}
 

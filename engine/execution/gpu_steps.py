@@ -17,16 +17,13 @@ launched kernel by kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.errors import EngineFailed
-from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import as_signed, sample
@@ -37,7 +34,7 @@ from ..kv.cuda_step_count import CudaStepCount
 from ..kv.limits import decode_graph_rows
 from ..lora.rank_adapters import RankAdapters
 from ..model.decoder import Decoder
-from .batch import SampledToken, SequenceSlice
+from .batch import SequenceSlice
 from .cuda_graphs import (
     ProductTimes,
     StepGraph,
@@ -46,6 +43,7 @@ from .cuda_graphs import (
     measure_products,
     prefill_sizes,
 )
+from .gpu_step import GpuStep, device_errors
 from .step_parts import (
     Extras,
     Int64s,
@@ -61,52 +59,6 @@ from .step_parts import (
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuStep:
-    """A launched step."""
-
-    number: int
-    num_slices: int
-    rows: SampledRows
-    token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
-    logprobs: Tensor
-    extras: Extras | None
-    is_done: torch.cuda.Event
-
-    def has_completed(self) -> bool:
-        """See `batch.LaunchedStep`."""
-        with device_errors():
-            return bool(self.is_done.query())  # type: ignore[no-untyped-call]
-
-    def collect(self) -> list[SampledToken | None]:
-        """See `batch.LaunchedStep`."""
-        with device_errors():
-            self.is_done.synchronize()
-        tokens = [*map(SampledToken, self.token_ids.tolist(), self.logprobs.tolist())]
-        if self.extras is not None:
-            self.extras.add_to(tokens)
-        return self.rows.results(self.num_slices, tokens)
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        """See `batch.LaunchedStep`."""
-        return {} if self.extras is None else self.extras.prompt_logprobs()
-
-
-class device_errors:
-    """Turns what torch raises about the device into EngineFailed."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise EngineFailed(
-                "the GPU is out of memory: lower --gpu-memory-utilization or "
-                f"--max-num-batched-tokens ({error})"
-            ) from error
-        if isinstance(error, RuntimeError):
-            raise EngineFailed(f"the step failed: {error}") from error
 
 
 class GpuSteps:

@@ -3,8 +3,7 @@
     config ─► placement ─► weights ─► largest step measured ─► KV pool ─► (GPU: graphs captured)
 
 Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it. A CPU executes steps here, one after the other; a GPU's are
-gpu_steps.py.
+slice's token must not depend on it. What executes steps is cpu_steps.py and gpu_steps.py.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
-from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
-from ...kernels.experts.experts import ExpertLoads
 from ...kernels.kv.kv_blocks import copy_blocks
-from ...kernels.sampling.sample_spec import SampleSpec
-from ...kernels.sampling.sampling import sample
-from ..kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, PADDING_BLOCK, canary_bytes
+from ..kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
 from ..kv.host_copies import make_host_copier
@@ -40,37 +33,23 @@ from ..kv.kv_memory import (
 )
 from ..kv.limits import MAX_NUM_SEQS, seqs_for_pool, spare_tokens
 from ..lora.rank_adapters import RankAdapters
-from ..model.checkpoint import (
-    OnProgress,
-    check_weights,
-    fill_dummy_weights,
-    load_weights,
-    tensor_names,
-    weights_identity,
-)
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
-from ..model.experts import is_merged_name
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
-from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
+from ..model.weights.filling import OnProgress
+from .batch import LaunchedStep, SampledToken, SequenceSlice
+from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .draft_model import DraftModel, make_draft_model
 from .draft_steps import MOST_ROWS, DraftSteps
 from .expert_loads import ExpertLoadReader
-from .step_parts import SampledRows, compute_extras, flatten, metadata_of, plan_adapters
+from .largest_step import largest_batch
+from .model_loading import load_model
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
-
-# What a step may need most memory for: every row sampled with all there is.
-_NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
-_DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
-
-
-# Tokens that differ more than what attention adds to all of them choose different experts.
-_DUMMY_STDS = {"model.embed_tokens.weight": 8.0}
 
 
 class ModelRunner:
@@ -137,10 +116,17 @@ class ModelRunner:
             # Before the weights: an error over too little memory should not wait for them.
             num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
-        model, weights = self._load(on_progress)
+        model, weights = load_model(
+            config,
+            self.model_dir,
+            self.model_config,
+            self._placement,
+            on_progress,
+            self.startup_notes,
+        )
         drafting, of_drafts = None, dict[str, str]()
         if self._draft_model is not None:
-            drafting, of_drafts = self._draft_model.load()
+            drafting, of_drafts = self._draft_model.load(self.startup_notes)
         self.adapters = self._make_adapters(model)
         self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
@@ -163,46 +149,6 @@ class ModelRunner:
             self._start_gpu(model, drafting, layout)
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
-    def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
-        """The model, its weights filled, and what identifies them."""
-        config, begin_s = self._config, time.perf_counter()
-        try:
-            is_merged = config.load_format != "dummy" and any(
-                map(is_merged_name, tensor_names(self.model_dir))
-            )
-            ignored = self._check_weights(is_merged)
-            model = Decoder(self.model_config, self._placement, self._make_loads())
-            targets = dict(model.targets(has_merged_experts=is_merged))
-            if config.load_format == "dummy":
-                fill_dummy_weights(
-                    targets,
-                    std=self.model_config.initializer_range,
-                    seed=config.seed,
-                    stds=_DUMMY_STDS if self.model_config.experts else {},
-                    on_progress=on_progress,
-                )
-                identity = f"dummy:{config.seed}"
-            else:
-                load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
-                identity = weights_identity(self.model_dir)
-        except torch.OutOfMemoryError as error:
-            raise StartupFailed(
-                f"the weights do not fit into GPU memory: {error}",
-                hint="use another GPU, or --dtype bfloat16",
-            ) from error
-        if self._placement.device.type == "cuda":
-            torch.cuda.synchronize()
-        num_bytes = sum(target.nbytes for target in targets.values())
-        seconds = time.perf_counter() - begin_s
-        self.startup_notes.append(
-            f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
-            f"{num_bytes / seconds / 1e9:.1f} GB/s"
-        )
-        if quantization := self.model_config.quantization:
-            stays = "" if self._placement.stays_quantised else ", dequantised as they were loaded"
-            self.startup_notes.append(f"{quantization.name}{stays}")
-        return model, identity
-
     def _make_adapters(self, model: Decoder) -> RankAdapters | None:
         """Before the KV pool is measured: it gets what their slots leave."""
         config = self._config
@@ -213,28 +159,6 @@ class ModelRunner:
         most = max(most, config.max_num_seqs or MAX_NUM_SEQS)
         dtype, max_rank = self._placement.dtype, config.max_lora_rank
         return RankAdapters(model, dtype, config.max_loras, max_rank, most)
-
-    def _make_loads(self) -> ExpertLoads | None:
-        experts = self.model_config.experts
-        if experts is None:
-            return None
-        first_slot = NUM_RESERVED_BLOCKS * self._config.block_size
-        sizes = (len(experts.layers), experts.num_experts)
-        return ExpertLoads(*sizes, first_slot, self._placement.device)
-
-    def _check_weights(self, has_merged_experts: bool) -> frozenset[str]:
-        """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
-        tensors that it may have besides."""
-        placement = dataclasses.replace(self._placement, device=torch.device("meta"))
-        model = Decoder(self.model_config, placement)
-        targets = dict(model.targets(has_merged_experts=has_merged_experts))
-        ignored = frozenset({"lm_head.weight"} if self.model_config.has_tied_embeddings else ())
-        if quantization := self.model_config.quantization:
-            names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
-            ignored |= quantization.ignored(names)
-        if self._config.load_format != "dummy":
-            check_weights(self.model_dir, targets, ignored=ignored)
-        return ignored
 
     def _start_gpu(self, model: Decoder, drafting: Decoder | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
@@ -268,7 +192,7 @@ class ModelRunner:
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
             vocab_size = self.model_config.vocab_size
-            batch = _largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
+            batch = largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
             if (draft_steps := new_draft_steps(pool)) is not None:
                 DraftSteps(draft_steps, most_tokens).compute_prompts(batch)
             new_steps(pool).launch(batch).collect()
@@ -412,41 +336,6 @@ class ModelRunner:
         self._communicator.close()
 
 
-def _largest_batch(
-    config: EngineConfig, max_num_seqs: int, max_model_len: int, vocab_size: int
-) -> list[SequenceSlice]:
-    """A step of as many tokens and sampled rows as any, all in the padding block."""
-    budget = config.max_num_batched_tokens
-    chunk = min(config.prefill_chunk_tokens or 0, max_model_len + max_num_seqs - 2)
-    budget = max(budget + spare_tokens(budget), chunk)
-    num_tokens = min(budget, max_num_seqs * (max_model_len - 1))
-    num_slices = min(max_num_seqs, num_tokens)
-    first = min(num_tokens - num_slices + 1, max_model_len - 1)
-    lens = [first, *[1] * (num_slices - 1)]
-    num_left = num_tokens - sum(lens)
-    for index in range(1, num_slices):
-        more = min(num_left, max_model_len - 2)
-        lens[index] += more
-        num_left -= more
-    table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
-    all_allowed = np.full(-(-vocab_size // 32), -1, np.int32)
-    dearest = SampleSpec(
-        _DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed, num_candidates=20
-    )
-    return [
-        SequenceSlice(
-            [0] * length,
-            0,
-            table,
-            dearest,
-            prompt_targets=[0] * (length - 1),
-            num_prompt_top=20,
-            is_prompt=True,
-        )
-        for length in sorted(lens)
-    ]
-
-
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_position_embeddings
@@ -456,54 +345,3 @@ def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"the model's context has {model.max_context_tokens} tokens"
         )
     return config.max_model_len
-
-
-# BLAS multiplies a single row by another routine, whose sums round differently: with this second
-# row a decode alone gives bit for bit what it gives in a batch.
-_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
-
-
-class CpuSteps:
-    """Steps of `model` over the pool of `attention`."""
-
-    runs_ahead = False
-
-    def __init__(
-        self,
-        model: Decoder,
-        attention: AttentionBackend,
-        block_size: int,
-        adapters: RankAdapters | None = None,
-    ) -> None:
-        self.model = model
-        self._adapters = adapters
-        self._attention = attention
-        self._block_size = block_size
-
-    def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
-        hidden = self._forward(batch)
-        rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
-        if rows.specs:
-            logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
-            token_ids, logprobs = sample(logits, rows.specs)
-            tokens += map(SampledToken, token_ids.tolist(), logprobs.tolist())
-        extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
-        if extras is not None:
-            extras.add_to(tokens)
-        prompt = {} if extras is None else extras.prompt_logprobs()
-        return CompletedStep(rows.results(len(batch), tokens), prompt)
-
-    def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
-        """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
-        if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
-            batch = (*batch, _PADDING_SLICE)
-        token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
-        self._attention.plan(metadata_of(batch, slots))
-        plan_adapters(self._adapters, batch, len(token_ids))
-        return self.model.forward(token_ids, positions, slots, self._attention)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
-        if len(hidden) > 1:
-            return self.model.lm_head.project(hidden)
-        return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

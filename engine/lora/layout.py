@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from ...kernels.lora.lora import Place
 from ..model.decoder import Decoder
-from ..model.layers import Linear, RowLinear
-from ..model.mlp import MLP
+from ..model.layers import MLP, Linear, RowLinear
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

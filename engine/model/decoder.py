@@ -15,20 +15,12 @@ from ...kernels.experts.experts import ExpertLoads, LayerLoads
 from ...kernels.products.weights import Activations
 from .communicator import Summand
 from .experts import Experts
-from .layers import (
-    Embedding,
-    Linear,
-    Outputs,
-    Placement,
-    Product,
-    RMSNorm,
-    RotaryEmbedding,
-    RowLinear,
-    Targets,
-)
-from .mlp import MLP
+from .layers import MLP, Embedding, Linear, Outputs, Product, RMSNorm, RowLinear
 from .model_config import ModelConfig
+from .rotary import RotaryEmbedding
 from .sharding import Heads, heads_of_rank
+from .weights.placement import Placement
+from .weights.targets import Targets
 
 
 class Attention:

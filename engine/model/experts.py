@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ...kernels.experts.experts import LayerLoads, Mixture
 from ...kernels.products.weights import Activations
-from .layers import Cut, FloatLinear, Outputs, Placement, Product, Targets
-from .mlp import MLP
+from .layers import MLP, FloatLinear, Outputs, Product
 from .model_config import ExpertsConfig
+from .weights.placement import Placement
+from .weights.targets import Cut, Targets
 
 _MERGED_PART = "mlp"
 _MERGED_GATE_UP, _MERGED_DOWN = "experts.gate_up_proj", "experts.down_proj"

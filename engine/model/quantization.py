@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .config_fields import Fields
-from .int4.int4_layout import Int4
+from .weights.int4_layout import Int4
 
 BLOCK = 128
 TENSOR_SCALED, ROW_SCALED, BLOCK_SCALED, GROUP_SCALED = "tensor", "row", "block", "group"

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import StartupFailed
-from .int4.int4_layout import NUMBERS_OF_WORD
 from .model_config import ModelConfig
 from .quantization import BLOCK, BLOCK_SCALED
+from .weights.int4_layout import NUMBERS_OF_WORD
 
 
 @dataclass(frozen=True, slots=True)

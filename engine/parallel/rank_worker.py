@@ -26,7 +26,7 @@ from ...core.config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
-from ..model.checkpoint import OnProgress
+from ..model.weights.filling import OnProgress
 from .parallel_runner import decode
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankProgress, pack_failure

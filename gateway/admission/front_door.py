@@ -20,9 +20,11 @@ from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
+from ..request.answer import GATEWAY
 from ..request.best_of import best_of
+from ..request.dispatch_wait import SessionLimits
 from ..request.output_chunk import ChunkQueue, OutputChunk
-from ..request.session import GATEWAY, Session, SessionLimits
+from ..request.session import Session
 from ..request.session_table import SessionTable
 from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed

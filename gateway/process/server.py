@@ -52,8 +52,8 @@ from ..http.protocol.app_state import AppState
 from ..moves.mover import RequestMover
 from ..promises.promise_decider import PromiseDecider
 from ..promises.promise_leader import LEASE_S, PromiseLeader
+from ..request.dispatch_wait import SessionLimits
 from ..request.engine_link import Avoid, Demand
-from ..request.session import SessionLimits
 from ..request.session_table import DispatchQueue, SessionTable
 from ..security.gate import Gate, Security
 from ..telemetry.call_feed import Telemetry

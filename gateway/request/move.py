@@ -18,9 +18,11 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from ...core.errors import EngineFailed, PromiseRefused
+from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
 from .attempt import Attempt, OutputToken
+from .dispatcher import Dispatcher
 from .engine_link import EngineLink, EngineOutput, Route
 
 MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed
@@ -156,3 +158,109 @@ class MovePause:
         """It did not get there."""
         self._until_s += self._pause_s
         self._pause_s *= 2
+
+
+class MovingSession(Protocol):
+    """What the moves of a request need of its session."""
+
+    def new_attempt(self, route: Route) -> Attempt:
+        """The next, from these tokens on."""
+
+    def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
+        """In place of the attempt that it had, with these tokens."""
+
+    def fail_attempt(self, attempt: Attempt, error: BatonError) -> None: ...
+
+    def engine_output(self, incarnation: str, output: EngineOutput) -> None: ...
+
+
+class Moves:
+    """Of one request: `now` is the one that is under way. `num_rounds`: attempts that were rounds
+    of moves, and no retries. `streamed`: the request's tokens so far."""
+
+    def __init__(
+        self, session: MovingSession, dispatcher: Dispatcher, streamed: Sequence[int]
+    ) -> None:
+        self.now: Move | None = None
+        self.pause = MovePause()
+        self.num_rounds = 0
+        self._session = session
+        self._dispatcher = dispatcher
+        self._streamed = streamed
+
+    @property
+    def deadline_s(self) -> float:
+        return math.inf if self.now is None else self.now.deadline_s
+
+    def begin(
+        self, route: Route, source: Attempt, now_s: float, on_over: Callable[[str], None]
+    ) -> None:
+        """See Move."""
+        self.pause.begin(now_s)
+        self.now = Move(route, source, now_s, on_over)
+        self._begin_round(self.now)
+
+    def _begin_round(self, move: Move) -> None:
+        target = self._session.new_attempt(move.route)
+        self.num_rounds += 1
+        link = move.begin_round(target, self._dispatcher.request_id, len(self._streamed))
+        self._dispatcher.send_move(target, link)
+
+    def take(self, incarnation: str, output: EngineOutput, now_s: float) -> bool:
+        """Whether the output was the move's."""
+        move = self.now
+        if move is None:
+            return False
+        step = move.take(incarnation, output, self._streamed, now_s)
+        if step is MoveStep.NEXT_ROUND:
+            self._begin_round(move)
+        elif step is MoveStep.ARRIVED:
+            self.now = None
+            move.over("moved")
+            self._session.go_on_with(move.target, move.fresh)
+        elif step is MoveStep.FAILED:
+            self._fail(move, move.failure)
+        return step is not MoveStep.NOT_ITS
+
+    def lose(self, incarnation: str) -> None:
+        """This engine is gone."""
+        move = self.now
+        if move is not None and move.has_source and incarnation in move.target.pair:
+            self._fail(move, "lost")
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether its time was up: then it has failed."""
+        if self.now is None or now_s < self.now.deadline_s:
+            return False
+        self._fail(self.now, "late")
+        return True
+
+    def _fail(self, move: Move, how: str) -> None:
+        """Stay on the old engine; without it, try again as ever."""
+        if not move.has_source:
+            error = HandoffFailed("the engine that a request was moved to did not go on with it")
+            self._session.fail_attempt(move.target, error)
+            return
+        self.pause.failed()
+        self.end(how)
+        for incarnation, output in move.kept_back:
+            self._session.engine_output(incarnation, output)
+
+    def end(self, how: str) -> None:
+        """Of the one that is under way, if any."""
+        move, self.now = self.now, None
+        if move is not None:
+            move.target.cancel(self._dispatcher.request_id)
+            move.over(how)
+
+    def take_over(self, *, is_suspect: bool) -> Attempt | None:
+        """The old engine failed: the new one's attempt, where that goes on instead of a retry. Not
+        where the request may be what killed it: suspects are tried one at a time."""
+        if self.now is None:
+            return None
+        if is_suspect:
+            self.end("lost")
+            return None
+        self.now.lose_source()
+        self.num_rounds -= 1  # it counts as the retry
+        return self.now.target

@@ -36,7 +36,9 @@ _TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
 _GROUP = gl.constexpr(BLOCK)
 _WARPS = 4
 _PRODUCER_REGISTERS = gl.constexpr(24)
-_STAGES_AHEAD = gl.constexpr(3)
+_SCALES_AT_ONCE = gl.constexpr(32)
+_descriptor = gl.shared_memory_descriptor
+_view = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 
 
@@ -62,7 +64,7 @@ def fp8_streamed_product(
         num_outputs,
         num_inputs,
         HAS_BIAS=bias is not None,
-        IS_BLOCKED=isinstance(weight, BlockScaled),
+        GROUPS=_groups(num_inputs, stages.chunks) if isinstance(weight, BlockScaled) else 0,
         ROWS=x.room,
         OUTPUTS=stages.outputs,
         CHUNKS=stages.chunks,
@@ -78,6 +80,11 @@ def fp8_streamed_product(
 def registers(stages: Fp8Stages) -> int:
     """Of a thread that adds up: few, so that what is behind comes in early."""
     return 64 + stages.outputs // 2 * (1 + stages.chunks)
+
+
+def _groups(num_inputs: int, chunks: int) -> int:
+    """Rows of the table of scales: whole steps, a power of 2."""
+    return int(triton.next_power_of_2(triton.cdiv(num_inputs, BLOCK * chunks) * chunks))
 
 
 def _boxes(matrix: Tensor, num_rows: int) -> TensorDescriptor:
@@ -139,12 +146,24 @@ def _fill(
 
 
 @gluon.jit
-def _scales(x_scale, scale, group, num_groups, room: gl.constexpr, rows):
-    """Of a chunk's products: of the rows [64], and of the block."""
-    is_there = group < num_groups
-    at = x_scale + group * room + rows
-    of_rows = gl.load(at, mask=(rows < room) & is_there, other=0.0)
-    return of_rows, gl.load(scale + group, mask=is_there, other=0.0)
+def _bring_scales(x_scale, of_blocks, scales, num_groups, ROWS: gl.constexpr, PDL: gl.constexpr):
+    """What the products of each chunk and row are multiplied with, into `scales` [chunks, 64]: a
+    load in the loop over the stages would be waited for in each."""
+    GROUPS: gl.constexpr = scales.shape[0]
+    PART: gl.constexpr = _SCALES_AT_ONCE if GROUPS > _SCALES_AT_ONCE else GROUPS
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // ROWS, ROWS // 4], [4, 1], [1, 0])
+    order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    table = _view(scales, gl.float32, [GROUPS, _TILE_ROWS], order).slice(0, ROWS, 1)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    parts = gl.arange(0, PART, gl.SliceLayout(1, layout))
+    wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+    for first in gl.static_range(0, GROUPS, PART):
+        groups = first + parts
+        is_there = groups < num_groups
+        of_block = gl.load(of_blocks + groups, mask=is_there, other=0.0)
+        at = x_scale + groups[:, None] * ROWS + rows[None, :]
+        of_rows = gl.load(at, mask=is_there[:, None], other=0.0)
+        table.slice(first, PART, 0).store(of_rows * of_block[:, None])
 
 
 @gluon.jit
@@ -153,6 +172,7 @@ def _multiply(
     ws,
     full,
     empty,
+    scales,
     x_scale,
     scale,
     num_steps,
@@ -166,21 +186,13 @@ def _multiply(
     """Four warps: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     layout: gl.constexpr = sums.type.layout
-    rows = gl.arange(0, _TILE_ROWS, gl.SliceLayout(1, layout))
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = gl.arange(0, _TILE_ROWS, of_rows)
     zeros = gl.zeros((_TILE_ROWS, sums.shape[1]), gl.float32, layout)
-    near = ()  # scales of the next stages: a load takes as long as some of them
     if IS_BLOCKED:
-        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
-        for chunk in gl.static_range(_STAGES_AHEAD * CHUNKS):
-            near += (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
+        _bring_scales(x_scale, scale, scales, num_groups, ROWS, PDL)
     for step in range(num_steps):
         stage = step % STAGES
-        mine = near
-        if IS_BLOCKED:
-            near = near[CHUNKS:]  # type: ignore[assignment]
-            group = (step + _STAGES_AHEAD) * CHUNKS
-            for chunk in gl.static_range(CHUNKS):
-                near += (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
         first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
@@ -190,12 +202,12 @@ def _multiply(
             first, second = warpgroup_mma_wait(0, deps=(first, second))
             mbarrier.arrive(empty.index(stage), count=1)
             if IS_BLOCKED:
-                second *= (mine[1][0] * mine[1][1])[:, None]  # type: ignore[misc]
+                second *= scales.index(step * 2 + 1).load(of_rows)[:, None]
         else:
             first = warpgroup_mma_wait(0, deps=(first,))
             mbarrier.arrive(empty.index(stage), count=1)
         if IS_BLOCKED:
-            first *= (mine[0][0] * mine[0][1])[:, None]  # type: ignore[misc]
+            first *= scales.index(step * CHUNKS).load(of_rows)[:, None]
         sums += first
         if CHUNKS == 2:
             sums += second
@@ -214,7 +226,7 @@ def _fp8_streamed(
     num_outputs,
     num_inputs,
     HAS_BIAS: gl.constexpr,
-    IS_BLOCKED: gl.constexpr,
+    GROUPS: gl.constexpr,
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -235,6 +247,12 @@ def _fp8_streamed(
     fence_async_shared()
     let_next_in(PDL)
     first_output = gl.program_id(0) * OUTPUTS
+    IS_BLOCKED: gl.constexpr = GROUPS > 0
+    scales = gl.allocate_shared_memory(
+        gl.float32,
+        [GROUPS if IS_BLOCKED else 1, _TILE_ROWS],
+        gl.SwizzledSharedLayout(1, 1, 1, order=[0]),
+    )
     num_groups = gl.cdiv(num_inputs, _GROUP)
     num_steps = gl.cdiv(num_groups, CHUNKS)
     # All outputs of a program are of one row of blocks.
@@ -249,6 +267,7 @@ def _fp8_streamed(
                     ws,
                     full,
                     empty,
+                    scales,
                     x_scale,
                     of_blocks,
                     num_steps,

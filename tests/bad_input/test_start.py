@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from baton.core import flags
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import StartupFailed
-from baton.engine.model.checkpoint import load_weights
-from baton.engine.model.layers import Target
 from baton.engine.model.model_config import read_model_config
-from baton.engine.model.weight_files import weight_files
+from baton.engine.model.weights.checkpoint import load_weights
+from baton.engine.model.weights.targets import Target
+from baton.engine.model.weights.weight_files import weight_files
 from baton.gateway.validation.validation import ServedModel
 
 _PARSER_OF = {

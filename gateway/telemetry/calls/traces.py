@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 from ....core.errors import StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
+from ...request.answer import GATEWAY
 from ...request.output_chunk import RequestResult
-from ...request.session import GATEWAY
 from .call_record import CallFigures, CallRecord, times_of
 
 if TYPE_CHECKING:

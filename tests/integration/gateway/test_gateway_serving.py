@@ -47,7 +47,7 @@ from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.request.session import SessionLimits
+from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.prefix_index.mirror import PrefixMirror

@@ -28,7 +28,7 @@ from baton.core.errors import BatonError, EngineFailed
 from baton.core.membership import Role
 from baton.gateway.http.protocol.body import MAX_BODY_BYTES
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.request.session import SessionLimits
+from baton.gateway.request.dispatch_wait import SessionLimits
 
 SECRET = "test secret"
 PROMPT = "hello"

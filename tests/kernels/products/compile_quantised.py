@@ -63,7 +63,7 @@ def boxes(num_rows: int) -> str:
 def streamed(stages: Fp8Stages, rows: int, is_blocked: bool) -> str:
     constants = {
         "HAS_BIAS": True,
-        "IS_BLOCKED": is_blocked,
+        "GROUPS": 128 if is_blocked else 0,
         "ROWS": rows,
         "OUTPUTS": stages.outputs,
         "CHUNKS": stages.chunks,

@@ -21,10 +21,10 @@ pytest.importorskip("triton")
 
 from fp8_checkpoints import write_fp8_checkpoint
 
-from baton.engine.model.checkpoint import load_weights
 from baton.engine.model.decoder import Decoder
-from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
+from baton.engine.model.weights.checkpoint import load_weights
+from baton.engine.model.weights.placement import Placement
 from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps

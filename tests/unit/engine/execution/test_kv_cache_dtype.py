@@ -14,8 +14,8 @@ from baton.engine.execution.device import choose_kv_dtype
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout
 from baton.engine.model.fingerprint import short
-from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
+from baton.engine.model.weights.placement import Placement
 from baton.kernels.kv.kv_8bit import dequantize
 from baton.kernels.kv.kv_blocks import store_kv
 from baton.kv_transfer.protocol.events import Hello

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from baton.core.config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
-from baton.engine.execution.runner import CpuSteps, ModelRunner
+from baton.engine.execution.cpu_steps import CpuSteps
+from baton.engine.execution.runner import ModelRunner
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80

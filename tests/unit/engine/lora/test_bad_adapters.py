@@ -17,8 +17,8 @@ from baton.core.errors import AdapterRefused
 from baton.engine.lora.adapter_files import read_adapter
 from baton.engine.lora.layout import Layout
 from baton.engine.model.decoder import Decoder
-from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
+from baton.engine.model.weights.placement import Placement
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 Tensors = dict[str, Tensor]

@@ -21,13 +21,14 @@ from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.model.checkpoint import fill_dummy_weights, load_weights
 from baton.engine.model.communicator import Communicator
 from baton.engine.model.decoder import Decoder
-from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.sharding import check_divisible
-from baton.engine.model.weight_files import weights_bytes
+from baton.engine.model.weights.checkpoint import load_weights
+from baton.engine.model.weights.dummy_weights import fill_dummy_weights
+from baton.engine.model.weights.placement import Placement
+from baton.engine.model.weights.weight_files import weights_bytes
 from baton.kernels.products.int4_weights import Int4Weight
 
 # Aligned to groups and chunks, as released models are.

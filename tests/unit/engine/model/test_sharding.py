@@ -17,7 +17,8 @@ from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
-from baton.engine.execution.runner import CpuSteps, ModelRunner
+from baton.engine.execution.cpu_steps import CpuSteps
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.sharding import Heads, check_divisible, heads_of_rank
 from baton.kernels.sampling.sample_spec import SampleSpec

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import EngineOutput, Route, Work
 from baton.gateway.request.move import CATCH_UP_S, LIMIT_S, MOST_BEHIND, MOVE_EVERY_S
-from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session import Session
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 

@@ -23,8 +23,9 @@ from baton.core.errors import (
 )
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
+from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary, Work
-from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session import Session
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -32,10 +33,15 @@ PROMPT = (1, 2, 3)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
+LIMITS = SessionLimits(max_attempts=3, recovery_wait_s=2.0, avoid_s=0.3, settle_s=0.0)
+
+
 class Rig:
     """One session, two prefill and two decode engines, and short words for what they do."""
 
-    def __init__(self, max_tokens: int = 5, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, max_tokens: int = 5, stop: tuple[str, ...] = (), limits: SessionLimits = LIMITS
+    ) -> None:
         self.clock = FakeClock()
         self.sink = FakeSink()
         self.links = {name: FakeLink(name) for name in ("p1", "p2", "d1", "d2")}
@@ -53,7 +59,7 @@ class Rig:
             router=self.router,
             clock=self.clock,
             entropy=FakeEntropy(),
-            limits=SessionLimits(max_attempts=3, recovery_wait_s=2.0, avoid_s=0.3, settle_s=0.0),
+            limits=limits,
         )
 
     def started(self) -> Rig:
@@ -371,8 +377,7 @@ def test_nodes_that_vanish_are_no_fault_of_the_request() -> None:
 
 def test_a_retry_waits_until_all_streams_of_a_lost_node_have_ended() -> None:
     """The decode node may hear of its source's end before we do."""
-    rig = Rig()
-    rig.session._limits = SessionLimits(settle_s=0.02)  # type: ignore[misc]
+    rig = Rig(limits=SessionLimits(settle_s=0.02))
     rig.started().send("d1", error=NodeLost("the stream to the source ended"))
     assert rig.session.next_wakeup_s == pytest.approx(0.02)
     rig.lose("p1")
@@ -505,8 +510,7 @@ def test_messages_of_strangers_are_dropped() -> None:
 
 
 def test_a_lost_node_says_so_when_nothing_is_left() -> None:
-    rig = Rig()
-    rig.session._limits = SessionLimits(max_attempts=1, settle_s=0.0)  # type: ignore[misc]
+    rig = Rig(limits=SessionLimits(max_attempts=1, settle_s=0.0))
     rig.started().lose("d1")
     error: BatonError | None = rig.sink.error
     assert isinstance(error, NodeLost) and "node-d1" in error.message

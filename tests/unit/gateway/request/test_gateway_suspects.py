@@ -12,8 +12,9 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import EngineFailed, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
-from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session import Session
 from baton.gateway.request.suspects import Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
@@ -104,7 +105,7 @@ class Cluster:
             attempt = session._attempt
             if attempt is None or attempt.number != request.attempt:
                 continue
-            num_known = len(session._output_ids)
+            num_known = len(session._answer.output_ids)
             is_prefill_due = num_known == len(request.output_token_ids)
             if is_prefill_due is (work is Work.PREFILL):
                 batch.append((session, request, num_known))

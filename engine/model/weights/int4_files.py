@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ....core.errors import StartupFailed
-from ..layers import Target
 from .int4_layout import NUMBERS_OF_WORD, Int4, Piece
+from .targets import Target
 
 _BITS = 4
 _ZERO = 8

@@ -11,12 +11,12 @@ import math
 import struct
 from pathlib import Path
 
-from ...core.config import EngineConfig
-from ...core.errors import StartupFailed
-from ...core.model_dir import read_json, resolve_model_dir
-from .int4.int4_layout import NUMBERS_OF_WORD, Layout
-from .model_config import ModelConfig, read_model_config
-from .quantization import Quantization, stays_packed
+from ....core.config import EngineConfig
+from ....core.errors import StartupFailed
+from ....core.model_dir import read_json, resolve_model_dir
+from ..model_config import ModelConfig, read_model_config
+from ..quantization import Quantization, stays_packed
+from .int4_layout import NUMBERS_OF_WORD, Layout
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

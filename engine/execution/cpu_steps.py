@@ -1,0 +1,66 @@
+"""Executes steps on a CPU, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.attention import AttentionBackend
+from ...kernels.sampling.sampling import sample
+from ..kv.block_pool import PADDING_BLOCK
+from ..lora.rank_adapters import RankAdapters
+from ..model.decoder import Decoder
+from .batch import CompletedStep, SampledToken, SequenceSlice
+from .step_parts import SampledRows, compute_extras, flatten, metadata_of, plan_adapters
+
+# BLAS multiplies a single row by another routine, whose sums round differently: with this second
+# row a decode alone gives bit for bit what it gives in a batch.
+_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+
+
+class CpuSteps:
+    """Steps of `model` over the pool of `attention`."""
+
+    runs_ahead = False
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        block_size: int,
+        adapters: RankAdapters | None = None,
+    ) -> None:
+        self.model = model
+        self._adapters = adapters
+        self._attention = attention
+        self._block_size = block_size
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
+        hidden = self._forward(batch)
+        rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
+        if rows.specs:
+            logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
+            token_ids, logprobs = sample(logits, rows.specs)
+            tokens += map(SampledToken, token_ids.tolist(), logprobs.tolist())
+        extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
+        if extras is not None:
+            extras.add_to(tokens)
+        prompt = {} if extras is None else extras.prompt_logprobs()
+        return CompletedStep(rows.results(len(batch), tokens), prompt)
+
+    def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
+        """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
+        if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
+            batch = (*batch, _PADDING_SLICE)
+        token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
+        self._attention.plan(metadata_of(batch, slots))
+        plan_adapters(self._adapters, batch, len(token_ids))
+        return self.model.forward(token_ids, positions, slots, self._attention)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
+        if len(hidden) > 1:
+            return self.model.lm_head.project(hidden)
+        return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

@@ -1,0 +1,60 @@
+"""One launched step of a GPU, and the errors that a device raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.errors import EngineFailed
+from ...core.request.request import TokenLogprobs
+from .batch import SampledToken
+from .step_parts import Extras, SampledRows
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep:
+    """A launched step."""
+
+    number: int
+    num_slices: int
+    rows: SampledRows
+    token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
+    logprobs: Tensor
+    extras: Extras | None
+    is_done: torch.cuda.Event
+
+    def has_completed(self) -> bool:
+        """See `batch.LaunchedStep`."""
+        with device_errors():
+            return bool(self.is_done.query())  # type: ignore[no-untyped-call]
+
+    def collect(self) -> list[SampledToken | None]:
+        """See `batch.LaunchedStep`."""
+        with device_errors():
+            self.is_done.synchronize()
+        tokens = [*map(SampledToken, self.token_ids.tolist(), self.logprobs.tolist())]
+        if self.extras is not None:
+            self.extras.add_to(tokens)
+        return self.rows.results(self.num_slices, tokens)
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        """See `batch.LaunchedStep`."""
+        return {} if self.extras is None else self.extras.prompt_logprobs()
+
+
+class device_errors:
+    """Turns what torch raises about the device into EngineFailed."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise EngineFailed(
+                "the GPU is out of memory: lower --gpu-memory-utilization or "
+                f"--max-num-batched-tokens ({error})"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise EngineFailed(f"the step failed: {error}") from error

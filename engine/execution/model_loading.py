@@ -1,0 +1,103 @@
+"""A model with its weights in place: checked against the checkpoint, then loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.errors import StartupFailed
+from ...kernels.experts.experts import ExpertLoads
+from ..kv.block_pool import NUM_RESERVED_BLOCKS
+from ..model.decoder import Decoder
+from ..model.experts import is_merged_name
+from ..model.model_config import ModelConfig
+from ..model.weights.checkpoint import check_weights, load_weights, tensor_names, weights_identity
+from ..model.weights.dummy_weights import fill_dummy_weights
+from ..model.weights.filling import OnProgress
+from ..model.weights.placement import Placement
+
+# Tokens that differ more than what attention adds to all of them choose different experts.
+_DUMMY_STDS = {"model.embed_tokens.weight": 8.0}
+
+
+def load_model(
+    config: EngineConfig,
+    model_dir: Path,
+    model_config: ModelConfig,
+    placement: Placement,
+    on_progress: OnProgress | None,
+    notes: list[str],
+) -> tuple[Decoder, str]:
+    """The model, its weights filled, and what identifies them; `notes` are lines for people.
+
+    Raises StartupFailed.
+    """
+    begin_s, is_dummy = time.perf_counter(), config.load_format == "dummy"
+    try:
+        is_merged = not is_dummy and any(map(is_merged_name, tensor_names(model_dir)))
+        ignored = _check(model_dir, model_config, placement, is_dummy, is_merged)
+        model = Decoder(model_config, placement, _expert_loads(config, model_config, placement))
+        targets = dict(model.targets(has_merged_experts=is_merged))
+        if is_dummy:
+            fill_dummy_weights(
+                targets,
+                std=model_config.initializer_range,
+                seed=config.seed,
+                stds=_DUMMY_STDS if model_config.experts else {},
+                on_progress=on_progress,
+            )
+            identity = f"dummy:{config.seed}"
+        else:
+            load_weights(model_dir, targets, ignored=ignored, on_progress=on_progress)
+            identity = weights_identity(model_dir)
+    except torch.OutOfMemoryError as error:
+        raise StartupFailed(
+            f"the weights do not fit into GPU memory: {error}",
+            hint="use another GPU, or --dtype bfloat16",
+        ) from error
+    if placement.device.type == "cuda":
+        torch.cuda.synchronize()
+    num_bytes = sum(target.nbytes for target in targets.values())
+    seconds = time.perf_counter() - begin_s
+    notes.append(
+        f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
+        f"{num_bytes / seconds / 1e9:.1f} GB/s"
+    )
+    if quantization := model_config.quantization:
+        stays = "" if placement.stays_quantised else ", dequantised as they were loaded"
+        notes.append(f"{quantization.name}{stays}")
+    return model, identity
+
+
+def _check(
+    model_dir: Path,
+    model_config: ModelConfig,
+    placement: Placement,
+    is_dummy: bool,
+    is_merged: bool,
+) -> frozenset[str]:
+    """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
+    tensors that it may have besides."""
+    model = Decoder(model_config, dataclasses.replace(placement, device=torch.device("meta")))
+    targets = dict(model.targets(has_merged_experts=is_merged))
+    ignored = frozenset({"lm_head.weight"} if model_config.has_tied_embeddings else ())
+    if quantization := model_config.quantization:
+        names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
+        ignored |= quantization.ignored(names)
+    if not is_dummy:
+        check_weights(model_dir, targets, ignored=ignored)
+    return ignored
+
+
+def _expert_loads(
+    config: EngineConfig, model_config: ModelConfig, placement: Placement
+) -> ExpertLoads | None:
+    experts = model_config.experts
+    if experts is None:
+        return None
+    first_slot = NUM_RESERVED_BLOCKS * config.block_size
+    return ExpertLoads(len(experts.layers), experts.num_experts, first_slot, placement.device)

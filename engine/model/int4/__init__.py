@@ -1,1 +1,0 @@
-"""Weights of four bits as checkpoints have them."""

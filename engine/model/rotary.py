@@ -1,0 +1,93 @@
+"""Rotary embeddings: positions to angles, with the scalings of long contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...kernels.kv.kv_blocks import rope_angles
+from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+
+
+class RotaryEmbedding:
+    """Positions to what `kernels.kv.kv_blocks.apply_rope` takes, once per step."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        scaling = rope.scaling
+        self._trained_length: int | None = None
+        if isinstance(scaling, DynamicScaling):
+            self._trained_length = scaling.max_position_embeddings
+            self._inv_freq = dynamic_inv_freq(rope.theta, scaling, head_dim).to(device)
+        else:
+            self._inv_freq = inv_freq(rope, head_dim).to(device)
+        self._scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [tokens] -> cos and signed sin, [tokens, 1, dim] float32 each."""
+        if self._trained_length is None:
+            return rope_angles(positions, self._inv_freq, self._scale)
+        rows = (positions + 1 - self._trained_length).clamp(min=0)
+        return rope_angles(positions, self._inv_freq.index_select(0, rows))
+
+
+def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
+    """The angle per position of each pair of dimensions, [head_dim / 2] float32.
+
+    Not for DynamicScaling, which has one for each length.
+    """
+    plain: Tensor = 1.0 / (rope.theta ** _exponents(head_dim))
+    match rope.scaling:
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(plain, rope.theta, scaling)
+    return plain
+
+
+def dynamic_inv_freq(theta: float, scaling: DynamicScaling, head_dim: int) -> Tensor:
+    """NTK-aware scaling: [1 + positions beyond the trained length, head_dim / 2] float32.
+
+    Row 0 is for all positions within it. A position's base is that of a sequence which ends there:
+    transformers' own, when it decodes token by token. (It computes a prompt beyond the trained
+    length with the base of its end.) A table, because a vectorised power rounds by its place.
+    """
+    length, factor = scaling.max_position_embeddings, scaling.factor
+    ends = torch.arange(length, int(length * factor) + 1, dtype=torch.float64)
+    stretch = factor * ends / length - (factor - 1)
+    bases = theta * stretch ** (head_dim / (head_dim - 2))
+    return (1.0 / bases[:, None] ** _exponents(head_dim).double()).float()
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+
+
+def _llama3(plain: Tensor, s: Llama3Scaling) -> Tensor:
+    """Wavelengths above original / low_freq_factor are divided by `factor`, those below
+    original / high_freq_factor stay, between the two it is interpolated (Llama 3.1)."""
+    turns = s.original_max_position_embeddings * plain / (2 * math.pi)
+    share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    share = share.clamp(0, 1)  # 1: unchanged, 0: divided by the factor
+    return (1 - share) * plain / s.factor + share * plain
+
+
+def _yarn(plain: Tensor, theta: float, s: YarnScaling) -> Tensor:
+    """NTK by parts (YaRN, section 3.2): pairs that turn more than `beta_fast` times within the
+    trained length stay, those below `beta_slow` are divided, between the two by their number."""
+    dim = 2 * len(plain)
+
+    def pair_that_turns(times: float) -> float:
+        length = s.original_max_position_embeddings
+        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(s.beta_fast), pair_that_turns(s.beta_slow)
+    if s.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    share = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0, 1)
+    return (1 - share) * plain + share * plain / s.factor  # share 0: unchanged

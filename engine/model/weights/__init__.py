@@ -1,0 +1,1 @@
+"""Weights of a model: where they lie, and how a checkpoint's files fill them."""

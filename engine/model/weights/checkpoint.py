@@ -1,0 +1,212 @@
+"""Weights from a Hugging Face directory, checked and read into a model's tensors.
+
+Reads safetensors only, mapped, each tensor once; sharded by its index or not. A pickle is never
+opened. Knows no architecture: a model names the tensors it must have and where they go, or which
+part of them; of a part no more than that is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ....core.errors import StartupFailed
+from ....kernels.products.weights import BLOCK
+from ..quantization import BLOCK_SCALED, ROW_SCALED
+from .filling import LoadProgress, OnProgress, fill, unpack
+from .int4_files import Read, check_scale, checks_of, module_of
+from .targets import Target
+from .weight_files import weight_files
+
+# Old checkpoints carry these; they follow from config.json.
+_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+_FP8 = "F8_E4M3"
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+def load_weights(
+    model_dir: Path,
+    targets: Mapping[str, Target],
+    *,
+    ignored: frozenset[str] = frozenset(),
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Fill every target from the checkpoint, converting its type.
+
+    `ignored` and the errors are those of `check_weights`, which is called first.
+    """
+    scales = check_weights(model_dir, targets, ignored=ignored)
+    progress = LoadProgress(targets, on_progress)
+    files, device = weight_files(model_dir), next(iter(targets.values())).tensor.device
+    locations = {name: path for path in files for name in _tensor_names(path)}
+    # By the tensors that have most of the bytes.
+    read_from = {_first_tensor(name, target): name for name, target in targets.items()}
+    for path in files:
+        with _open(path, device) as file:
+            for tensor in file.keys():  # noqa: SIM118 (a handle, not a dict)
+                if (name := read_from.get(tensor)) is None:
+                    continue
+                target = targets[name]
+                if name == tensor:
+                    fill(file, name, target, scales)
+                elif target.int4 is not None:
+                    read = _reader(file, path, locations, device)
+                    unpack(name, target, target.int4, read)
+                progress.add(name)
+
+
+def _first_tensor(name: str, target: Target) -> str:
+    if target.int4 is None or target.int4.layout_name is None:
+        return name
+    return module_of(name) + target.int4.layout.numbers.suffix
+
+
+def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.device) -> Read:
+    """Reads a part of any tensor; `file` is the open one at `path`."""
+
+    def read(name: str, wanted: tuple[slice, ...]) -> Tensor:
+        if locations[name] == path:
+            found: Tensor = file.get_slice(name)[wanted]
+            return found
+        with _open(locations[name], device) as other:
+            found = other.get_slice(name)[wanted]
+            return found
+
+    return read
+
+
+def check_weights(
+    model_dir: Path, targets: Mapping[str, Target], *, ignored: frozenset[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Whether the checkpoint can fill the targets, which may be on the device `meta`.
+
+    Returns the scales of quantised weights, by name, in float32. `ignored` tensors may be there.
+    Raises StartupFailed naming the first tensor that is missing, unexpected, mis-shaped or of
+    another type than its target asks for, and a scale that is not above 0.
+    """
+    scaled = {
+        target.quantised.scale_name: (name, target.quantised.scaling)
+        for name, target in targets.items()
+        if target.quantised is not None
+        and target.quantised.scale_name is not None
+        and target.quantised.int4 is None
+    }
+    files = weight_files(model_dir)
+    locations = {name: path for path in files for name in _tensor_names(path)}
+    checks = checks_of(targets, locations)
+    plain = {name for name, target in targets.items() if _first_tensor(name, target) == name}
+    known = plain | scaled.keys() | checks.keys()
+    for name in (*targets, *scaled, *checks):
+        if name in known and name not in locations:
+            raise StartupFailed(f"{model_dir} lacks the tensor {name}")
+    for name in sorted(locations.keys() - known - ignored):
+        if not name.endswith(_DERIVED_SUFFIXES):
+            raise StartupFailed(
+                f"{model_dir} has the tensor {name}, which its architecture does not know",
+                hint="config.json and the weights are not of one model",
+            )
+    scales: dict[str, Tensor] = {}
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                if name in plain:
+                    _check(path, file, name, targets[name])
+                elif name in checks:
+                    checks[name](path, file, name)
+                elif name in scaled:
+                    weight, scaling = scaled[name]
+                    shape = targets[weight].full_shape
+                    scales[name] = _read_scale(path, file, name, weight, scaling, shape)
+    return scales
+
+
+def tensor_names(model_dir: Path) -> frozenset[str]:
+    """Of all tensors of a checkpoint; raises StartupFailed."""
+    return frozenset(name for path in weight_files(model_dir) for name in _tensor_names(path))
+
+
+def weights_identity(model_dir: Path) -> str:
+    """A hex digest that distinguishes checkpoints without reading them whole.
+
+    Of each file: name, size, header (names, types, shapes, offsets) and evenly spread samples.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in weight_files(model_dir):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            digest.update(prefix + file.read(min(header_bytes, size)))
+            first = file.tell()
+            for i in range(_NUM_SAMPLES):
+                file.seek(first + max(0, size - first - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _open(path: Path, device: torch.device | None = None) -> Iterator[Any]:
+    """Map a safetensors file; what is wrong with it becomes StartupFailed.
+
+    Its tensors come straight to `device`, without a copy in host memory.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
+            yield file
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise StartupFailed(f"{path} is no valid safetensors file: {error}") from error
+
+
+def _tensor_names(path: Path) -> list[str]:
+    with _open(path) as file:
+        return list(file.keys())
+
+
+def _check(path: Path, file: Any, name: str, target: Target) -> None:
+    source = file.get_slice(name)
+    shape, dtype = tuple(source.get_shape()), source.get_dtype()
+    if shape != target.full_shape:
+        raise StartupFailed(
+            f"{name} in {path} has shape {list(shape)}, "
+            f"config.json asks for {list(target.full_shape)}"
+        )
+    if target.quantised is not None and target.quantised.scale_name is not None:
+        if dtype != _FP8:
+            raise StartupFailed(f"{name} in {path} is of type {dtype}, config.json says {_FP8}")
+    elif dtype not in _DTYPES:
+        raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
+
+
+def _read_scale(
+    path: Path, file: Any, name: str, weight: str, scaling: str, full_shape: tuple[int, ...]
+) -> Tensor:
+    """In float32, on the CPU: [1] for the whole weight, [outputs], or [blocks, blocks]."""
+    source = file.get_slice(name)
+    shape, dtype = tuple(source.get_shape()), source.get_dtype()
+    outputs, inputs = full_shape
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+    if scaling == ROW_SCALED:
+        shapes = ((outputs, 1), (outputs,))
+    elif scaling == BLOCK_SCALED:
+        shapes = ((-(-outputs // BLOCK), -(-inputs // BLOCK)),)
+    if shape not in shapes:
+        raise StartupFailed(
+            f"{name} in {path} has shape {list(shape)}: {weight} with a scale for each "
+            f"{scaling} asks for {' or '.join(str(list(one)) for one in shapes)}"
+        )
+    if dtype not in _DTYPES:
+        raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
+    scale: Tensor = file.get_tensor(name).float()
+    check_scale(path, name, scale)
+    return scale if scaling == BLOCK_SCALED else scale.flatten()

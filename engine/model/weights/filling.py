@@ -1,0 +1,173 @@
+"""Fills a model's tensors, or the parts of them that a rank has, with a checkpoint's numbers.
+
+Quantised weights are dequantised, and floats quantised, where the target asks for it: matrix by
+matrix, some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels.products.int4_weights import Int4Weight, dequantise, quantise_groups
+from ....kernels.products.weights import BLOCK, quantise_rows, spread
+from ..quantization import BLOCK_SCALED, ROW_SCALED
+from .int4_files import Read, module_of, read_int4
+from .int4_layout import Int4
+from .targets import Cut, Quantised, Target
+
+OnProgress = Callable[[int, int], None]  # bytes loaded, as they are in the model's memory, of all
+_NUMBERS_AT_ONCE = 1 << 20  # that are quantised or dequantised, some times four bytes each
+
+
+class LoadProgress:
+    """Counts loaded targets and reports each."""
+
+    def __init__(self, targets: Mapping[str, Target], on_progress: OnProgress | None) -> None:
+        self._sizes = {name: target.nbytes for name, target in targets.items()}
+        self._total_bytes = sum(self._sizes.values())
+        self._num_bytes = 0
+        self._on_progress = on_progress
+
+    def add(self, name: str) -> None:
+        self._num_bytes += self._sizes[name]
+        if self._on_progress is not None:
+            self._on_progress(self._num_bytes, self._total_bytes)
+
+
+def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> None:
+    """What is one tensor in the file, with scales or without."""
+    if not target.tensor.numel():
+        return
+    quantised = target.quantised
+    is_whole = target.cut is None or tuple(target.tensor.shape) == target.full_shape
+    source = file.get_slice(name)
+    if quantised is None and is_whole:
+        target.floats.copy_(file.get_tensor(name))
+    elif quantised is None:
+        for part, wanted in target.parts():
+            part.copy_(source[wanted])
+    elif len(target.tensor.shape) == 3:
+        _quantise_experts(target, quantised, source)
+    elif quantised.scale_name is None:
+        # An output's scales are made of all its inputs, on whichever rank.
+        rows = wanted_rows(target)
+        _quantise(target, quantised, file.get_tensor(name) if is_whole else source[rows])
+    else:
+        read = file.get_tensor(name) if is_whole else source[wanted_part(target)]
+        scale = scales[quantised.scale_name].to(target.tensor.device)
+        store(target, quantised, read, scale, quantised.scaling)
+
+
+def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
+    """`floats` [outputs, inputs]: all inputs of the target's outputs."""
+    if quantised.int4 is not None:
+        fill_groups(target, quantised.int4, floats)
+        return
+    num_rows, width = target.tensor.shape
+    columns = slice(target.first[1], target.first[1] + width)
+    for rows in _rows_at_once(num_rows, floats.shape[1]):
+        data, scale = quantise_rows(floats[rows])
+        part = None if quantised.scale is None else quantised.scale[rows]
+        chunk = Quantised(ROW_SCALED, None, part)
+        store(Target(target.floats[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+
+
+def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
+    """The same in four bits."""
+    (num_rows, width), first = target.tensor.shape, target.first[1]
+    columns, size = slice(first, first + width), int4.group_size or floats.shape[1]
+    for rows in _rows_at_once(num_rows, floats.shape[1]):
+        numbers, scale, zero = quantise_groups(floats[rows], size)
+        if isinstance(target.tensor, Int4Weight):
+            groups = slice(first // size, -(-(first + width) // size))
+            part = target.tensor.part(rows.start, rows.stop - rows.start)
+            part.fill(numbers[:, columns], scale[:, groups], zero[:, groups])
+        else:
+            target.tensor[rows].copy_(dequantise(numbers, scale, zero, size)[:, columns])
+
+
+def unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
+    """Fill a target from a checkpoint's weight of four bits."""
+    if not target.tensor.numel():
+        return
+    num_rows, width = target.tensor.shape
+    wanted = tuple(
+        slice(first, first + size)
+        for first, size in zip(target.first, (num_rows, width), strict=True)
+    )
+    numbers, scale, zero = read_int4(read, module_of(name), int4, *wanted)
+    if isinstance(target.tensor, Int4Weight):
+        target.tensor.fill(numbers, scale, zero)
+        return
+    for rows in _rows_at_once(num_rows, width):
+        floats = dequantise(numbers[rows], scale[rows], zero[rows], int4.group_size or width)
+        target.tensor[rows].copy_(floats)
+
+
+def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
+    step = max(1, _NUMBERS_AT_ONCE // width)
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
+    """`source` [experts, outputs, inputs] of floats, one expert after the other."""
+    cut = target.cut or Cut(0, 0, len(target.floats))
+    first = cut.start if cut.dim == 0 else 0
+    columns = Cut(1, cut.start, cut.full) if cut.dim == 2 else None
+    for expert, tensor in enumerate(target.floats):
+        floats = source[first + expert : first + expert + 1][0]
+        if cut.dim == 1:
+            count, step = len(tensor) // cut.pieces, cut.full // cut.pieces
+            starts = range(cut.start, cut.full, step)
+            floats = torch.cat([floats[start : start + count] for start in starts])
+        scale = None if quantised.scale is None else quantised.scale[expert]
+        _quantise(Target(tensor, columns), Quantised(ROW_SCALED, None, scale), floats)
+
+
+def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
+    """Fill the target with `data` [outputs, inputs], e4m3: its part of a weight with `scale`."""
+    (num_rows, width), (first_row, first_column) = data.shape, target.first
+
+    def of_rows(first: int, count: int) -> Tensor:
+        """The scale of each weight of some rows of the part."""
+        start = first_row + first
+        if scaling == BLOCK_SCALED:
+            return spread(scale, (count, width), (start, first_column))
+        return (scale[start : start + count] if scaling == ROW_SCALED else scale)[:, None]
+
+    if quantised.scale is None:
+        for rows in _rows_at_once(num_rows, width):
+            some = data[rows].float()
+            target.floats[rows].copy_(some * of_rows(rows.start, len(some)))
+        return
+    target.floats.copy_(data)
+    if scaling == BLOCK_SCALED:
+        rows, columns = (
+            slice(start // BLOCK, -(-(start + size) // BLOCK))
+            for start, size in zip(target.first, data.shape, strict=True)
+        )
+        quantised.scale.copy_(scale[rows, columns])
+    else:
+        quantised.scale.copy_(of_rows(0, num_rows)[:, 0])
+
+
+def wanted_rows(target: Target) -> tuple[slice, ...]:
+    """All inputs of the target's outputs."""
+    return (
+        wanted_part(target)[:1]
+        if target.cut is not None and target.cut.dim == 0
+        else (slice(None),)
+    )
+
+
+def wanted_part(target: Target) -> tuple[slice, ...]:
+    """Which part of the checkpoint's tensor the target is."""
+    if target.cut is None:
+        return (slice(None),)
+    stop = target.cut.start + target.tensor.shape[target.cut.dim]
+    return (*[slice(None)] * target.cut.dim, slice(target.cut.start, stop))
