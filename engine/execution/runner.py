@@ -42,8 +42,8 @@ from ..model.weights.filling import OnProgress
 from .batch import LaunchedStep, SampledToken, SequenceSlice
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
-from .draft_model import DraftModel, make_draft_model
-from .draft_steps import MOST_ROWS, DraftSteps
+from .drafting.draft_model import DraftModel, make_draft_model
+from .drafting.draft_steps import MOST_ROWS, DraftSteps
 from .expert_loads import ExpertLoadReader
 from .largest_step import largest_batch
 from .model_loading import load_model

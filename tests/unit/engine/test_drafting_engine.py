@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.drafting_runner import DraftingRunner
 from fakes.runner import expected_tokens
+from fakes.speculation.drafting_runner import DraftingRunner
 
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.drafting_runner import DraftingRunner
+from fakes.speculation.drafting_runner import DraftingRunner
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from fakes.runner import FakeRunner, FakeStep
 
 from baton.core.request.request import mix64
 from baton.engine.execution.batch import SampledToken, SequenceSlice
-from baton.engine.execution.draft_steps import DraftSteps
+from baton.engine.execution.drafting.draft_steps import DraftSteps
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...core.errors import EngineFailed
-from ...core.request.request import SamplingParams
-from ...kernels.sampling.sample_spec import SampleSpec
-from .batch import LaunchedStep, SequenceSlice
+from ....core.errors import EngineFailed
+from ....core.request.request import SamplingParams
+from ....kernels.sampling.sample_spec import SampleSpec
+from ..batch import LaunchedStep, SequenceSlice
 
 if TYPE_CHECKING:
-    from .gpu_steps import GpuSteps
-    from .cpu_steps import CpuSteps
+    from ..cpu_steps import CpuSteps
+    from ..gpu_steps import GpuSteps
 
 _NOBODYS = SampleSpec(SamplingParams(temperature=0.0), key=0)  # of a token that is known
 MOST_ROWS = 2  # of a sequence in the first step of its drafts

@@ -12,18 +12,18 @@ import dataclasses
 import json
 from pathlib import Path
 
-from ...core.config import EngineConfig
-from ...core.errors import StartupFailed
-from ...core.model_dir import resolve_model_dir
-from ...core.speculative_config import DRAFT_MODEL
-from ..kv.kv_memory import KvLayout
-from ..model.decoder import Decoder
-from ..model.fingerprint import model_hash
-from ..model.model_config import ModelConfig, read_model_config
-from ..model.sharding import check_divisible, heads_of_rank
-from ..model.weights.placement import Placement
-from .device import choose_placement
-from .model_loading import load_model
+from ....core.config import EngineConfig
+from ....core.errors import StartupFailed
+from ....core.model_dir import resolve_model_dir
+from ....core.speculative_config import DRAFT_MODEL
+from ...kv.kv_memory import KvLayout
+from ...model.decoder import Decoder
+from ...model.fingerprint import model_hash
+from ...model.model_config import ModelConfig, read_model_config
+from ...model.sharding import check_divisible, heads_of_rank
+from ...model.weights.placement import Placement
+from ..device import choose_placement
+from ..model_loading import load_model
 
 
 class DraftModel:
