@@ -7,31 +7,38 @@ from dataclasses import dataclass, fields
 
 from .errors import StartupFailed
 
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+METHODS = (NGRAM, DRAFT_MODEL)
 MAX_DRAFTS = 16  # of a sequence in one step
 _MAX_LOOKUP = 64
 _FLAG = "--speculative-config"
+_DRAFT_EXAMPLE = '\'{"method": "draft_model", "model": "PATH", "num_speculative_tokens": 4}\''
 _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`num_speculative_tokens`: drafts of a sequence in one step, at most. An n-gram is looked up
-    that ends the tokens so far, the longest first, of `prompt_lookup_max` to `prompt_lookup_min`
-    tokens.
+    """`num_speculative_tokens`: drafts of a sequence in one step, at most. `model`: the folder of
+    the draft model. An n-gram is looked up that ends the tokens so far, the longest first, of
+    `prompt_lookup_max` to `prompt_lookup_min` tokens.
     """
 
     method: str
     num_speculative_tokens: int
+    model: str | None = None
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
         """Raises StartupFailed."""
-        if self.method != "ngram":
-            raise StartupFailed(f'{_FLAG}: "method" must be "ngram"', hint=_EXAMPLE)
+        if self.method not in METHODS:
+            known = " or ".join(f'"{method}"' for method in METHODS)
+            raise StartupFailed(f'{_FLAG}: "method" must be {known}', hint=_EXAMPLE)
         _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         _check("prompt_lookup_max", self.prompt_lookup_max, _MAX_LOOKUP)
         _check("prompt_lookup_min", self.prompt_lookup_min, self.prompt_lookup_max)
+        if self.model is not None and not isinstance(self.model, str):
+            raise StartupFailed(f"{_FLAG}: 'model' must be a model directory")
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -48,13 +55,21 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
             raise StartupFailed(
                 f"{_FLAG}: {name!r} is not known", hint=f"known: {', '.join(known)}"
             )
-    for name in known[:2]:
+    for name in ("method", "num_speculative_tokens"):
         if name not in given:
             raise StartupFailed(f"{_FLAG}: {name!r} is missing", hint=_EXAMPLE)
     lookup = {"prompt_lookup_max", "prompt_lookup_min"} & given.keys()
     if len(lookup) == 1:  # as in vLLM: one is both
-        given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), given[lookup.pop()])
-    return SpeculativeConfig(**given)
+        both = given[next(iter(lookup))]
+        given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), both)
+    config = SpeculativeConfig(**given)
+    if config.method == NGRAM and "model" in given:
+        raise StartupFailed(f'{_FLAG}: \'model\' is not for "method": "{NGRAM}"')
+    if config.method == DRAFT_MODEL and config.model is None:
+        raise StartupFailed(f"{_FLAG}: 'model' is missing", hint=_DRAFT_EXAMPLE)
+    if config.method == DRAFT_MODEL and lookup:
+        raise StartupFailed(f'{_FLAG}: {min(lookup)!r} is not for "method": "{DRAFT_MODEL}"')
+    return config
 
 
 def _check(name: str, value: object, most: int) -> None:

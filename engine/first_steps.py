@@ -80,7 +80,8 @@ def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
     ]
     if case.num_tokens:
         tokens = [_FIRST_TOKEN + i % _NUM_TOKENS for i in range(case.num_tokens)]
-        batch.append(SequenceSlice(tokens, case.prompt_context, tables[-1], _SPEC))
+        table = tables[-1]
+        batch.append(SequenceSlice(tokens, case.prompt_context, table, _SPEC, is_prompt=True))
     return batch
 
 

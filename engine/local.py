@@ -20,7 +20,8 @@ from .parallel.pipeline_runner import join_ranks
 from .parallel.rank_processes import Ranks, start_ranks
 from .parallel.ranked_adapters import adapters_of
 from .parallel.ranked_copies import host_copier_of
-from .speculation.ngram import make_proposer
+from .parallel.ranked_drafts import drafter_of
+from .speculation.proposers import make_proposer
 
 _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
 
@@ -57,7 +58,7 @@ class LocalEngine:
             enable_prefix_caching=config.enable_prefix_caching,
             host_copier=host_copier,
             adapters=room_for(self._adapters, config.max_loras, config.num_host_adapters),
-            proposer=make_proposer(config.speculation),
+            proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),

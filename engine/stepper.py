@@ -182,7 +182,8 @@ class Stepper:
         if self._sequences.beams.by_key:
             self._sequences.beams.advance(output)
         if previous is None and self._speculator is not None:
-            self._speculator.draft(self._scheduler.queues, self._last_shape)
+            make_room = self._scheduler.preemption.make_room_for_drafts
+            self._speculator.draft(self._scheduler.queues, make_room, self._last_shape)
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
             self._sequences.fail(sequence, error, output)

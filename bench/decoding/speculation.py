@@ -1,12 +1,13 @@
-"""What speculation gives: n-grams on the bundled model, on a CPU; on a GPU drafts and a coin.
+"""What speculation gives: n-grams and a draft model on a CPU; on a GPU drafts and a coin.
 
 python -m baton.bench.decoding.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...]
                                            [--out FILE]
 
-On a CPU the bundled model completes code, once without and once with n-grams, each request alone.
-GPU hosts have no trained checkpoints: there a seeded coin decides which drafts the target accepts,
-and for each draft a head is computed, one layer of the shape and a vocabulary of 32k, so that its
-cost is in the figure. All else is the engine's own: verification, choice of lengths, waits.
+On a CPU the bundled model completes code, without, with n-grams and with the bundled draft model,
+each request alone. GPU hosts have no trained checkpoints: there a seeded coin decides which drafts
+the target accepts, and for each draft a head is computed, one layer of the shape and a vocabulary
+of 32k, so that its cost is in the figure. All else is the engine's own: verification, choice of
+lengths, waits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,15 +29,18 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
+from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.ngram import NgramProposer
 from baton.engine.speculation.proposer import Context, Proposer
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
 from ..floors.gpu_shapes import SHAPES, Shape
 
-_NUM_TOKENS, _REPEATS = 200, 3
+_NUM_TOKENS, _REPEATS, _TIMED_STEPS = 200, 3, 100
 _HEAD_VOCAB = 32_000
 _GPU_SECONDS, _WARMUP_SECONDS = 1.2, 0.5
 _ROOM_TOKENS = 160_000  # for outputs, of all requests
@@ -98,41 +102,69 @@ def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> 
     )
 
 
-# -- n-grams on a CPU ---------------------------------------------------------------------------
+# -- n-grams and a draft model on a CPU ---------------------------------------------------------
 
 
 def code_completion(num_drafts: int) -> list[Figure]:
     """Tokens a second of one request after the other, greedy and at temperature 0.8."""
-    local = LocalEngine.load(EngineConfig(device="cpu", num_kv_blocks=400), print)
+    drafting = {
+        "method": "draft_model",
+        "model": "demo-draft",
+        "num_speculative_tokens": num_drafts,
+    }
+    config = EngineConfig(device="cpu", num_kv_blocks=400, speculative_config=json.dumps(drafting))
+    local = LocalEngine.load(config, print)
     tokenizer = Tokenizer.from_file(str(local.model_dir / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text).ids) for text in _PROMPTS]
-    figures = []
+    proposers: dict[str, Proposer | None] = {
+        "without": None,
+        "n-grams": NgramProposer(num_drafts, 5, 2),
+        "draft model": DraftModelProposer(local.runner, num_drafts),
+    }
+    figures = [*_step_times(local)]
     for temperature in (0.0, 0.8):
-        speeds: dict[bool, list[float]] = {False: [], True: []}
-        outputs: dict[bool, list[list[int]]] = {}
-        acceptance = 0.0
+        engines = {kind: engine_of(local, local.steps, one) for kind, one in proposers.items()}
+        speeds: dict[str, list[float]] = {kind: [] for kind in engines}
+        outputs: dict[str, list[list[int]]] = {}
         for repeat in range(_REPEATS + 1):
-            for has_drafts in (False, True):
-                proposer = NgramProposer(num_drafts, 5, 2) if has_drafts else None
-                engine = engine_of(local, local.steps, proposer)
-                outputs[has_drafts], speed = _complete(engine, prompts, temperature)
-                if repeat:  # before: what is compiled or allocated then
-                    speeds[has_drafts].append(speed)
-                counts = engine.totals().speculation
-                if counts.num_drafts:
-                    acceptance = 1 + sum(counts.accepted) / counts.num_drafts
-        assert outputs[False] == outputs[True], "speculation has changed a token"
+            for kind, engine in engines.items():
+                outputs[kind], speed = _complete(engine, prompts, temperature)
+                if repeat:  # before: what is compiled, allocated or learned then
+                    speeds[kind].append(speed)
         name = f"code completion, temperature {temperature}"
-        plain = statistics.median(speeds[False])
-        gains = tuple(speed / plain for speed in speeds[True])
-        figures += [
-            Figure(f"{name}: without", "tokens/s", tuple(speeds[False])),
-            Figure(f"{name}: n-grams", "tokens/s", tuple(speeds[True]), target=1.3 * plain),
-            Figure(f"{name}: gain", "x", gains),
-            Figure(f"{name}: tokens a step with drafts", "", (acceptance,)),
-        ]
+        plain = statistics.median(speeds["without"])
+        figures.append(Figure(f"{name}: without", "tokens/s", tuple(speeds["without"])))
+        for kind, target in (("n-grams", 1.3), ("draft model", 1.2)):
+            assert outputs[kind] == outputs["without"], "speculation has changed a token"
+            counts = engines[kind].totals().speculation
+            length = 1 + sum(counts.accepted) / max(1, counts.num_drafts)
+            gains = tuple(speed / plain for speed in speeds[kind])
+            figures += [
+                Figure(f"{name}: {kind}", "tokens/s", tuple(speeds[kind]), target=target * plain),
+                Figure(f"{name}: {kind}, gain", "x", gains),
+                Figure(f"{name}: {kind}, tokens a step with drafts", "", (length,)),
+            ]
     local.close()
     return figures
+
+
+def _step_times(local: LocalEngine) -> Iterator[Figure]:
+    """What a draft takes beside a step that decodes, of one sequence with 200 tokens."""
+    greedy = SampleSpec(SamplingParams(temperature=0.0), key=0)
+    table = range(NUM_RESERVED_BLOCKS, NUM_RESERVED_BLOCKS + 16)
+    decode = SequenceSlice((7,), 200, table, greedy)
+    drafting = SequenceSlice((7,), 200, table, None, draft_samples=(greedy,))
+    runner = local.runner
+    for name, step in (
+        ("a step of the model", lambda: runner.launch([decode]).collect()),
+        ("a step of the draft model", lambda: runner.draft([drafting])),
+    ):
+        times = []
+        for _ in range(_TIMED_STEPS):
+            begin_s = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - begin_s) * 1e3)
+        yield Figure(name, "ms", (statistics.median(times),))
 
 
 def _complete(
@@ -213,6 +245,8 @@ class CoinRunner:
 
 class _AnyTokens:
     """A Proposer of tokens that nobody looks at."""
+
+    takes_steps = False
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts

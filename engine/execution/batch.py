@@ -26,7 +26,8 @@ class SequenceSlice(NamedTuple):
 
     `draft_samples`: the slice's tokens behind its first are drafts, as many, and a token is sampled
     in front of each: by `draft_samples[i]` what draft i is if it is right, by `sample` what is
-    behind the last.
+    behind the last. `is_prompt`: its tokens were known at its admission, a draft model computes
+    their KV too.
     """
 
     token_ids: Sequence[int]
@@ -39,6 +40,7 @@ class SequenceSlice(NamedTuple):
     num_prompt_top: int = 0
     adapter_slot: int | None = None  # where its LoRA adapter is
     draft_samples: Sequence[SampleSpec] = ()
+    is_prompt: bool = False
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -115,6 +117,16 @@ class Runner(Protocol):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target), behind all launched steps; returns when it is done."""
+        ...
+
+
+class Drafter(Protocol):
+    """A runner with a draft model beside its model."""
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        """Between two steps: let the draft model continue each slice's sequence, by a token for
+        each of its `draft_samples`, drawn by that. `token_ids` are those that the draft model has
+        no KV of, up to the last. The block table has room for all. Raises EngineFailed."""
         ...
 
 

@@ -41,7 +41,13 @@ def largest_batch(
     )
     return [
         SequenceSlice(
-            [0] * length, 0, table, dearest, prompt_targets=[0] * (length - 1), num_prompt_top=20
+            [0] * length,
+            0,
+            table,
+            dearest,
+            prompt_targets=[0] * (length - 1),
+            num_prompt_top=20,
+            is_prompt=True,
         )
         for length in sorted(lens)
     ]

@@ -43,6 +43,8 @@ from ..model.weights.filling import OnProgress
 from .batch import LaunchedStep, SampledToken, SequenceSlice
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
+from .drafting.draft_model import DraftModel, make_draft_model
+from .drafting.draft_steps import MOST_ROWS, DraftSteps
 from .expert_loads import ExpertLoadReader
 from .largest_step import largest_batch
 from .model_loading import load_model
@@ -108,6 +110,11 @@ class ModelRunner:
             head_dim=self.model_config.head_dim,
             dtype=choose_kv_dtype(config, self.model_config, self._placement),
         )
+        self._draft_model = make_draft_model(
+            config, self.model_dir, self.model_config, self._placement
+        )
+        if self._draft_model is not None:
+            layout = self._draft_model.beside(layout)
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
             largest = dataclasses.replace(layout, num_layers=max(map(len, ranges)))
@@ -122,20 +129,29 @@ class ModelRunner:
             on_progress,
             self.startup_notes,
         )
+        drafting, of_drafts = None, dict[str, str]()
+        if self._draft_model is not None:
+            drafting, of_drafts = self._draft_model.load(self.startup_notes)
         self.adapters = self._make_adapters(model)
         self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
         self.fingerprint = fingerprint_fields(
             self.model_config, weights, layout, self._placement.dtype, config.kv_cache_dtype
         )
+        self.fingerprint |= of_drafts
+        self._draft_steps: DraftSteps | None = None
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
             attention = self._make_attention(self.kv.tensor)
             self._steps: CpuSteps | GpuSteps = CpuSteps(
                 model, attention, config.block_size, self.adapters
             )
+            if drafting is not None:
+                attention = self._make_attention(self.kv.tensor, self._draft_model)
+                steps = CpuSteps(drafting, attention, config.block_size)
+                self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
         else:
-            self._start_gpu(model, layout)
+            self._start_gpu(model, drafting, layout)
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
     def _make_adapters(self, model: Decoder) -> RankAdapters | None:
@@ -151,7 +167,7 @@ class ModelRunner:
             model, dtype, config.max_loras, max_rank, most, config.num_host_adapters
         )
 
-    def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
+    def _start_gpu(self, model: Decoder, drafting: Decoder | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
         from .gpu_steps import GpuSteps
 
@@ -174,10 +190,18 @@ class ModelRunner:
                 self.adapters,
             )
 
+        def new_draft_steps(pool: torch.Tensor) -> GpuSteps | None:
+            if drafting is None:
+                return None
+            attention, num_seqs = self._make_attention(pool, self._draft_model), self.max_num_seqs
+            return GpuSteps(drafting, attention, config.block_size, num_seqs, 0, MOST_ROWS - 1)
+
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
             vocab_size = self.model_config.vocab_size
             batch = largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
+            if (draft_steps := new_draft_steps(pool)) is not None:
+                DraftSteps(draft_steps, most_tokens).compute_prompts(batch)
             new_steps(pool).launch(batch).collect()
 
         begin_s = time.perf_counter()
@@ -192,10 +216,14 @@ class ModelRunner:
             f"largest step measured in {time.perf_counter() - begin_s:.1f} s"
         )
         steps = new_steps(self.kv.tensor)
+        draft_steps = new_draft_steps(self.kv.tensor)
         torch.cuda.empty_cache()  # of what loading left, or the graphs would seem to take nothing
         free_before, _ = torch.cuda.mem_get_info(device)
         begin_s = time.perf_counter()
         steps.capture_graphs()
+        if draft_steps is not None:
+            draft_steps.capture_graphs()
+            self._draft_steps = DraftSteps(draft_steps, most_tokens)
         free_after, _ = torch.cuda.mem_get_info(device)
         num_graphs = {n: len(graphs.sizes) for n, graphs in steps.prefill_graphs.items()}
         self.startup_notes.append(
@@ -205,19 +233,24 @@ class ModelRunner:
         )
         self._steps = steps
 
-    def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
+    def _make_attention(
+        self, pool: torch.Tensor, draft: DraftModel | None = None
+    ) -> AttentionBackend:
+        """Over `pool`, of the model or of the draft model."""
+        if draft is None:
+            of_stage = self.model_config.windows[self.layers.first : self.layers.end]
+            config = dataclasses.replace(self.model_config, windows=of_stage)
+        else:
+            config = draft.attention_config
         return make_attention(
             self._prefill_attention,
             pool,
-            self.heads.num_heads,
+            (draft or self).heads.num_heads,
             self.max_num_seqs,
-            dataclasses.replace(
-                self.model_config,
-                windows=self.model_config.windows[self.layers.first : self.layers.end],
-            ),
+            config,
             self.max_model_len,
             self._placement.dtype,
-            self._config.max_drafts,
+            self._config.max_drafts if draft is None else MOST_ROWS - 1,
         )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
@@ -258,9 +291,16 @@ class ModelRunner:
         """See `batch.Runner`."""
         try:
             with torch.inference_mode():
+                if self._draft_steps is not None:
+                    self._draft_steps.compute_prompts(batch)
                 return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        """See `batch.Drafter`; `--speculative-config` names a draft model."""
+        assert self._draft_steps is not None
+        return self._draft_steps.draft(batch)
 
     def expert_tokens(self) -> tuple[int, ...]:
         """How many tokens chose each expert, over all layers; empty without experts. Never waits,
@@ -311,7 +351,7 @@ class ModelRunner:
             self.host_copier.close()
         if self._count is not None:
             self._count.close()
-        del self._steps
+        del self._steps, self._draft_steps
         self.kv.close()
         self._communicator.close()
 

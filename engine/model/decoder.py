@@ -51,9 +51,19 @@ class Attention:
             has_bias=config.has_output_bias,
         )
         self._ops, self._eps = placement.ops, config.rms_norm_eps
-        self._kv_heads = heads.num_kv_heads
+        self._num_heads, self._kv_heads = heads.num_heads, heads.num_kv_heads
         names = ("q_norm", "k_norm") if config.has_qk_norm else ()
         self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
+        self._device = placement.device
+        self._spread: Tensor | None = None  # which heads of the product the pool's layers have
+
+    def store_behind(self, num_layers: int, num_kv_heads: int) -> None:
+        """See Decoder; the pool has so many KV heads of this rank."""
+        self._layer += num_layers
+        if num_kv_heads != self._kv_heads:
+            queries, k_and_v = torch.arange(self._num_heads), torch.arange(2 * self._kv_heads)
+            copies = k_and_v.repeat_interleave(num_kv_heads // self._kv_heads)
+            self._spread = torch.cat([queries, self._num_heads + copies]).to(self._device)
 
     def __call__(
         self, x: Activations, rope: tuple[Tensor, Tensor], attention: AttentionBackend
@@ -63,6 +73,8 @@ class Attention:
             q_norm, k_norm = self.head_norms
             weights = (q_norm.weight, k_norm.weight)
             qkv = self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
+        if self._spread is not None:
+            qkv = qkv.index_select(1, self._spread)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
     def products(self) -> list[tuple[int, Product]]:
@@ -233,6 +245,12 @@ class Decoder:
         residual = self._new_residual((len(token_ids), self._hidden_size))
         self.communicator.stages.receive(residual)
         return residual
+
+    def store_behind(self, num_layers: int, num_kv_heads: int) -> None:
+        """Keep K and V behind the first `num_layers` layers of the pool, whose layers have as many
+        KV heads as this model or a multiple: then each of its heads is there several times."""
+        for layer in self.layers:
+            layer.attention.store_behind(num_layers, num_kv_heads)
 
     def targets(self, *, has_merged_experts: bool = False) -> Targets:
         """Every tensor a checkpoint must have, and where it goes.

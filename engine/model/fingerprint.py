@@ -28,7 +28,7 @@ def fingerprint_fields(
     `dtype` is what the model computes in, `kv_cache_dtype` as in EngineConfig.
     """
     return {
-        "model": _model_hash(model, weights),
+        "model": model_hash(model, weights),
         "dtype": str(dtype).removeprefix("torch."),
         "kv_cache_dtype": kv_cache_dtype,
         "block_size": str(layout.block_size),
@@ -46,7 +46,8 @@ def short(fields: Mapping[str, str]) -> str:
     return _digest(dict(fields))
 
 
-def _model_hash(model: ModelConfig, weights: str) -> str:
+def model_hash(model: ModelConfig, weights: str) -> str:
+    """Of everything that the model's numbers follow from; `weights` as above."""
     essentials = dataclasses.asdict(model)
     # Neither changes a number that is computed: the limit, and the type weights were stored in.
     del essentials["max_position_embeddings"], essentials["dtype"]

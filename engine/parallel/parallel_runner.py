@@ -120,6 +120,7 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
                 piece.num_prompt_top,
                 piece.adapter_slot,
                 list(map(_sent, piece.draft_samples)),
+                piece.is_prompt,
             )
             for piece in batch
         ]
@@ -154,11 +155,13 @@ def decode(message: memoryview) -> list[SequenceSlice]:
             num_top,
             slot,
             [_received(*one) for one in drafts],
+            is_prompt,
         )
         for (
             *(tokens, start, table, spec, follows, targets, first_target, num_top),
             slot,
             drafts,
+            is_prompt,
         ) in _decoder.decode(message)
     ]
 

@@ -38,6 +38,7 @@ class MessageKind(enum.IntEnum):
     READ_ADAPTER = 12  # lora/ranked_adapters.py
     LOAD_ADAPTER = 13
     DROP_ADAPTER = 14
+    DRAFT = 15  # as STEP
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people

@@ -146,6 +146,8 @@ def _serve(
                 elif previous is not None:
                     previous.collect()  # it has completed, or soon will have
                 previous = launched
+            case MessageKind.DRAFT:
+                runner.draft(decode(message.payload))
             case MessageKind.COPY_BLOCKS:
                 pairs = np.frombuffer(message.payload, np.int64).reshape(2, -1)
                 runner.copy_blocks(list(zip(*pairs.tolist(), strict=True)))

@@ -45,6 +45,14 @@ class Preemption:
         if not self._tables.grow(sequence):
             sequence.draft_token_ids = ()
 
+    def make_room_for_drafts(self, sequence: Sequence, num_drafts: int) -> bool:
+        """Slots for all its tokens and so many drafts, which it does not have yet, if there are
+        any without preempting anybody."""
+        sequence.draft_token_ids = (0,) * num_drafts
+        has_room = self._tables.grow(sequence)
+        sequence.draft_token_ids = ()
+        return has_room
+
     def preempt_group(self, group: SequenceGroup) -> None:
         """Take all blocks of the group: its first member waits for its turn, the others for it."""
         for sequence in group.members:

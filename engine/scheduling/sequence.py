@@ -79,7 +79,8 @@ class Sequence:
     for; the first token has none. `constrained` is its place in its grammar, if it has one;
     `adapter_slot` where the runner has its LoRA adapter. `draft_token_ids` are guesses at what
     follows its tokens, which the next step verifies or the one in flight: their KV comes behind
-    theirs, and none of what counts tokens counts them.
+    theirs, and none of what counts tokens counts them. `drafted` is for the draft model, if there
+    is one: its KV reaches over so many tokens, and as far as these follow.
 
     A beam asks for `num_candidates` in place of a token. It awaits none, and stands still until its
     `group` has decided which of them follows; a held one has no group.
@@ -105,6 +106,7 @@ class Sequence:
     constrained: Constrained | None = None
     adapter_slot: int | None = None
     draft_token_ids: Row[int] = ()
+    drafted: tuple[int, Row[int]] = (0, ())
     num_candidates: int = 0
     group: SequenceGroup | None = None
     _hashes: list[BlockHash] = field(default_factory=list)

@@ -29,6 +29,7 @@ def launch_slice(
     sequence = scheduled.sequence
     if sequence.draft_token_ids:
         return _verifying_slice(sequence, masks, eos_token_ids)
+    is_prompt = sequence.is_prefilling
     start = sequence.num_launched_tokens
     end = start + scheduled.num_scheduled_tokens
     is_awaited = start == sequence.num_tokens
@@ -42,7 +43,13 @@ def launch_slice(
     slot = sequence.adapter_slot
     if not sequence.owes_prompt_logprobs:
         return SequenceSlice(
-            token_ids, start, sequence.block_ids, sample, follows, adapter_slot=slot
+            token_ids,
+            start,
+            sequence.block_ids,
+            sample,
+            follows,
+            adapter_slot=slot,
+            is_prompt=is_prompt,
         )
     first = max(start + 1, sequence.next_prompt_logprob)
     return SequenceSlice(
@@ -55,6 +62,7 @@ def launch_slice(
         first_prompt_target=first - start - 1,
         num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
         adapter_slot=slot,
+        is_prompt=is_prompt,
     )
 
 

@@ -1,10 +1,11 @@
 """How many drafts pay: the most accepted tokens per second. Pure: no engine, no clock.
 
-    goodput(drafts) = (sequences + sum of their drafts' chances) / seconds of the step
+    goodput(drafts) = (sequences + sum of their drafts' chances) / (drafting + seconds of the step)
 
 After "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (Liu et al.
 2024, SmartSpec), with a length for each sequence: a draft's chance never rises along a sequence, so
-the best n drafts of a step are the n likeliest of all, and only n is to be found.
+the best n drafts of a step are the n likeliest of all, and only n is to be found. Where each draft
+of the longest takes a step of a draft model, for each longest length.
 """
 
 from __future__ import annotations
@@ -32,21 +33,31 @@ def best_lengths(
     cost: StepCost,
     wait_s: float,
     most: int,
+    draft_s: float = 0.0,
 ) -> Lengths:
     """`chances[i, j]`: that draft j of sequence i is accepted, with all before it. `beside`: the
     step without drafts, of one decode for each sequence at least. `wait_s`: what it takes to have
-    drafts, which a step without saves. No more than `most` drafts in all."""
+    drafts, which a step without saves, and `draft_s` for each of the longest. No more than `most`
+    drafts in all."""
     owners, places = np.nonzero(chances)
     flat = chances[owners, places]
-    order = np.argsort(-flat, kind="stable")[:most]
-    tokens = beside.num_decodes + np.concatenate([[0.0], np.cumsum(flat[order])])
-    seconds = _seconds(cost, beside, len(order)) + wait_s
-    goodput = tokens / seconds
-    chosen = int(goodput.argmax())
-    plain = beside.num_decodes / max(seconds[0] - wait_s, 1e-12)
-    counts = np.bincount(owners[order[:chosen]], minlength=len(chances))
-    extra_s = float(seconds[chosen] - seconds[0] + wait_s)
-    return Lengths(counts.tolist(), float(goodput[chosen] / plain), extra_s)
+    order = np.argsort(-flat, kind="stable")
+    step_s = _seconds(cost, beside, min(most, len(order)))
+    plain = beside.num_decodes / max(step_s[0], 1e-12)
+    best, kept, extra_s = beside.num_decodes / (step_s[0] + wait_s), order[:0], wait_s
+    for longest in range(1, chances.shape[1] + 1) if draft_s else (chances.shape[1],):
+        likeliest = (order[places[order] < longest] if draft_s else order)[:most]
+        if not len(likeliest):
+            break
+        tokens = beside.num_decodes + np.cumsum(flat[likeliest])
+        seconds = step_s[1 : len(likeliest) + 1] + (wait_s + longest * draft_s)
+        goodput = tokens / seconds
+        chosen = int(goodput.argmax())
+        if goodput[chosen] > best:
+            best, kept = goodput[chosen], likeliest[: chosen + 1]
+            extra_s = seconds[chosen] - step_s[0]
+    counts = np.bincount(owners[kept], minlength=len(chances))
+    return Lengths(counts.tolist(), float(best / plain), float(extra_s))
 
 
 def _seconds(cost: StepCost, beside: StepShape, most: int) -> NDArray[np.float64]:

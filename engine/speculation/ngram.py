@@ -15,12 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.speculative_config import SpeculativeConfig
-from .proposer import Context, Proposer
+from .proposer import Context
 
 
 class NgramProposer:
     """A Proposer. Takes time with the length of a sequence: 10 us for 4k tokens."""
+
+    takes_steps = False
 
     def __init__(self, max_drafts: int, longest: int, shortest: int) -> None:
         """N-grams of `longest` down to `shortest` tokens, at least one."""
@@ -57,12 +58,3 @@ class NgramProposer:
             if length >= self._shortest:
                 found = num_tokens - 1 - int(ends[-1])
         return found
-
-
-def make_proposer(config: SpeculativeConfig | None) -> Proposer | None:
-    """By `--speculative-config`; None: no speculation."""
-    if config is None:
-        return None
-    return NgramProposer(
-        config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min
-    )

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ..scheduling.sequence import Sequence as EngineSequence
+
 
 class Context(NamedTuple):
-    """A sequence that is to be continued: its request's key, prompt and output so far, and for how
-    many drafts there is room, at least one."""
+    """A sequence that is to be continued, and how many drafts are wanted, at least one."""
 
-    key: str
-    token_ids: Sequence[int]
+    sequence: EngineSequence
     max_drafts: int
+
+    @property
+    def key(self) -> str:
+        """Its request's."""
+        return self.sequence.key
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and output so far."""
+        return self.sequence.token_ids
 
 
 class Proposer(Protocol):
@@ -21,6 +31,13 @@ class Proposer(Protocol):
     @property
     def max_drafts(self) -> int:
         """Of a sequence in one step, at least 1."""
+        ...
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether each further draft takes a step of the device, so that how many are wanted is
+        better known before, and the block tables must have room for all. If not, all that can be
+        found are asked for."""
         ...
 
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:

@@ -12,9 +12,10 @@ accepted draft is sampled in the same step; the KV of the others is overwritten 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Row
 from dataclasses import replace
+from typing import TypeAlias
 
 from ...core.errors import InvalidRequest
 from ...core.ports import Clock
@@ -29,6 +30,8 @@ from ..scheduling.step_cost_estimator import StepCostEstimator
 from .acceptance import Acceptance, Mean, Tally
 from .lengths import Lengths, best_lengths
 from .proposer import Context, Proposer
+
+MakeRoom: TypeAlias = Callable[[Sequence, int], bool]
 
 _PROBE_SHARE = 0.01  # of the time, that drafts may take where they do not seem to pay
 _FIRST_GAIN = 1.5
@@ -59,6 +62,8 @@ class Speculator:
         self._drafted: list[Sequence] = []
         self._gain = Mean(_FIRST_GAIN)
         self._wait_s = Mean()
+        self._draft_s = Mean()  # of the longest, where they take steps
+        self._drafting_s = 0.0  # for the next step
         self._late_s = {False: Mean(), True: Mean()}  # by whether there were drafts
         self._spare_s = 0.0  # that probes may take
         self._num_probes = 0
@@ -74,9 +79,10 @@ class Speculator:
             return False
         return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
 
-    def draft(self, queues: Queues, prompts: StepShape) -> None:
-        """Give the sequences drafts that pay; no step is in flight. `prompts`: the prompts' part of
-        the last step, for what there may be beside them in the next."""
+    def draft(self, queues: Queues, make_room: MakeRoom, prompts: StepShape) -> None:
+        """Give the sequences drafts that pay; no step is in flight. `make_room`: Preemption's, for
+        drafts whose KV is computed. `prompts`: the prompts' part of the last step, for what there
+        may be beside them in the next."""
         if not self.is_due(queues):
             return
         began_s = self._clock.monotonic_s()
@@ -84,17 +90,36 @@ class Speculator:
         if not sequences:
             return
         self._know(sequences)
-        contexts = [Context(one.key, one.token_ids, self._room(one)) for one in sequences]
-        proposed = self._proposer.propose(contexts)
-        drafts = [self._fitting(*one) for one in zip(sequences, proposed, strict=True)]
-        for sequence, each, length in zip(
-            sequences, drafts, self._lengths(queues, sequences, drafts, prompts), strict=True
-        ):
-            if length:
-                sequence.draft_token_ids = each[:length]
+        rooms = [*map(self._room, sequences)]
+        if self._proposer.takes_steps:
+            wanted = self._lengths(queues, sequences, rooms, prompts)
+            chosen = zip(sequences, wanted, strict=True)
+            found = self._propose(Context(one, n) for one, n in chosen if n and make_room(one, n))
+        else:
+            found = self._propose(map(Context, sequences, rooms))
+            counts = [len(drafts) for _, drafts in found]
+            lengths = self._lengths(queues, sequences, counts, prompts)
+            pairs = zip(found, lengths, strict=True)
+            found = [(one, drafts[:length]) for (one, drafts), length in pairs]
+        for sequence, drafts in found:
+            if drafts:
+                sequence.draft_token_ids = drafts
                 self._drafted.append(sequence)
         if not self._runs_ahead:
             self.waited(self._clock.monotonic_s() - began_s)
+
+    def _propose(self, contexts: Iterable[Context]) -> list[tuple[Sequence, Row[int]]]:
+        """What is drafted of each, and may be verified."""
+        asked = [*contexts]
+        if not asked:
+            return []
+        began_s = self._clock.monotonic_s()
+        proposed = self._proposer.propose(asked)
+        if self._proposer.takes_steps:
+            self._drafting_s = self._clock.monotonic_s() - began_s
+            self._draft_s.observe(self._drafting_s / max(one.max_drafts for one in asked))
+        pairs = zip(asked, proposed, strict=True)
+        return [(one.sequence, self._fitting(one.sequence, drafts)) for one, drafts in pairs]
 
     def settle(self) -> bool:
         """The step is launched: whether any have drafts. Those without room in it have none now."""
@@ -108,6 +133,7 @@ class Speculator:
 
     def waited(self, seconds: float) -> None:
         """So long it took to have drafts for a step, all that a step without would not wait for."""
+        seconds, self._drafting_s = max(0.0, seconds - self._drafting_s), 0.0
         self._wait_s.observe(min(seconds, _LONGEST_PROBE_S))
 
     # -- behind a step ----------------------------------------------------------------------------
@@ -184,19 +210,19 @@ class Speculator:
         self,
         queues: Queues,
         sequences: Row[Sequence],
-        drafts: Row[Row[int]],
+        num_drafts: Row[int],
         prompts: StepShape,
     ) -> Row[int]:
-        """How many of the drafts of each to verify."""
+        """How many to verify of the drafts of each, of which there are so many."""
         decodes = queues.decodes()
         most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
         tallies = [self._tallies[one.key] for one in sequences]
-        chances = self._acceptance.chances(tallies, [*map(len, drafts)])
+        chances = self._acceptance.chances(tallies, num_drafts)
         cost = self._costs.estimate()
         if cost is None:
             lengths, left = [], most
-            for each in drafts:
-                lengths.append(min(left, len(each)))
+            for count in num_drafts:
+                lengths.append(min(left, count))
                 left -= lengths[-1]
             return lengths
         beside = decodes
@@ -204,31 +230,33 @@ class Speculator:
             beside = StepShape(
                 prompts.num_prompt_tokens, prompts.pairs, decodes.num_decodes, decodes.keys
             )
-        found = best_lengths(chances, beside, cost, self._overhead_s, most)
+        draft_s = self._draft_s.value
+        found = best_lengths(chances, beside, cost, self._overhead_s, most, draft_s)
         self._gain.observe(found.gain)
         if any(found.num_drafts):
             if found.gain < 1:
                 self._spare_s -= found.extra_s
             return found.num_drafts
         self._spare_s -= self._wait_s.value
-        return self._probe(found, drafts, beside, cost)
+        return self._probe(found, num_drafts, beside, cost)
 
     def _probe(
-        self, found: Lengths, drafts: Row[Row[int]], beside: StepShape, cost: StepCost
+        self, found: Lengths, num_drafts: Row[int], beside: StepShape, cost: StepCost
     ) -> Row[int]:
         """Drafts of one sequence, now and then, where none pay by what is known."""
         lengths = found.num_drafts
-        candidates = [index for index, each in enumerate(drafts) if each]
+        candidates = [index for index, count in enumerate(num_drafts) if count]
         if not candidates:
             return lengths
         index = candidates[self._num_probes % len(candidates)]
-        step_s = cost.seconds(beside)
-        longer = replace(beside, num_decodes=beside.num_decodes + len(drafts[index]))
+        step_s, count = cost.seconds(beside), num_drafts[index]
+        longer = replace(beside, num_decodes=beside.num_decodes + count)
         extra_s = max(cost.seconds(longer) - step_s, _LEAST_PROBE * step_s)
+        extra_s += count * self._draft_s.value
         if self._spare_s >= extra_s:
             self._num_probes += 1
             self._spare_s -= extra_s
-            lengths[index] = len(drafts[index])
+            lengths[index] = count
         return lengths
 
 

@@ -37,7 +37,8 @@ from ...engine.parallel.pipeline_runner import join_ranks
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...engine.parallel.ranked_adapters import adapters_of
 from ...engine.parallel.ranked_copies import host_copier_of
-from ...engine.speculation.ngram import make_proposer
+from ...engine.parallel.ranked_drafts import drafter_of
+from ...engine.speculation.proposers import make_proposer
 from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.protocol.puller import Puller
@@ -182,7 +183,7 @@ def _serve(
         grammars=grammars,
         host_copier=host_copier,
         adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
-        proposer=make_proposer(engine_config.speculation),
+        proposer=make_proposer(engine_config.speculation, drafter_of(runner, ranks.followers)),
     )
     engine.promise.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens

@@ -13,6 +13,8 @@ Oracle = Callable[[Context], Sequence[int]]  # the next tokens, `max_drafts` or 
 class FakeProposer:
     """Of each context between none and all drafts, each right with probability `rate`."""
 
+    takes_steps = False
+
     def __init__(self, oracle: Oracle, *, rate: float = 0.7, max_drafts: int = 4, seed: int = 0):
         self.max_drafts = max_drafts
         self.num_asked = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
+from baton.engine.speculation.proposer import Context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,9 +22,14 @@ pytestmark = [
 
 NEAR_TIE = 1e-3  # of log-probabilities: float32 sums in another order differ by about 1e-4
 CODE = "def area(self):\n    return self.width * self.height\n\ndef side(self):\n    return self."
-NGRAM = json.dumps(
-    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-)
+METHODS = {
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
+    "draft_model": {"model": "demo-draft"},
+}
+
+
+def speculation(method: str) -> str:
+    return json.dumps({"method": method, "num_speculative_tokens": 4} | METHODS[method])
 
 
 def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOutput]], int]:
@@ -57,7 +64,10 @@ def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOut
 
 @pytest.mark.parametrize("num_requests", [1, 20, 90])
 @pytest.mark.parametrize("attention", ["triton", "auto"])
-def test_tokens_are_those_without_speculation(num_requests: int, attention: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_are_those_without_speculation(
+    num_requests: int, attention: str, method: str
+) -> None:
     config = EngineConfig(
         device="cuda",
         dtype="float32",
@@ -72,7 +82,7 @@ def test_tokens_are_those_without_speculation(num_requests: int, attention: str)
         num_kv_blocks=1600,
         max_num_seqs=100,
         attention_backend=attention,
-        speculative_config=NGRAM,
+        speculative_config=speculation(method),
     )
     drafted, num_accepted = outputs(drafting, num_requests)
     assert num_accepted > 5 * num_requests
@@ -89,3 +99,46 @@ def test_tokens_are_those_without_speculation(num_requests: int, attention: str)
         assert len(shared) >= 3
         assert all(abs(tops[0][token] - tops[1][token]) < NEAR_TIE for token in shared)
     assert num_different <= 1 + num_requests // 20
+
+
+@pytest.mark.parametrize("num_requests", [1, 40])
+def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
+    """Its KV is that of the accepted tokens, from prompts, hand-overs and drafts alike."""
+    made = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 1600, "max_num_seqs": 100}
+    config = EngineConfig(**made, speculative_config=speculation("draft_model"))
+    local = LocalEngine.load(config, lambda line: None)
+    proposer = local.engine._speculator._proposer  # type: ignore[union-attr]
+    drawn, found = proposer.propose, []
+
+    def propose(contexts: Sequence[Context]) -> list[Sequence[int]]:
+        proposed = drawn(contexts)
+        for context, drafts in zip(contexts, proposed, strict=True):
+            found.append((tuple(context.token_ids), list(drafts)))
+        return proposed
+
+    proposer.propose = propose  # type: ignore[method-assign]
+    tokenizer = Tokenizer.from_file(str(local.model_dir / "tokenizer.json"))
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    for index in range(num_requests):
+        prompt = tuple(tokenizer.encode(f"# {index}\n{CODE}").ids)
+        local.engine.add(Request(f"{index:032x}", 0, prompt, sampling))
+    while local.engine.has_work:
+        assert not local.engine.step().failed
+    local.engine.check_integrity()
+    local.close()
+    alone = LocalEngine.load(EngineConfig(**made, model="demo-draft"), lambda line: None)
+    asked = found[:: max(1, len(found) // 100)]
+    requests = [
+        Request(
+            f"{index:032x}",
+            0,
+            tokens,
+            SamplingParams(max_tokens=len(drafts), temperature=0.0, ignore_eos=True),
+        )
+        for index, (tokens, drafts) in enumerate(asked)
+    ]
+    outputs = alone.generate(requests)
+    pairs = zip(requests, asked, strict=True)
+    same = sum(outputs[request.key] == drafts for request, (_, drafts) in pairs)
+    alone.close()
+    assert same >= 0.97 * len(asked), "but for near-ties"

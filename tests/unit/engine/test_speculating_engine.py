@@ -9,6 +9,7 @@ import pytest
 from fakes.clock import TickingClock
 from fakes.proposer import FakeProposer
 from fakes.runner import FakeRunner, expected_tokens
+from fakes.speculation.drafting_runner import DraftingRunner
 
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.engine.engine import Engine
@@ -17,7 +18,8 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import Reservation, StepOutput
-from baton.engine.speculation.proposer import Context
+from baton.engine.speculation.draft_model import DraftModelProposer
+from baton.engine.speculation.proposer import Context, Proposer
 
 BLOCK_SIZE, VOCAB_SIZE, EOS = 4, 50, 7
 MAX_MODEL_LEN = 120
@@ -39,14 +41,24 @@ class Scene:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
 
-    def engine(self, capacity: int, *, runs_ahead: bool, rate: float, **limits: int) -> Engine:
+    def engine(
+        self,
+        capacity: int,
+        *,
+        runs_ahead: bool,
+        rate: float,
+        has_draft_model: bool = False,
+        **limits: int,
+    ) -> Engine:
         num_blocks = capacity + NUM_RESERVED_BLOCKS
-        runner = FakeRunner(
-            num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead, num_looks=2
-        )
-        proposer = FakeProposer(
-            self.oracle, rate=rate, max_drafts=self.random.randint(1, 6), seed=capacity
-        )
+        most, sizes = self.random.randint(1, 6), (num_blocks, BLOCK_SIZE)
+        kind = {"vocab_size": VOCAB_SIZE, "runs_ahead": runs_ahead, "num_looks": 2}
+        if has_draft_model:
+            runner: FakeRunner = DraftingRunner(*sizes, rate=rate, may_miss=True, **kind)
+            proposer: Proposer = DraftModelProposer(runner, most)  # type: ignore[arg-type]
+        else:
+            runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]
+            proposer = FakeProposer(self.oracle, rate=rate, max_drafts=most, seed=capacity)
         return Engine(
             runner,
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
@@ -120,7 +132,9 @@ class Scene:
         assert engine.ledger()["requests"] == {}
 
 
-def mixed_run(seed: int, num_requests: int, *, runs_ahead: bool) -> Engine:
+def mixed_run(
+    seed: int, num_requests: int, *, runs_ahead: bool, has_draft_model: bool = False
+) -> Engine:
     """Requests that come and go while others run: some are aborted, all others end."""
     scene = Scene(seed)
     draw = scene.random
@@ -128,6 +142,7 @@ def mixed_run(seed: int, num_requests: int, *, runs_ahead: bool) -> Engine:
         draw.choice([14, 30, 200]),
         runs_ahead=runs_ahead,
         rate=draw.choice([0.0, 0.5, 0.8, 1.0]),
+        has_draft_model=has_draft_model,
         max_num_seqs=draw.randint(1, 8),
         max_num_batched_tokens=draw.choice([8, 16, 64]),
     )
@@ -170,7 +185,7 @@ def test_outputs_are_those_without_speculation(runs_ahead: bool) -> None:
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_outputs_of_thousands_of_requests(runs_ahead: bool) -> None:
     for seed in range(1000, 1250):
-        mixed_run(seed, 20, runs_ahead=runs_ahead)
+        mixed_run(seed, 20, runs_ahead=runs_ahead, has_draft_model=seed % 3 == 0)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -58,6 +58,7 @@ slices = st.builds(
     num_prompt_top=st.integers(0, 20),
     adapter_slot=st.none() | st.integers(0, 64),
     draft_samples=st.lists(specs, max_size=3),
+    is_prompt=st.booleans(),
 )
 
 
@@ -67,7 +68,7 @@ def plain(piece: SequenceSlice) -> dict[str, object]:
         name: getattr(piece, name) for name in ("start", "follows", "first_prompt_target")
     }
     fields["num_prompt_top"] = piece.num_prompt_top
-    fields["adapter_slot"] = piece.adapter_slot
+    fields |= {"adapter_slot": piece.adapter_slot, "is_prompt": piece.is_prompt}
     for name in ("token_ids", "block_table", "prompt_targets"):
         fields[name] = list(getattr(piece, name))
     fields["samples"] = [*map(plain_spec, (piece.sample, *piece.draft_samples))]
@@ -124,6 +125,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "first_prompt_target",
         "num_prompt_top",
         "draft_samples",
+        "is_prompt",
     }
     sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed", "num_candidates"}
     assert set(SampleSpec._fields) == sent

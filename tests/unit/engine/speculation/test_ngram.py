@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
+from fakes.speculation.drafting_runner import DraftingRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.engine.speculation.ngram import NgramProposer, make_proposer
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.scheduling.sequence import Sequence
+from baton.engine.speculation.draft_model import DraftModelProposer
+from baton.engine.speculation.ngram import NgramProposer
 from baton.engine.speculation.proposer import Context
+from baton.engine.speculation.proposers import make_proposer
 
 
 def drafts(tokens: list[int], most: int, longest: int, shortest: int) -> list[int]:
     proposer = NgramProposer(most, longest, shortest)
-    (found,) = proposer.propose([Context("a", array("I", tokens), most)])
+    sequence = Sequence(Request("a", 0, tuple(tokens), SamplingParams()), 0, False, b"")
+    (found,) = proposer.propose([Context(sequence, most)])
     return list(found)
 
 
@@ -65,6 +69,20 @@ def test_what_repeats_is_drafted_in_full() -> None:
             '"prompt_lookup_min": 3}',
             "'prompt_lookup_min' must be an integer in [1, 2]",
         ),
+        ('{"method": "draft_model", "num_speculative_tokens": 2}', "'model' is missing"),
+        (
+            '{"method": "draft_model", "num_speculative_tokens": 2, "model": 7}',
+            "'model' must be a model directory",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 2, "model": "demo-draft"}',
+            "'model' is not for",
+        ),
+        (
+            '{"method": "draft_model", "num_speculative_tokens": 2, "model": "demo-draft", '
+            '"prompt_lookup_max": 3}',
+            "'prompt_lookup_max' is not for",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_at_the_start(text: str, named: str) -> None:
@@ -78,6 +96,13 @@ def test_one_bound_of_the_lookup_is_both() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
     config = EngineConfig(speculative_config=text)
     assert config.speculation is not None and config.speculation.prompt_lookup_min == 4
-    proposer = make_proposer(config.speculation)
+    drafter = DraftingRunner(4, 4, rate=1.0)
+    proposer = make_proposer(config.speculation, drafter)
     assert proposer is not None and proposer.max_drafts == 3 == config.max_drafts
-    assert make_proposer(EngineConfig().speculation) is None
+    assert make_proposer(EngineConfig().speculation, drafter) is None
+
+
+def test_a_draft_model_is_a_folder() -> None:
+    text = '{"method": "draft_model", "num_speculative_tokens": 2, "model": "demo-draft"}'
+    config = EngineConfig(speculative_config=text).speculation
+    assert isinstance(make_proposer(config, DraftingRunner(4, 4, rate=1.0)), DraftModelProposer)

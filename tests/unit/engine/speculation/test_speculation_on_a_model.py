@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from baton.engine.engine import Engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
+from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.ngram import NgramProposer
 from baton.engine.speculation.proposer import Context, Proposer
 from baton.kernels.sampling.sample_spec import SampleSpec
@@ -38,7 +40,13 @@ class Demo:
 
     def __init__(self) -> None:
         config = EngineConfig(
-            model=str(DEMO), device="cpu", num_kv_blocks=200, max_num_batched_tokens=64
+            model=str(DEMO),
+            device="cpu",
+            num_kv_blocks=200,
+            max_num_batched_tokens=64,
+            speculative_config=json.dumps(
+                {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}
+            ),
         )
         self.local = LocalEngine.load(config, lambda line: None)
         self.tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -121,7 +129,8 @@ def test_every_kind_of_request(demo: Demo, seed: int) -> None:
     proposers: list[Proposer] = [
         FakeProposer(oracle, rate=rate, max_drafts=5, seed=seed) for rate in (0.5, 0.95)
     ]
-    for proposer in [*proposers, NgramProposer(4, 3, 1)]:
+    proposers += [NgramProposer(4, 3, 1), DraftModelProposer(demo.local.runner, 4)]
+    for proposer in proposers:
         drafted, engine = demo.run(requests, proposer)
         assert drafted.keys() == plain.keys()
         for key, tokens in drafted.items():

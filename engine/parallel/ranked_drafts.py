@@ -1,0 +1,31 @@
+"""Drafts of several ranks: each has its part of the draft model, and all draw the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.errors import EngineFailed
+from ..execution.batch import Drafter, SequenceSlice
+from .parallel_runner import encode
+from .rank_channel import MessageKind
+from .rank_group import RankGroup
+
+
+class RankedDrafter:
+    """A Drafter; `mine` is rank 0's."""
+
+    def __init__(self, mine: Drafter, followers: RankGroup) -> None:
+        self._mine, self._followers = mine, followers
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        """See Drafter."""
+        self._followers.send(MessageKind.DRAFT, encode(batch))
+        try:
+            return self._mine.draft(batch)
+        except EngineFailed as error:
+            raise self._followers.explain(error) from error
+
+
+def drafter_of(mine: Drafter, followers: RankGroup | None) -> Drafter:
+    """Of all ranks; `mine` is the only one without `followers`."""
+    return mine if followers is None else RankedDrafter(mine, followers)
