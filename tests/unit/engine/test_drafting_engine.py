@@ -188,7 +188,7 @@ def played(
         while source.has_work:
             scene.take(source.step())
         for key in [*scene.requests][-8:] if handed_over else []:
-            if scene.requests[key].key in source._sequences:
+            if scene.requests[key].key in source._sequences.by_key:
                 hand_over(scene, source, puller, scene.requests[key])
         while puller.has_work:
             scene.take(puller.step())

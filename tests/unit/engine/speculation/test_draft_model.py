@@ -206,8 +206,8 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     prompt, sampling = tuple(range(5, 45)), SamplingParams(max_tokens=9, temperature=0.0)
     engine.add(Request("a", 0, prompt, sampling))
     engine.step()
-    sequence = engine._sequences["a/0"]
-    assert engine._scheduler.make_room_for_drafts(sequence, 4)
+    sequence = engine._sequences.by_key["a/0"]
+    assert engine._scheduler.preemption.make_room_for_drafts(sequence, 4)
     (drafts,) = proposer.propose([Context(sequence, 4)])
     other = LocalEngine(config(str(tmp_path / "draft"), None), alone)
     tokens = tuple(sequence.token_ids)
