@@ -160,7 +160,7 @@ class LocalCalls:
         queue = ChunkQueue(_do_nothing)
         arrived = Stamp(Event.ARRIVED, self._clock.unix_ns(), GATEWAY)
         sessions: list[Session] = []
-        compared, sink = best_of(request, queue)
+        compared, sink = best_of(request, queue) if request.has_spare_samples else (request, queue)
         for index in reversed(range(request.num_samples)):  # the first dispatches for all
             sessions.insert(0, self._session(compared, sink, arrived, index, tuple(sessions)))
         self._sessions |= {session.request_id: session for session in sessions}
