@@ -163,9 +163,7 @@ class ModelRunner:
         most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
         most = max(most, config.max_num_seqs or MAX_NUM_SEQS)
         dtype, max_rank = self._placement.dtype, config.max_lora_rank
-        return RankAdapters(
-            model, dtype, config.max_loras, max_rank, most, config.num_host_adapters
-        )
+        return RankAdapters(model, dtype, config.max_loras, max_rank, most)
 
     def _start_gpu(self, model: Decoder, drafting: Decoder | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
@@ -231,6 +229,8 @@ class ModelRunner:
             f"{num_graphs.pop(0)} of prompts, {sum(num_graphs.values())} of both in "
             f"{time.perf_counter() - begin_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
+        if self.adapters is not None:  # one is read before another is dropped
+            self.adapters.pin_memory(config.num_host_adapters + 1)
         self._steps = steps
 
     def _make_attention(

@@ -34,7 +34,6 @@ class RankAdapters:
         max_loras: int,
         max_rank: int,
         max_rows: int,
-        max_host_adapters: int,
     ) -> None:
         """`max_rows`: of any step."""
         self._layout, self._max_rank, self._dtype = Layout.of(model), max_rank, dtype
@@ -47,14 +46,14 @@ class RankAdapters:
             from ...kernels.lora.lora_triton import TritonAdapters
 
             self._adds = TritonAdapters(self._bank, max_rows)
-            self._pin_memory(max_host_adapters + 1)  # one is read before another is dropped
         self._host: dict[str, HostAdapter] = {}
         self.is_active = False
         for product, place in self._layout.products:
             product.adapters = _OfProduct(self, place)
 
-    def _pin_memory(self, num_adapters: int) -> None:
-        """Let torch have it: to pin more later would hold up the steps; what is freed it keeps."""
+    def pin_memory(self, num_adapters: int) -> None:
+        """Let torch have it: to pin more later would hold up the steps for 50 ms. What is freed it
+        keeps, until a graph is captured."""
         rows = [
             empty_rows(self._layout, self._max_rank, self._dtype, is_pinned=True)
             for _ in range(num_adapters)

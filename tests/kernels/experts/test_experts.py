@@ -191,9 +191,11 @@ FP8_PLANS: list[Plan] = [
         has_fp8_rows=True,
     ),
 ]
-# Of weights that are exact; three bits of activations, twice. The interpreter halves a number that
-# is rounded up to a power of two.
-FP8_NOISE = 0.05 if HAS_GPU else 0.15
+# Of weights that are exact; three bits of activations, twice: each within 2^-4. The interpreter
+# halves a number that is rounded up to a power of two.
+FP8_NOISE = 0.125 if HAS_GPU else 0.15
+# Hopper's tensor cores keep 14 bits of a sum of FP8 products, beside its largest term.
+FP8_SUMS = 2**-12 if HAS_GPU else 1e-6
 
 
 def quantised(weights: ExpertWeights, by: str) -> ExpertWeights:
@@ -247,13 +249,14 @@ def test_products_of_rows_in_fp8_are_those_of_what_they_mean(by: str, plan: Tile
     assert isinstance(gated, Fp8Groups)
     down = down_products(rows, mixture.down, order, choice, plan.rows, plan.down, x.dtype)
     for row, (pair, expert) in enumerate(zip(pairs.tolist(), experts, strict=True)):
-        product = meant(rows)[row] @ exact(mixture.down, expert).t()
+        terms = meant(rows)[row] * exact(mixture.down, expert)
         share = choice.weights.flatten()[pair].double()
-        torch.testing.assert_close(down[pair].double(), product * share, atol=1e-3, rtol=1e-4)
+        error = (down[pair].double() - terms.sum(1) * share).abs()
+        assert bool((error <= FP8_SUMS * terms.abs().sum(1) * share).all())
         gate, up = (meant(groups)[pair // 2] @ exact(mixture.gate_up, expert).t()).chunk(2)
         assert difference(meant(gated)[row], F.silu(gate) * up) < FP8_NOISE
         largest = (F.silu(gate) * up).view(2, 128).abs().amax(1) / 448
-        torch.testing.assert_close(gated.scale[row].double(), largest, atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(gated.scale[row].double(), largest, atol=1e-6, rtol=2e-3)
 
 
 def meant(rows: Fp8Groups) -> torch.Tensor:
