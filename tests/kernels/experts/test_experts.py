@@ -194,8 +194,8 @@ FP8_PLANS: list[Plan] = [
 # Of weights that are exact; three bits of activations, twice: each within 2^-4. The interpreter
 # halves a number that is rounded up to a power of two.
 FP8_NOISE = 0.125 if HAS_GPU else 0.15
-# Hopper's tensor cores keep 14 bits of a sum of FP8 products, beside its largest term.
-FP8_SUMS = 2**-12 if HAS_GPU else 1e-6
+# Hopper's tensor cores keep 14 bits of a sum of FP8 products, at each of the four steps of 128.
+FP8_SUMS = 2**-11 if HAS_GPU else 1e-6
 
 
 def quantised(weights: ExpertWeights, by: str) -> ExpertWeights:
