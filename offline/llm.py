@@ -46,6 +46,8 @@ _ALIASES = {
     for field in dataclasses.fields(EngineConfig)
     for alias in field.metadata.get("aliases", ())
 }
+# Nobody waits for a token: prompts may have steps that a server would cut up.
+_FOR_THROUGHPUT = {"max_num_batched_tokens": 8192}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,13 +69,13 @@ class LLM:
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **engine: Any
     ) -> None:
         """`engine`: EngineConfig's fields, by the names of their flags: tensor_parallel_size (or
-        tp), max_model_len, gpu_memory_utilization, ... With `skip_tokenizer_init` prompts are token
-        ids, and outputs have no text.
+        tp), max_model_len, gpu_memory_utilization, ...; max_num_batched_tokens is 8192 here unless
+        it is given. With `skip_tokenizer_init` prompts are token ids, and outputs have no text.
 
         Raises StartupFailed.
         """
         named = {_ALIASES.get(name, name): value for name, value in engine.items()}
-        config = from_json(EngineConfig, {"model": model, **named})
+        config = from_json(EngineConfig, {"model": model, **_FOR_THROUGHPUT, **named})
         front = GatewayConfig(model=model, skip_tokenizer_init=skip_tokenizer_init)
         self._thread = LoopThread("baton-engine")
         try:

@@ -8,6 +8,7 @@ Decides nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain, count, repeat
 
@@ -114,9 +115,9 @@ class BlockTables:
         """
         assert not sequence.block_ids
         self._pool.acquire(matched)  # first: the allocation could evict them
-        sequence.block_ids = [*matched]
+        sequence.block_ids = array("i", matched)
         if not self.grow(sequence):
-            sequence.block_ids = []
+            sequence.block_ids = array("i")
             self._pool.release(matched)
             return False
         sequence.num_stored_blocks = len(matched)
@@ -173,9 +174,9 @@ class BlockTables:
         num_shared, num_partial = divmod(child.num_computed_tokens, self._block_size)
         shared = parent.block_ids[:num_shared]
         self._pool.acquire(shared)
-        child.block_ids = [*shared]
+        child.block_ids = shared[:]
         if not self.grow(child):
-            child.block_ids = []
+            child.block_ids = array("i")
             self._pool.release(shared)
             return None
         child.num_stored_blocks = min(parent.num_stored_blocks, num_shared)
@@ -209,7 +210,7 @@ class BlockTables:
         fresh = self._pool.allocate(num_missing)
         if fresh is None:
             return False
-        sequence.block_ids += fresh
+        sequence.block_ids.extend(fresh)
         return True
 
     def store(self, sequence: Sequence) -> None:
@@ -241,7 +242,7 @@ class BlockTables:
             if sequence in step.sequences:
                 step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
         self._pool.release(sequence.block_ids)
-        sequence.block_ids = []
+        sequence.block_ids = array("i")
         sequence.num_stored_blocks = sequence.num_computed_tokens = 0
         sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
         sequence.draft_token_ids = ()

@@ -92,7 +92,7 @@ class Sequence:
     root_hash: BlockHash
     token_ids: array[int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed_tokens: int = 0
     num_launched_tokens: int = 0
     num_awaited_tokens: int = 0

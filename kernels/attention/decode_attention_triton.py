@@ -39,6 +39,7 @@ _WARPS = 2
 _STAGES = 3
 _JOINS_AT_MOST = 2048  # programs
 _JOINED_AT_ONCE = tl.constexpr(32)
+_ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16 bytes
 
 
 class TritonDecode:
@@ -55,13 +56,17 @@ class TritonDecode:
         max_num_seqs *= rows_each
         max_blocks += max_num_seqs
         most = max_shares(max_num_seqs, self._kv_heads)
-        self._starts = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
-        # Fixed places: a CUDA graph reads them again at every replay.
-        self._tables = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
-        self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
-        self._seq_lens = pool.new_zeros(max_num_seqs, dtype=torch.int32)
-        self._shares = pool.new_zeros((most, 3), dtype=torch.int32)
-        self._indptr = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
+        # Fixed places: a CUDA graph reads them again at every replay. They lie behind each other,
+        # the longest last: a step's plan is one copy.
+        seqs = max_num_seqs + 1
+        self._ends = np.cumsum(
+            [-(-size // _ALIGNED) * _ALIGNED for size in (seqs,) * 4 + (3 * most,)]
+        )
+        self._plan = pool.new_zeros(int(self._ends[-1]) + max_blocks, dtype=torch.int32)
+        parts = self._plan.tensor_split([*map(int, self._ends)])
+        self._starts, self._tables, self._seq_lens, self._indptr, self._shares, self._indices = (
+            parts
+        )
 
     def plan(
         self,
@@ -73,22 +78,19 @@ class TritonDecode:
         """Prepare a step; in a CUDA graph, one with room for so many tokens of decodes. Slices have
         one token each unless `query_lens` has other numbers."""
         n = len(seq_lens)
-        places = self._places = n if num_graph_decodes is None else num_graph_decodes
+        self._places = n if num_graph_decodes is None else num_graph_decodes
         tables, indices = flatten_tables(seq_lens, block_tables, self._block_size)
         found, found_indptr = divide(seq_lens, self._kv_heads)
-        shares = np.zeros((max_shares(places, self._kv_heads), 3), np.int32)
-        shares[: len(found)] = found  # a share of no keys is none
-        indptr = np.full(places + 1, len(found), np.int32)  # and a sequence of no shares
-        indptr[: n + 1] = found_indptr
-        upload_into(self._tables, tables)
-        upload_into(self._indices, indices)
-        upload_into(self._seq_lens, np.array(seq_lens, np.int32))
-        upload_into(self._shares, shares)
-        upload_into(self._indptr, indptr)
-        if self._rows_each > 1:
-            starts = np.zeros(places + 1, np.int32)  # behind the last slice they mean nothing
-            starts[: n + 1] = np.cumsum([0, *(query_lens or [1] * n)])
-            upload_into(self._starts, starts)
+        plan = np.zeros(self._ends[-1] + len(indices), np.int32)
+        parts = np.split(plan, self._ends)
+        parts[0][: n + 1] = np.cumsum([0, *(query_lens or [1] * n)])  # behind it they mean nothing
+        parts[1][: n + 1] = tables
+        parts[2][:n] = seq_lens
+        parts[3][: n + 1] = found_indptr
+        parts[3][n + 1 :] = len(found)  # a sequence of no shares
+        parts[4][: found.size] = found.ravel()  # a share of no keys is none
+        parts[5][:] = indices
+        upload_into(self._plan, plan)
 
     def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
         """q [rows, heads, dim], of which a token's heads lie together; out the same, contiguous.
