@@ -84,15 +84,17 @@ class StepResults:
     ) -> FinishReason | None:
         """Output a token, and end or hold its sequence if that was its last one here."""
         sequence.num_awaited_tokens -= not sequence.is_held
-        reason = self._output(sequence.request, sequence.num_outputs, sampled, output)
-        fork_reasons = [
-            self._fork_off(sequence, fork, token, output)
-            for fork, token in zip(sequence.forks, sampled.forks, strict=True)
-        ]
-        sequence.forks = ()
+        request = sequence.request
+        reason = self._output(request, sequence.key, sequence.num_outputs, sampled, output)
+        if sequence.forks:
+            fork_reasons = [
+                self._fork_off(sequence, fork, token, output)
+                for fork, token in zip(sequence.forks, sampled.forks, strict=True)
+            ]
+            sequence.forks = ()
+            if sequence.is_held and None in fork_reasons:
+                reason = None
         sequence.token_ids.append(sampled.token_id)
-        if sequence.is_held and None in fork_reasons:
-            reason = None
         if reason is not None:
             self._estimator.observe(sequence.num_outputs)
             self._sequences.end(sequence)
@@ -104,17 +106,20 @@ class StepResults:
         self, parent: Sequence, request: Request, sampled: SampledToken, output: StepOutputBuilder
     ) -> FinishReason | None:
         """Output a further sample's first token, and let it go on unless its KV is held."""
-        reason = self._output(request, parent.num_outputs, sampled, output)
+        reason = self._output(request, request.key, parent.num_outputs, sampled, output)
         if reason is None and not parent.is_held:
             self._sequences.fork(parent, request, sampled.token_id)
         return reason
 
     def _output(
-        self, request: Request, index: int, sampled: SampledToken, output: StepOutputBuilder
+        self,
+        request: Request,
+        key: str,
+        index: int,
+        sampled: SampledToken,
+        output: StepOutputBuilder,
     ) -> FinishReason | None:
         reason = self._sequences.finish_reason(request, sampled.token_id, index + 1)
-        token = TokenOutput(
-            request.key, index, sampled.token_id, sampled.logprob, reason, sampled.top
-        )
+        token = TokenOutput(key, index, sampled.token_id, sampled.logprob, reason, sampled.top)
         output.tokens.append(token)
         return reason

@@ -257,7 +257,8 @@ class Stepper:
         for index, (scheduled, sampled) in enumerate(zip(step.scheduled, results, strict=True)):
             # One that was aborted or preempted in flight, or ended late, is not among them.
             if scheduled.sequence in step.fence.sequences:
-                output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
+                if prompts:
+                    output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
                 self._results.advance(scheduled, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()

@@ -9,6 +9,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .parameters import (
     EARLY_STOPPING,
@@ -348,6 +349,9 @@ def token_key(seed: int, sample_index: int, position: int) -> int:
 
     noise = gumbel(mix(key, vocabulary id)) in kernels/sampling/sampling.py; argmax(logits + noise)
     """
-    key = mix64(seed + GOLDEN)
-    key = mix64(key ^ (sample_index + 2 * GOLDEN))
-    return mix64(key ^ (position + 3 * GOLDEN))
+    return mix64(_sample_key(seed, sample_index) ^ (position + 3 * GOLDEN))
+
+
+@lru_cache(maxsize=4096)  # of each token of a sample it is the same
+def _sample_key(seed: int, sample_index: int) -> int:
+    return mix64(mix64(seed + GOLDEN) ^ (sample_index + 2 * GOLDEN))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
 from ...kernels.sampling.sample_spec import SampleSpec
-from ...kernels.sampling.sampling import as_signed, sample
+from ...kernels.sampling.sampling import sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
 from ..kv.block_pool import PADDING_BLOCK
@@ -386,8 +386,6 @@ def _has_drafts(batch: Sequence[SequenceSlice]) -> bool:
 
 def _sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
     """[2, rows]: keys, and the bits of the temperatures in float64."""
-    arrays = np.zeros((2, len(specs)), np.int64)
-    for index, spec in enumerate(specs):
-        arrays[0, index] = as_signed(spec.key)
-        arrays[1].view(np.float64)[index] = spec.params.temperature
-    return arrays
+    keys = np.array([spec.key for spec in specs], np.uint64)
+    temperatures = np.array([spec.params.temperature for spec in specs], np.float64)
+    return np.stack([keys.view(np.int64), temperatures.view(np.int64)])

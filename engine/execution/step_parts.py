@@ -31,12 +31,18 @@ _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside
 
 def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
     """[3, tokens] int64: token ids, positions, slots (block_id * block_size + offset)."""
-    num_tokens = sum(piece.num_scheduled_tokens for piece in batch)
-    arrays = np.empty((3, num_tokens), np.int64)
+    lens = [len(piece.token_ids) for piece in batch]
+    arrays = np.empty((3, sum(lens)), np.int64)
+    if max(lens, default=0) == 1:
+        arrays[0] = [piece.token_ids[0] for piece in batch]
+        arrays[1] = starts = [piece.start for piece in batch]
+        blocks = [piece.block_table[piece.start // block_size] for piece in batch]
+        arrays[2] = np.array(blocks) * block_size + np.array(starts) % block_size
+        return arrays
     token_ids, positions, slots = arrays
     first = 0
-    for piece in batch:
-        n, start = piece.num_scheduled_tokens, piece.start
+    for piece, n in zip(batch, lens, strict=True):
+        start = piece.start
         if n == 1:  # a decode: numpy would take longer than all the rest
             table = piece.block_table
             token_ids[first] = piece.token_ids[0]

@@ -90,6 +90,7 @@ class Sequence:
     arrival: int
     is_held: bool
     root_hash: BlockHash
+    key: str = field(init=False)  # the request's
     token_ids: array[int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -111,14 +112,15 @@ class Sequence:
     group: SequenceGroup | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
     _counts: TokenCounts | None = None
+    _has_penalties: bool = field(init=False)
+    _needs_history: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.key = self.request.key
         self.token_ids = self.request.known_token_ids
         self.forks = self.request.forks
-
-    @property
-    def key(self) -> str:
-        return self.request.key
+        self._has_penalties = self.request.sampling.has_penalties
+        self._needs_history = self.request.sampling.needs_history
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +155,7 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next token cannot be sampled before the host knows the one before it."""
-        needs_it = self.request.sampling.needs_history or len(self.draft_token_ids) > 0
+        needs_it = self._needs_history or len(self.draft_token_ids) > 0
         return needs_it and self.num_awaited_tokens > 0
 
     @property
@@ -185,7 +187,7 @@ class Sequence:
 
     def counts(self) -> TokenCounts | None:
         """What its penalties look at, if it has any. All tokens are known."""
-        if not self.request.sampling.has_penalties:
+        if not self._has_penalties:
             return None
         if self._counts is None:
             self._counts = TokenCounts(self.request.prompt_token_ids)
