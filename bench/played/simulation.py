@@ -271,7 +271,7 @@ class Simulation:
             text=TextStream(_Letters(), ()),
             sink=call,
             router=PromptRouter(
-                gateway.table, hashes, caller_id, token_ids=token_ids or (), cache_salt=cache_salt
+                gateway.table, token_ids or (), cache_salt, caller_id, hashes=hashes
             ),
             clock=self.clock,
             entropy=self._ids,
