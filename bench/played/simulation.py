@@ -5,8 +5,9 @@ steps that take as long as a `StepCost` says, in virtual time.
                         ▲ heartbeats                     one event a step, at its end
 
 Several gateways know of each other's requests what engines' heartbeats have, which come every
-quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of a
-running request that moves. The gateways' own time, the network's and a step's launch are not
+quarter of a second, and soon after another number of prompt tokens waits. Engines measure their
+first steps, as on GPUs. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of
+a running request that moves. The gateways' own time, the network's and a step's launch are not
 played. Engines whose setup has `blocks` cache prefixes, and gateways learn of that as they do
 through Redis. Needs an event loop, whose timers do not matter.
 """
@@ -40,6 +41,7 @@ from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import Runner, SampledToken, SequenceSlice
+from baton.engine.first_steps import BUDGET_S
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
@@ -64,6 +66,7 @@ from baton.prefix_index.prefix_sources import FETCH_S
 from .caches import LINK_GBYTES_PER_S, TOKEN_BYTES, PlayedCopier, PublishedCache
 
 HEARTBEAT_S = 0.25
+_RECOUNT_S = 0.02  # as of node/engine_process/engine_loop.py
 HANDOFF_S = 0.003
 _KV_TOKEN_S = TOKEN_BYTES / 300e9  # of an 8B model over NVLink
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
@@ -176,6 +179,11 @@ class PlayedGateway:
         self.sessions = SessionTable(clock, 1 << 20, self.queue)
         self.limit = QueueLimit(self.table, self.queue, max_queue_s)
         self.mover = RequestMover(self.table, self.sessions, clock, random.Random(seed))
+
+    def heard(self, name: str, load: ReportedLoad) -> None:
+        """A heartbeat of this engine."""
+        self.table.engines[name].receive_heartbeat(load)
+        self.sessions.cluster_changed(is_load_only=True)
 
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
         """What it does with a step's outputs."""
@@ -355,12 +363,17 @@ class PlayedEngine:
             clock=self._device,
             host_copier=self._copier,
         )
+        if setup.device is None:
+            self.engine.measure_first_steps(BUDGET_S)
         self.engine.promise.tbt_target_s = setup.tbt_target_s
         self._tickets: dict[str, Ticket] = {}  # of what is held
         self._intents: dict[str, Request] = {}  # by key
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
         self._is_busy = False
         self._num_steps = 0
+        self._reported = (0, 0)  # tokens that wait, and steps so far, at the last heartbeat
+        self._recount_s = 0.0  # when another heartbeat may follow
+        self._is_uncounted = False
         self.num_refusals = 0
         self.is_draining = False
         self.most_waiting = 0  # requests, at heartbeats
@@ -410,6 +423,24 @@ class PlayedEngine:
     def _add(self, request: Request, work: Work) -> None:
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
+        self._count_soon()
+
+    def _count_soon(self) -> None:
+        """Something has changed, of which gateways may have to know before the next beat."""
+        if not self._is_uncounted:
+            self._is_uncounted = True
+            now_s = self._simulation.clock.now_s
+            self._simulation.at(max(now_s, self._recount_s), self._recount)
+
+    def _recount(self) -> None:
+        self._is_uncounted = False
+        self._recount_s = self._simulation.clock.now_s + _RECOUNT_S
+        if not self.engine.has_prompts and not self._reported[0]:
+            return
+        before, load = self._reported, self.load()
+        if self._reported != before:
+            for gateway in self._simulation.gateways:
+                gateway.heard(self.name, load)
 
     def _fetch(self, request: Request, source: PrefixSource, work: Work) -> bool:
         """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
@@ -458,6 +489,7 @@ class PlayedEngine:
 
     def load(self) -> ReportedLoad:
         load, totals = self.engine.load(self._intents.values()), self.engine.totals()
+        self._reported = load.waiting_tokens, self._num_steps if load.waiting_tokens else 0
         self.most_waiting = max(self.most_waiting, load.num_waiting)
         return ReportedLoad(
             num_running=load.num_running,
@@ -526,6 +558,7 @@ class PlayedEngine:
         while self._arrived and self._start(*self._arrived[0]):
             self._arrived.popleft()
         self._step()
+        self._count_soon()
         outputs: dict[PlayedGateway, list[EngineOutput]] = {}
         for token in output.tokens:
             if token.key not in self._gateway_of:
