@@ -180,11 +180,6 @@ class PlayedGateway:
         self.limit = QueueLimit(self.table, self.queue, max_queue_s)
         self.mover = RequestMover(self.table, self.sessions, clock, random.Random(seed))
 
-    def heard(self, name: str, load: ReportedLoad) -> None:
-        """A heartbeat of this engine."""
-        self.table.engines[name].receive_heartbeat(load)
-        self.sessions.cluster_changed(is_load_only=True)
-
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
         """What it does with a step's outputs."""
         self.table.engines[name].settle(outputs)
@@ -233,6 +228,9 @@ class Simulation:
 
     def at(self, due_s: float, play: Callable[[], None]) -> None:
         heapq.heappush(self._events, (due_s, next(self._order), play))
+
+    def after(self, seconds: float, play: Callable[[], None]) -> None:
+        self.at(self.clock.now_s + seconds, play)
 
     def run(self, for_s: float = math.inf) -> None:
         until_s = self.clock.now_s + for_s
@@ -287,7 +285,7 @@ class Simulation:
         )
         gateway.sessions.start(session)
         if self._max_queue_s < math.inf and session.is_waiting:
-            self.at(now_s + self._max_queue_s, lambda: gateway.sessions._wake(session))
+            self.after(self._max_queue_s, lambda: gateway.sessions._wake(session))
 
     def _hashes(self, token_ids: array[int], cache_salt: str) -> list[BlockHash]:
         size = next(engine.block_size for engine in self.engines.values() if engine.cache)
@@ -297,6 +295,12 @@ class Simulation:
         for message in cache.take_messages():
             for gateway in self.gateways:
                 gateway.table.mirror.take(message)
+
+    def hear(self, name: str, load: ReportedLoad) -> None:
+        """All gateways get this engine's heartbeat."""
+        for gateway in self.gateways:
+            gateway.table.engines[name].receive_heartbeat(load)
+            gateway.sessions.cluster_changed(is_load_only=True)
 
     def _beat(self) -> None:
         for engine in self.engines.values():
@@ -316,7 +320,7 @@ class Simulation:
                 self.gateways[0].table.engines[name].outbox.set_promise(1, "", target_s)
         is_busy = self._events or any(gateway.sessions for gateway in self.gateways)
         if is_busy or not self.clock.now_s:
-            self.at(self.clock.now_s + HEARTBEAT_S, self._beat)
+            self.after(HEARTBEAT_S, self._beat)
 
 
 class PlayedEngine:
@@ -439,8 +443,7 @@ class PlayedEngine:
             return
         before, load = self._reported, self.load()
         if self._reported != before:
-            for gateway in self._simulation.gateways:
-                gateway.heard(self.name, load)
+            self._simulation.hear(self.name, load)
 
     def _fetch(self, request: Request, source: PrefixSource, work: Work) -> bool:
         """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
@@ -455,7 +458,7 @@ class PlayedEngine:
             self.engine.prefixes.drop(prefix)
             return False
         num_bytes = len(lent[1]) * self.block_size * TOKEN_BYTES
-        end_s = self._simulation.clock.now_s + FETCH_S + num_bytes / (LINK_GBYTES_PER_S * 1e9)
+        pull_s = FETCH_S + num_bytes / (LINK_GBYTES_PER_S * 1e9)
 
         def over() -> None:
             lender.prefixes.give_back(lent[0])
@@ -463,23 +466,20 @@ class PlayedEngine:
             self.num_fetches += 1
             self._add(request, work)
 
-        self._simulation.at(end_s, over)
+        self._simulation.after(pull_s, over)
         return True
 
     def _refuse(self, request: Request, error: PromiseRefused) -> None:
         gateway = self._gateway_of.pop(request.key)
         self.num_refusals += 1
         answer = EngineOutput(request.request_id, request.attempt, error=error)
-        now_s = self._simulation.clock.now_s
-        self._simulation.at(now_s, lambda: gateway.received(self.name, [answer]))
+        self._simulation.after(0.0, lambda: gateway.received(self.name, [answer]))
 
     def _move_in(self, request: Request) -> None:
         """A running request moves here: its next token follows once its KV is copied."""
         *before, last = request.output_token_ids
         moved = replace(request, output_token_ids=before, prefix_source=None)
-        pull_s = HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
-        now_s = self._simulation.clock.now_s
-        self._simulation.at(now_s + pull_s, lambda: self._arrive(moved, last))
+        self._simulation.after(_pull_s(request), lambda: self._arrive(moved, last))
 
     def forget(self, key: str) -> None:
         """A request was over with its first token, or has moved away."""
@@ -546,11 +546,8 @@ class PlayedEngine:
         return self._copier is not None
 
     def _note_cache(self) -> None:
-        if self.cache is not None:
-            due_s = self.cache.due_s(self._device.now_s)
-            if due_s is not None:
-                cache = self.cache
-                self._simulation.at(due_s, lambda: self._simulation._publish(cache))
+        if (cache := self.cache) and (due_s := cache.due_s(self._device.now_s)) is not None:
+            self._simulation.at(due_s, lambda: self._simulation._publish(cache))
 
     def _step_ended(self, output: StepOutput) -> None:
         self._is_busy = False
@@ -580,9 +577,7 @@ class PlayedEngine:
     def _hand_off(self, key: str, ticket: Ticket, token_id: int) -> None:
         puller = self._simulation.engines[ticket.puller_incarnation]
         request = puller._intents.pop(key)
-        pull_s = HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
-        now_s = self._simulation.clock.now_s
-        self._simulation.at(now_s + pull_s, lambda: self._pulled(puller, request, token_id))
+        self._simulation.after(_pull_s(request), lambda: self._pulled(puller, request, token_id))
 
     def _pulled(self, puller: PlayedEngine, request: Request, token_id: int) -> None:
         self.engine.abort(request.key)
@@ -602,6 +597,10 @@ class PlayedEngine:
             return False
         self.engine.start(reservation, token_id)
         return True
+
+
+def _pull_s(request: Request) -> float:
+    return HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
 
 
 @dataclass(frozen=True, slots=True)
