@@ -111,7 +111,7 @@ class Engine:
             on_end=self._estimator.observe,
         )
         self._num_prompts = 0  # to compute here
-        clock = clock or SystemClock()
+        self._clock = clock = clock or SystemClock()
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(
@@ -249,7 +249,8 @@ class Engine:
     def measure_first_steps(self, budget_s: float) -> float:
         """See first_steps.py. Before the first request; returns the seconds that it took."""
         assert not self._sequences.by_key, "their blocks would be overwritten"
-        return measure_first_steps(self._runner, self.limits, self._step_costs, budget_s)
+        costs, clock = self._step_costs, self._clock
+        return measure_first_steps(self._runner, self.limits, costs, budget_s, clock)
 
     # -- stepping ---------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from time import monotonic
 
+from ..core.ports import Clock
 from ..core.request.request import SamplingParams
 from ..core.step_cost import StepShape, pairs_of
 from ..kernels.sampling.sample_spec import SampleSpec
@@ -86,23 +86,28 @@ def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
 
 
 def measure_first_steps(
-    runner: Runner, limits: EngineLimits, costs: StepCostEstimator, budget_s: float
+    runner: Runner, limits: EngineLimits, costs: StepCostEstimator, budget_s: float, clock: Clock
 ) -> float:
     """Run what can be run in that time, for `costs` to observe; returns the seconds that it took.
     No request may have blocks yet. Raises EngineFailed as the runner does."""
-    began_s = monotonic()
+    began_s = clock.monotonic_s()
     last_s, last_rows = 0.0, 1
     for case in _cases(limits):
         rows = case.shape.num_rows
         expected_s = last_s * max(1.0, rows / last_rows)
-        if monotonic() - began_s + (MIN_SAMPLES + 2) * expected_s > budget_s:
+        if clock.monotonic_s() - began_s + (MIN_SAMPLES + 2) * expected_s > budget_s:
             break
-        last_s, last_rows = _measure(runner, _batch(case, limits), case.shape, costs), rows
-    return monotonic() - began_s
+        last_s = _measure(runner, _batch(case, limits), case.shape, costs, clock)
+        last_rows = rows
+    return clock.monotonic_s() - began_s
 
 
 def _measure(
-    runner: Runner, batch: list[SequenceSlice], shape: StepShape, costs: StepCostEstimator
+    runner: Runner,
+    batch: list[SequenceSlice],
+    shape: StepShape,
+    costs: StepCostEstimator,
+    clock: Clock,
 ) -> float:
     """The seconds of the last of a few steps; the first does not count. Each is launched before
     the one in front of it is collected, as by the engine where the runner runs ahead."""
@@ -111,7 +116,7 @@ def _measure(
     for number in range(MIN_SAMPLES + 1):
         behind = runner.launch(batch)
         before.collect()
-        before, now_s = behind, monotonic()
+        before, now_s = behind, clock.monotonic_s()
         if number:
             took_s = now_s - ended_s
             costs.observe(shape, took_s)

@@ -13,12 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 FETCH_S = 0.004  # messages both ways between two steps, whatever is fetched
 _MOST_HOLDERS = 3  # that are considered for one prompt
 _LEAST_LIMIT_S = 0.25
 _LIMIT_RATIO = 4.0  # of the estimate: then it is computed
+
+
+class CachedPrefix(NamedTuple):
+    """What one engine has of a prompt's beginning, or is about to have, in tokens.
+
+    `num_tokens`: as far as we know; `host_tokens`: the last of them, where these are in host memory
+    alone; `lendable_tokens`: the first of them, that others could fetch; `in_flight_tokens`: that
+    it computes now for another prompt.
+    """
+
+    num_tokens: int = 0
+    host_tokens: int = 0
+    lendable_tokens: int = 0
+    in_flight_tokens: int = 0
+
+
+NOTHING = CachedPrefix()
+NOTHING_CACHED: Mapping[str, CachedPrefix] = MappingProxyType({})  # by incarnation
 
 
 class Fetch(NamedTuple):

@@ -5,8 +5,9 @@ steps that take as long as a `StepCost` says, in virtual time.
                         ▲ heartbeats                     one event a step, at its end
 
 Several gateways know of each other's requests what engines' heartbeats have, which come every
-quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of a
-running request that moves. The gateways' own time, the network's and a step's launch are not
+quarter of a second, and soon after another number of prompt tokens waits. Engines measure their
+first steps, as on GPUs. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of
+a running request that moves. The gateways' own time, the network's and a step's launch are not
 played. Engines whose setup has `blocks` cache prefixes, and gateways learn of that as they do
 through Redis. Needs an event loop, whose timers do not matter.
 """
@@ -40,6 +41,7 @@ from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import Runner, SampledToken, SequenceSlice
+from baton.engine.first_steps import BUDGET_S
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
@@ -64,6 +66,7 @@ from baton.prefix_index.prefix_sources import FETCH_S
 from .caches import LINK_GBYTES_PER_S, TOKEN_BYTES, PlayedCopier, PublishedCache
 
 HEARTBEAT_S = 0.25
+_RECOUNT_S = 0.02  # as of node/engine_process/engine_loop.py
 HANDOFF_S = 0.003
 _KV_TOKEN_S = TOKEN_BYTES / 300e9  # of an 8B model over NVLink
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
@@ -226,6 +229,9 @@ class Simulation:
     def at(self, due_s: float, play: Callable[[], None]) -> None:
         heapq.heappush(self._events, (due_s, next(self._order), play))
 
+    def after(self, seconds: float, play: Callable[[], None]) -> None:
+        self.at(self.clock.now_s + seconds, play)
+
     def run(self, for_s: float = math.inf) -> None:
         until_s = self.clock.now_s + for_s
         while self._events and self._events[0][0] <= until_s:
@@ -271,7 +277,7 @@ class Simulation:
             text=TextStream(_Letters(), ()),
             sink=call,
             router=PromptRouter(
-                gateway.table, hashes, caller_id, token_ids=token_ids or (), cache_salt=cache_salt
+                gateway.table, token_ids or (), cache_salt, caller_id, hashes=hashes
             ),
             clock=self.clock,
             entropy=self._ids,
@@ -279,7 +285,7 @@ class Simulation:
         )
         gateway.sessions.start(session)
         if self._max_queue_s < math.inf and session.is_waiting:
-            self.at(now_s + self._max_queue_s, lambda: gateway.sessions._wake(session))
+            self.after(self._max_queue_s, lambda: gateway.sessions._wake(session))
 
     def _hashes(self, token_ids: array[int], cache_salt: str) -> list[BlockHash]:
         size = next(engine.block_size for engine in self.engines.values() if engine.cache)
@@ -289,6 +295,12 @@ class Simulation:
         for message in cache.take_messages():
             for gateway in self.gateways:
                 gateway.table.mirror.take(message)
+
+    def hear(self, name: str, load: ReportedLoad) -> None:
+        """All gateways get this engine's heartbeat."""
+        for gateway in self.gateways:
+            gateway.table.engines[name].receive_heartbeat(load)
+            gateway.sessions.cluster_changed(is_load_only=True)
 
     def _beat(self) -> None:
         for engine in self.engines.values():
@@ -308,7 +320,7 @@ class Simulation:
                 self.gateways[0].table.engines[name].outbox.set_promise(1, "", target_s)
         is_busy = self._events or any(gateway.sessions for gateway in self.gateways)
         if is_busy or not self.clock.now_s:
-            self.at(self.clock.now_s + HEARTBEAT_S, self._beat)
+            self.after(HEARTBEAT_S, self._beat)
 
 
 class PlayedEngine:
@@ -355,12 +367,17 @@ class PlayedEngine:
             clock=self._device,
             host_copier=self._copier,
         )
+        if setup.device is None:
+            self.engine.measure_first_steps(BUDGET_S)
         self.engine.promise.tbt_target_s = setup.tbt_target_s
         self._tickets: dict[str, Ticket] = {}  # of what is held
         self._intents: dict[str, Request] = {}  # by key
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
         self._is_busy = False
         self._num_steps = 0
+        self._reported = (0, 0)  # tokens that wait, and steps so far, at the last heartbeat
+        self._recount_s = 0.0  # when another heartbeat may follow
+        self._is_uncounted = False
         self.num_refusals = 0
         self.is_draining = False
         self.most_waiting = 0  # requests, at heartbeats
@@ -410,6 +427,23 @@ class PlayedEngine:
     def _add(self, request: Request, work: Work) -> None:
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
+        self._count_soon()
+
+    def _count_soon(self) -> None:
+        """Something has changed, of which gateways may have to know before the next beat."""
+        if not self._is_uncounted:
+            self._is_uncounted = True
+            now_s = self._simulation.clock.now_s
+            self._simulation.at(max(now_s, self._recount_s), self._recount)
+
+    def _recount(self) -> None:
+        self._is_uncounted = False
+        self._recount_s = self._simulation.clock.now_s + _RECOUNT_S
+        if not self.engine.has_prompts and not self._reported[0]:
+            return
+        before, load = self._reported, self.load()
+        if self._reported != before:
+            self._simulation.hear(self.name, load)
 
     def _fetch(self, request: Request, source: PrefixSource, work: Work) -> bool:
         """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
@@ -424,7 +458,7 @@ class PlayedEngine:
             self.engine.prefixes.drop(prefix)
             return False
         num_bytes = len(lent[1]) * self.block_size * TOKEN_BYTES
-        end_s = self._simulation.clock.now_s + FETCH_S + num_bytes / (LINK_GBYTES_PER_S * 1e9)
+        pull_s = FETCH_S + num_bytes / (LINK_GBYTES_PER_S * 1e9)
 
         def over() -> None:
             lender.prefixes.give_back(lent[0])
@@ -432,23 +466,20 @@ class PlayedEngine:
             self.num_fetches += 1
             self._add(request, work)
 
-        self._simulation.at(end_s, over)
+        self._simulation.after(pull_s, over)
         return True
 
     def _refuse(self, request: Request, error: PromiseRefused) -> None:
         gateway = self._gateway_of.pop(request.key)
         self.num_refusals += 1
         answer = EngineOutput(request.request_id, request.attempt, error=error)
-        now_s = self._simulation.clock.now_s
-        self._simulation.at(now_s, lambda: gateway.received(self.name, [answer]))
+        self._simulation.after(0.0, lambda: gateway.received(self.name, [answer]))
 
     def _move_in(self, request: Request) -> None:
         """A running request moves here: its next token follows once its KV is copied."""
         *before, last = request.output_token_ids
         moved = replace(request, output_token_ids=before, prefix_source=None)
-        pull_s = HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
-        now_s = self._simulation.clock.now_s
-        self._simulation.at(now_s + pull_s, lambda: self._arrive(moved, last))
+        self._simulation.after(_pull_s(request), lambda: self._arrive(moved, last))
 
     def forget(self, key: str) -> None:
         """A request was over with its first token, or has moved away."""
@@ -458,6 +489,7 @@ class PlayedEngine:
 
     def load(self) -> ReportedLoad:
         load, totals = self.engine.load(self._intents.values()), self.engine.totals()
+        self._reported = load.waiting_tokens, self._num_steps if load.waiting_tokens else 0
         self.most_waiting = max(self.most_waiting, load.num_waiting)
         return ReportedLoad(
             num_running=load.num_running,
@@ -514,11 +546,8 @@ class PlayedEngine:
         return self._copier is not None
 
     def _note_cache(self) -> None:
-        if self.cache is not None:
-            due_s = self.cache.due_s(self._device.now_s)
-            if due_s is not None:
-                cache = self.cache
-                self._simulation.at(due_s, lambda: self._simulation._publish(cache))
+        if (cache := self.cache) and (due_s := cache.due_s(self._device.now_s)) is not None:
+            self._simulation.at(due_s, lambda: self._simulation._publish(cache))
 
     def _step_ended(self, output: StepOutput) -> None:
         self._is_busy = False
@@ -526,6 +555,7 @@ class PlayedEngine:
         while self._arrived and self._start(*self._arrived[0]):
             self._arrived.popleft()
         self._step()
+        self._count_soon()
         outputs: dict[PlayedGateway, list[EngineOutput]] = {}
         for token in output.tokens:
             if token.key not in self._gateway_of:
@@ -547,9 +577,7 @@ class PlayedEngine:
     def _hand_off(self, key: str, ticket: Ticket, token_id: int) -> None:
         puller = self._simulation.engines[ticket.puller_incarnation]
         request = puller._intents.pop(key)
-        pull_s = HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
-        now_s = self._simulation.clock.now_s
-        self._simulation.at(now_s + pull_s, lambda: self._pulled(puller, request, token_id))
+        self._simulation.after(_pull_s(request), lambda: self._pulled(puller, request, token_id))
 
     def _pulled(self, puller: PlayedEngine, request: Request, token_id: int) -> None:
         self.engine.abort(request.key)
@@ -569,6 +597,10 @@ class PlayedEngine:
             return False
         self.engine.start(reservation, token_id)
         return True
+
+
+def _pull_s(request: Request) -> float:
+    return HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,13 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from ...core.errors import DeadlineExceeded, Overloaded
+from ...prefix_index.prefix_sources import CachedPrefix
 from ..engines.engine_table import EngineTable
 from ..request.session_table import SEQUENCE_TOKENS, CallerShare, DispatchQueue
 
 _SOON_S = 0.1  # no retry sooner
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 _APART = 3  # gRPC needs two turns to read a step, and the third passes it on
 
 
@@ -43,22 +42,19 @@ class QueueLimit:
         self,
         caller_id: int,
         num_tokens: int,
-        cached_tokens: Mapping[str, int],
+        cached: Mapping[str, CachedPrefix],
         remaining_s: float,
-        lendable_tokens: Mapping[str, int] = _NOTHING,
     ) -> None:
         """Raise Overloaded unless a prompt of so many tokens can be computed in time.
 
-        DeadlineExceeded where no time is left at all. `cached_tokens`: by incarnation, what engines
-        are likely to have of it; `lendable_tokens`: what of that others could fetch.
+        DeadlineExceeded where no time is left at all. `cached`: by incarnation, what engines have
+        of it.
         """
         if remaining_s <= 0:
             raise DeadlineExceeded("the request's deadline passed")
         held = {caller: share.num_tokens for caller, share in self._queue.shares.items()}
         wait_s = max(
-            self._table.predicted_prefill_s(
-                caller_id, num_tokens, cached_tokens, held, lendable_tokens
-            ),
+            self._table.predicted_prefill_s(caller_id, num_tokens, cached, held),
             self._place_s(caller_id, num_tokens),
         )
         allowed_s = min(self._max_queue_s, remaining_s)

@@ -19,7 +19,7 @@ from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
-from ..engines.prompt_router import PromptRouter, route_prompt
+from ..engines.prompt_router import PromptRouter
 from ..request.answer import GATEWAY
 from ..request.best_of import best_of
 from ..request.dispatch_wait import SessionLimits
@@ -173,7 +173,7 @@ class FrontDoor:
                 self._queue_limit.check(caller.caller_id, 0, {}, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
                 num_tokens, began_s = len(request.prompt_token_ids), self._clock.monotonic_s()
-                router = await route_prompt(
+                router = PromptRouter(
                     self._table,
                     request.prompt_token_ids,
                     request.options.cache_salt,
@@ -182,10 +182,10 @@ class FrontDoor:
                     computes_all=request.sampling.prompt_logprobs is not None,
                     adapter=request.adapter_digest,
                 )
+                await router.hash_prompt()
                 routed_s = self._clock.monotonic_s()
-                cached, remaining_s = router.cached_tokens(num_tokens), deadline_s - routed_s
-                lendable = router.lendable_tokens(num_tokens)
-                self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s, lendable)
+                cached, remaining_s = router.cached(num_tokens), deadline_s - routed_s
+                self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
             except BatonError as error:
                 self._feed.call_refused(caller, error)
                 raise

@@ -16,7 +16,13 @@ from ...core.membership import Role
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
-from ...prefix_index.prefix_sources import Fetch, Holders
+from ...prefix_index.prefix_sources import (
+    NOTHING,
+    NOTHING_CACHED,
+    CachedPrefix,
+    Fetch,
+    Holders,
+)
 from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
@@ -26,7 +32,6 @@ from .prompts_in_flight import PromptsInFlight
 from .routing import READ_ADAPTER_S, EngineState
 from .routing_policies import LeastEstimate, Policy
 
-_NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
 
@@ -111,38 +116,32 @@ class EngineTable:
         avoid: Avoid,
         fingerprint: str | None,
         caller_id: int = 0,
-        cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        cached: Mapping[str, CachedPrefix] = NOTHING_CACHED,
         is_constrained: bool = False,
-        host_tokens: Mapping[str, int] = _NOTHING_CACHED,
-        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
-        in_flight_tokens: int = 0,
         is_noted: bool = True,
         adapter: str = "",
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others.
 
-        `cached_tokens`: by incarnation, what engines are likely to have of the request.
-        `host_tokens`: the last of them, where these are in host memory alone. `lendable_tokens`:
-        the first of them, that others could fetch. `in_flight_tokens`: that some engine computes
-        now. `is_constrained`: it is for engines alone that take constraints. `adapter`: its LoRA
-        adapter's digest: it is for engines that serve adapters, at best one that has this one.
-        `is_noted`: for a request, not to know whether there is a plan.
+        `cached`: by incarnation, what engines have of the request. `is_constrained`: it is for
+        engines alone that take constraints. `adapter`: its LoRA adapter's digest: it is for engines
+        that serve adapters, at best one that has this one. `is_noted`: for a request, not to know
+        whether there is a plan.
         """
         costs = self._costs()
-        holders = self._holders(demand.num_tokens, lendable_tokens, avoid)
+        seen = NOTHING_CACHED if self._policy.is_blind else cached
+        holders = self._holders(demand.num_tokens, seen, avoid)
+        in_flight_tokens = max((prefix.in_flight_tokens for prefix in seen.values()), default=0)
         states = [
-            self._policy.seen(
-                engine.state(
-                    engine.load,
-                    demand,
-                    caller_id,
-                    cached_tokens.get(engine.incarnation, 0) if cached_tokens else 0,
-                    costs.get(engine.fingerprint) if costs else None,
-                    self._fetch(engine, holders, cached_tokens, host_tokens) if holders else None,
-                    host_tokens.get(engine.incarnation, 0) if host_tokens else 0,
-                    in_flight_tokens,
-                )
+            engine.state(
+                engine.load,
+                demand,
+                caller_id,
+                prefix := seen.get(engine.incarnation, NOTHING),
+                costs.get(engine.fingerprint) if costs else None,
+                self._fetch(engine, holders, prefix) if holders else None,
+                in_flight_tokens,
             )
             for engine in self.engines.values()
             if engine.load is not None
@@ -167,8 +166,8 @@ class EngineTable:
             prefix_from = "" if fetch is None else self.engines[fetch.source].name
             self.plans.note(states, demand.num_tokens, prefill, decode, prefix_from)
         return Route(
-            ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0), fetch),
-            ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0), fetch),
+            ChosenEngine(self.engines[prefill], cached.get(prefill, NOTHING).num_tokens, fetch),
+            ChosenEngine(self.engines[decode], cached.get(decode, NOTHING).num_tokens, fetch),
         )
 
     def _with_adapter(self, state: EngineState, adapter: str) -> EngineState:
@@ -178,16 +177,16 @@ class EngineTable:
         return state if has_it else state._replace(adapter_s=READ_ADAPTER_S)
 
     def _holders(
-        self, num_tokens: int, cached_tokens: Mapping[str, int], avoid: Avoid
+        self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid
     ) -> Mapping[str, Holders]:
         """By fingerprint, who could lend the prompt's full blocks; one token is always computed."""
         found: dict[str, dict[str, int]] = {}
-        for name, num_cached in cached_tokens.items():
+        for name, prefix in cached.items():
             engine = self.engines.get(name)
             if engine and engine.load is not None and name not in avoid.incarnations:
                 size = engine.member.block_size
                 most = (num_tokens - 1) // size * size
-                found.setdefault(engine.fingerprint, {})[name] = min(num_cached, most)
+                found.setdefault(engine.fingerprint, {})[name] = min(prefix.lendable_tokens, most)
         if not found:
             return {}
         rates = {
@@ -199,18 +198,14 @@ class EngineTable:
 
     @staticmethod
     def _fetch(
-        engine: LinkedEngine,
-        holders: Mapping[str, Holders],
-        cached_tokens: Mapping[str, int],
-        host_tokens: Mapping[str, int],
+        engine: LinkedEngine, holders: Mapping[str, Holders], cached: CachedPrefix
     ) -> Fetch | None:
         of_its_kind = holders.get(engine.fingerprint)
         if of_its_kind is None or not engine.block_bytes or not engine.takes_prompts:
             return None
         token_bytes = engine.block_bytes / engine.member.block_size
-        name = engine.incarnation
-        own_tokens = cached_tokens.get(name, 0) - host_tokens.get(name, 0)
-        return of_its_kind.best_fetch(name, own_tokens, token_bytes)
+        own_tokens = cached.num_tokens - cached.host_tokens
+        return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
 
     def _costs(self) -> Mapping[str, StepCost]:
         """`step_costs`, where some engine is to borrow one."""
@@ -255,19 +250,17 @@ class EngineTable:
         self,
         caller_id: int,
         num_tokens: int,
-        cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        cached: Mapping[str, CachedPrefix] = NOTHING_CACHED,
         held: Mapping[int, int] = _NOTHING_HELD,
-        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
     ) -> float:
         """How long until a prompt's first token, at the engine that would have it soonest, if all
         queues are fair between callers. `held`: tokens that wait for a place, by caller.
-        `lendable_tokens`: as of `choose`.
 
         0 where nothing is ahead of it, or an engine's cost is not known.
         """
         prefill = [e for e in self.engines.values() if e.takes_prompts and e.is_ready]
         parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
-        holders = self._holders(num_tokens, lendable_tokens, Avoid())
+        holders = self._holders(num_tokens, cached, Avoid())
 
         def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
@@ -276,9 +269,9 @@ class EngineTable:
 
         waits_s = []
         for engine in prefill:
-            num_cached = cached_tokens.get(engine.incarnation, 0)
-            waits_s.append(seconds(engine, num_tokens - num_cached))
-            if fetch := self._fetch(engine, holders, cached_tokens, _NOTHING_CACHED):
+            prefix = cached.get(engine.incarnation, NOTHING)
+            waits_s.append(seconds(engine, num_tokens - prefix.num_tokens))
+            if fetch := self._fetch(engine, holders, prefix):
                 fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
                 waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)

@@ -16,7 +16,7 @@ from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
 from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
-from ...prefix_index.prefix_sources import Fetch
+from ...prefix_index.prefix_sources import CachedPrefix, Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
@@ -206,14 +206,12 @@ class LinkedEngine:
         load: ReportedLoad,
         demand: Demand,
         caller_id: int,
-        cached_tokens: int,
-        others_cost: StepCost | None = None,
-        fetch: Fetch | None = None,
-        host_tokens: int = 0,
-        in_flight_tokens: int = 0,
+        cached: CachedPrefix,
+        others_cost: StepCost | None,
+        fetch: Fetch | None,
+        in_flight_tokens: int,
     ) -> EngineState:
-        """For routing one request of this caller, of which so much should be cached here, the last
-        `host_tokens` of that in host memory alone. `in_flight_tokens`: see EngineState.
+        """For routing one request of this caller. `in_flight_tokens`: see EngineState.
 
         `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
         given any. What is about prompts is left out where it takes none, and what is about decodes
@@ -232,10 +230,11 @@ class LinkedEngine:
                 speed = load.prompt_speed_by(others_cost)
             takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
-            has_place = self._has_place(load, demand, cached_tokens)
+            has_place = self._has_place(load, demand, cached.num_tokens)
+        host_tokens = cached.host_tokens
         host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
         num_requests, num_dispatched = self.places.num_requests, self.num_dispatched
-        of_now = (num_requests, num_dispatched, waiting_tokens, cached_tokens)
+        of_now = (num_requests, num_dispatched, waiting_tokens, cached.num_tokens)
         of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, 0.0)
         return EngineState._make(known + of_now + (speed, takes_prompt, has_place) + of_prompt)
 

@@ -26,7 +26,10 @@ Order = Callable[[Sequence[EngineState], int], Iterator[EngineState]]
 
 
 class Policy(Protocol):
-    """One gateway's."""
+    """One gateway's. `is_blind`: it does not look at what is cached."""
+
+    @property
+    def is_blind(self) -> bool: ...
 
     def choose(
         self,
@@ -40,17 +43,13 @@ class Policy(Protocol):
         """See `choose_plan`: what it raises is raised here."""
         ...
 
-    def seen(self, engine: EngineState) -> EngineState:
-        """The engine as this policy knows it: some do not look at what is cached."""
-        ...
-
 
 class LeastEstimate:
     """`auto`, and, blind to what is cached, `least_loaded`. `chance`: see `choose_plan`."""
 
     def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
         self._chance = chance
-        self._is_blind = is_blind
+        self.is_blind = is_blind
 
     def choose(
         self,
@@ -65,12 +64,11 @@ class LeastEstimate:
             engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
         )
 
-    def seen(self, engine: EngineState) -> EngineState:
-        return _blind(engine) if self._is_blind else engine
-
 
 class InOrder:
     """The first pair, or engine, that can serve the request, in an order of the policy's own."""
+
+    is_blind = True
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -97,15 +95,6 @@ class InOrder:
                     continue
         # None: this raises why.
         return choose_plan(engines, num_tokens, avoid=avoid, fingerprint=fingerprint)
-
-    def seen(self, engine: EngineState) -> EngineState:
-        return _blind(engine)
-
-
-def _blind(engine: EngineState) -> EngineState:
-    return engine._replace(
-        cached_tokens=0, fetch=None, host_tokens=0, host_s=0.0, in_flight_tokens=0
-    )
 
 
 def _in_turn() -> Order:

@@ -175,15 +175,8 @@ class Times:
     routed_ns: int | None
     by_event: dict[Event, int]
 
-    def between_ns(self, first: Event, last: Event) -> tuple[int, int] | None:
-        """From one event to another; None if one of them is not there."""
-        start_ns, end_ns = self.by_event.get(first), self.by_event.get(last)
-        if start_ns is None or end_ns is None:
-            return None
-        return start_ns, max(start_ns, end_ns)
-
     def between_s(self, first: Event, last: Event) -> float | None:
-        """The same in seconds."""
+        """Seconds from one event to another; None if one of them is not there."""
         return _seconds(self.by_event.get(first), self.by_event.get(last))
 
 

@@ -21,6 +21,7 @@ class Nodes:
     prefill: NodeProcess
     decode: NodeProcess
     redis_url: str
+    flags: tuple[str, ...] = ()  # of both
 
 
 def wait_for_no_process(timeout_s: float = 10.0) -> None:
@@ -64,12 +65,16 @@ class Pair:
 
 
 @asynccontextmanager
-async def connected(nodes: Nodes) -> AsyncIterator[Pair]:
-    """Sessions with the engines of the moment, once they are linked."""
+async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Pair]:
+    """Sessions with the engines of the moment, once they are linked.
+
+    `without`: an engine that has ended, as the directory will know soon.
+    """
     addresses = {nodes.prefill.address, nodes.decode.address}
 
     def ours(seen: Sequence[Member]) -> dict[Role, Member]:
-        return {member.role: member for member in seen if member.address in addresses}
+        here = [m for m in seen if m.address in addresses and m.incarnation != without]
+        return {member.role: member for member in here}
 
     by_role = ours(await members(nodes.redis_url, lambda seen: ours(seen).keys() == {*Role}))
     prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]

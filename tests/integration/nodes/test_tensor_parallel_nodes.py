@@ -7,43 +7,25 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from deployments import marked_processes
-from node_driver import (
-    OUR_MARK,
-    NodeProcess,
-    Session,
-    health,
-    launch,
-    members,
-    session,
-    wait_idle,
-    write_tiny_model,
-)
+from fakes.ranks.linked_nodes import Nodes, connected, request_of, wait_for_no_process
+from node_driver import OUR_MARK, NodeProcess, health, launch, wait_idle, write_tiny_model
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
-from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.membership import Role
+from baton.core.request.request import Request
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.proto.v1 import node_pb2
 
 NUM_BLOCKS = 256
-
-
-@dataclass
-class Nodes:
-    prefill: NodeProcess
-    decode: NodeProcess
-    redis_url: str
-    flags: tuple[str, ...]
 
 
 @pytest.fixture(scope="module")
@@ -72,76 +54,12 @@ def nodes(model_dir: Path) -> Iterator[Nodes]:
                     node.end(signal.SIGKILL)
 
 
-def wait_for_no_process(timeout_s: float = 10.0) -> None:
-    """A killed supervisor takes rank 0 with it, and that the other ranks."""
-    deadline_s = time.monotonic() + timeout_s
-    while marked_processes(OUR_MARK):
-        assert time.monotonic() < deadline_s, "a process is left"
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> LocalEngine:
     config = EngineConfig(
         model=str(model_dir), load_format="dummy", device="cpu", num_kv_blocks=NUM_BLOCKS
     )
     return LocalEngine(config, ModelRunner(config))
-
-
-def request_of(num_prompt_tokens: int, *, max_tokens: int = 8, **sampling: float) -> Request:
-    start = os.urandom(1)[0]
-    prompt = tuple((start + i * i) % 253 for i in range(num_prompt_tokens))
-    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
-    return Request(os.urandom(16).hex(), 0, prompt, params)
-
-
-@dataclass
-class Pair:
-    """Sessions with both engines."""
-
-    prefill: Session
-    decode: Session
-
-    async def hand_off(self, request: Request) -> None:
-        assert self.prefill.welcome is not None and self.decode.welcome is not None
-        engines = (self.prefill.welcome.incarnation, self.decode.welcome.incarnation)
-        ticket = Ticket(request.request_id, *engines)
-        await self.prefill.dispatch(request, node_pb2.WORK_PREFILL, ticket)
-        await self.decode.dispatch(request, node_pb2.WORK_DECODE, ticket)
-
-    async def finish(self, request: Request) -> list[int]:
-        key, heard = request.key, self.decode.heard
-        await self.decode.until(lambda: key in heard and heard[key].is_over)
-        assert not heard[key].error
-        # The two sessions have no order: what the source said first may be heard last.
-        said = self.prefill.heard
-        await self.prefill.until(lambda: key in said and bool(said[key].tokens))
-        return self.prefill.heard[key].tokens + heard[key].tokens
-
-
-@asynccontextmanager
-async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Pair]:
-    """Sessions with the engines of the moment, once they are linked.
-
-    `without`: an engine that has ended, as the directory will know soon.
-    """
-    addresses = {nodes.prefill.address, nodes.decode.address}
-
-    def ours(seen: Sequence[Member]) -> dict[Role, Member]:
-        here = [m for m in seen if m.address in addresses and m.incarnation != without]
-        return {member.role: member for member in here}
-
-    by_role = ours(await members(nodes.redis_url, lambda seen: ours(seen).keys() == {*Role}))
-    prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
-    async with (
-        session(prefill.incarnation) as to_prefill,
-        session(decode.incarnation) as to_decode,
-    ):
-        await to_decode.until(
-            lambda: prefill.incarnation in {x.incarnation for x in to_decode.heartbeat.links}
-        )
-        await to_prefill.until(lambda: to_prefill.num_heartbeats > 0)
-        yield Pair(to_prefill, to_decode)
 
 
 def expected_of(reference: LocalEngine, request: Request) -> list[int]:

@@ -8,7 +8,6 @@ from fakes.gateway.step_costs import linear_cost
 from fakes.runner import FakeRunner
 
 from baton.core.step_cost import StepShape, pairs_of
-from baton.engine import first_steps
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
@@ -53,21 +52,21 @@ class _Done:
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, budget_s: float, token_s: float = 20e-6, **options: int
+    budget_s: float, token_s: float = 20e-6, **options: int
 ) -> tuple[Engine, TimedRunner, float]:
     clock = FakeClock()
-    monkeypatch.setattr(first_steps, "monotonic", clock.monotonic_s)
     num_blocks = options.pop("num_blocks", 8000)
     runner = TimedRunner(num_blocks, clock, token_s)
     limits = EngineLimits(num_blocks, BLOCK_SIZE, **({"max_model_len": 8192} | options))
+    generations = LocalGenerations(num_blocks)
     engine = Engine(
-        runner, limits, LocalGenerations(num_blocks), fingerprint="f", eos_token_ids=()
+        runner, limits, generations, fingerprint="f", eos_token_ids=(), clock=clock
     )  # fmt: skip
     return engine, runner, engine.measure_first_steps(budget_s)
 
 
-def test_the_first_heartbeat_has_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, runner, took_s = measured(monkeypatch, 10.0)
+def test_the_first_heartbeat_has_what_steps_take() -> None:
+    engine, runner, took_s = measured(10.0)
     cost = engine.step_cost()
     assert cost is not None and cost.max_rows == 2048 and took_s < 10.0
     for shape in (StepShape(1000, pairs_of(1000, 0)), StepShape(num_decodes=40, keys=40_000)):
@@ -80,11 +79,9 @@ def test_the_first_heartbeat_has_what_steps_take(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("budget_s", [0.25, 1.5])
 @pytest.mark.parametrize("token_s", [2e-5, 2e-3, 2e-1])
-def test_it_takes_no_longer_than_it_may(
-    monkeypatch: pytest.MonkeyPatch, budget_s: float, token_s: float
-) -> None:
+def test_it_takes_no_longer_than_it_may(budget_s: float, token_s: float) -> None:
     """But for the first step of a size."""
-    _, runner, took_s = measured(monkeypatch, budget_s, token_s)
+    _, runner, took_s = measured(budget_s, token_s)
     assert took_s <= budget_s or len(set(runner.shapes)) == 1
 
 
@@ -98,10 +95,8 @@ def test_it_takes_no_longer_than_it_may(
         {"prefill_chunk_tokens": 8192},
     ],
 )
-def test_small_engines_run_what_fits(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
-) -> None:
-    engine, runner, _ = measured(monkeypatch, 10.0, **options)
+def test_small_engines_run_what_fits(options: dict[str, int]) -> None:
+    engine, runner, _ = measured(10.0, **options)
     limits = engine.limits
     assert runner.most_slices <= limits.max_num_seqs
     for shape in runner.shapes:

@@ -24,6 +24,7 @@ from baton.gateway.engines.wire import load_from_wire
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.session_table import DispatchQueue
 from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.prefix_sources import CachedPrefix
 from baton.proto.v1 import node_pb2
 
 TICKET = Ticket("t" * 32, "1" * 32, "2" * 32)
@@ -79,7 +80,8 @@ class Cluster:
         self.table.engines[name].settle([output])
 
     def wait_s(self, num_tokens: int, caller_id: int = ME, **cached: int) -> float:
-        return self.table.predicted_prefill_s(caller_id, num_tokens, cached)
+        prefixes = {name: CachedPrefix(num) for name, num in cached.items()}
+        return self.table.predicted_prefill_s(caller_id, num_tokens, prefixes)
 
     def backlogs(self) -> list[PrefillBacklog]:
         return [engine.backlog for engine in self.table.engines.values()]
@@ -108,8 +110,8 @@ def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> N
     load = cluster.table.engines["p"].load
     assert load is not None
     cluster.table.engines["p"].load = replace(load, link_gbytes_per_s={"q": 1.0})
-    lendable = {"q": 496}
-    wait_s = cluster.table.predicted_prefill_s(ME, 500, lendable, {}, lendable)
+    prefixes = {"q": CachedPrefix(496, lendable_tokens=496)}
+    wait_s = cluster.table.predicted_prefill_s(ME, 500, prefixes)
     assert wait_s == pytest.approx(1.5 + 0.004 + 0.004 + 0.0005, abs=1e-3)
 
 

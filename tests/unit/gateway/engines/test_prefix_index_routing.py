@@ -15,7 +15,7 @@ from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
@@ -99,9 +99,15 @@ def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) 
     return table
 
 
+async def routed(table: EngineTable, prompt: tuple[int, ...]) -> PromptRouter:
+    router = PromptRouter(table, prompt)
+    await router.hash_prompt()
+    return router
+
+
 async def chosen(table: EngineTable, prompt: tuple[int, ...] = PROMPT) -> tuple[str, int, int]:
     """The prefill engine, and the cached tokens that are expected on it and on the decode one."""
-    router = await route_prompt(table, prompt)
+    router = await routed(table, prompt)
     route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
     return route.prefill.incarnation, route.prefill.cached_tokens, route.decode.cached_tokens  # type: ignore[attr-defined]
 
@@ -123,9 +129,9 @@ async def test_long_prompts_are_hashed_as_far_as_somebody_has_them() -> None:
     for num_cached in (63, 64, 65, 200, 299):
         table = table_with({Q: num_cached}, prompt)
         assert await chosen(table, prompt) == (Q, num_cached * BLOCK_SIZE, 0)
-        num_hashed = len((await route_prompt(table, prompt)).hashes["fp"])
+        num_hashed = len((await routed(table, prompt)).hashes["fp"])
         assert num_cached <= num_hashed <= num_cached + 64
-    assert (await route_prompt(table_with({}), prompt)).hashes == {"fp": []}, "nothing to find"
+    assert (await routed(table_with({}), prompt)).hashes == {"fp": []}, "nothing to find"
 
 
 async def test_engines_of_other_kinds_and_lost_ones_do_not_count() -> None:
@@ -141,7 +147,7 @@ async def test_engines_of_other_kinds_and_lost_ones_do_not_count() -> None:
 
 async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted() -> None:
     table = table_with({Q: 3})
-    router = await route_prompt(table, PROMPT)
+    router = await routed(table, PROMPT)
     q = table.engines[Q]
     q.clock = FakeClock()
     for attempt, found in enumerate((48, 16, 0)):

@@ -15,9 +15,10 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
 from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
 from baton.prefix_index.mirror import PrefixMirror
-from baton.prefix_index.prefix_sources import FETCH_S, Fetch, Holders
+from baton.prefix_index.prefix_sources import FETCH_S, CachedPrefix, Fetch, Holders
 
 P, Q, D = "aa" * 16, "bb" * 16, "dd" * 16
 TOKEN_BYTES = 1e6
@@ -63,9 +64,11 @@ LOAD = ReportedLoad(
 
 
 class World:
-    def __init__(self, gbytes_per_s: float, *, block_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, gbytes_per_s: float, *, block_bytes: int = 1 << 20, policy: str = "auto"
+    ) -> None:
         self.plans = PlanRecord(FakeClock())
-        self.table = EngineTable(PrefixMirror(FakeClock()), plans=self.plans)
+        self.table = EngineTable(PrefixMirror(FakeClock()), make_policy(policy), plans=self.plans)
         self.links: dict[str, FakeLink] = {}
         for name, role in ((P, Role.PREFILL), (Q, Role.PREFILL), (D, Role.DECODE)):
             member = Member(name, role, name[:2], "h:1", "m", "fp", 9999, 16, 5000)
@@ -85,8 +88,10 @@ class World:
             Demand(num_tokens),
             avoid=Avoid(),
             fingerprint=None,
-            cached_tokens=cached,
-            lendable_tokens=cached if can_lend else {},
+            cached={
+                name: CachedPrefix(num, lendable_tokens=num if can_lend else 0)
+                for name, num in cached.items()
+            },
         )
 
     def sent(self, route: Route) -> tuple[Request, Request]:
@@ -105,6 +110,18 @@ def test_a_prefix_is_fetched_where_the_link_is_faster_than_the_computation() -> 
     assert source is not None and (source.incarnation, source.num_blocks) == (D, 250)
     assert decode.prefix_source is None, "who decodes pulls from who has computed it"
     assert world.plans.rows()[0]["prefixes_from"] == {"dd": pytest.approx(0.1)}
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "random", "session_affinity"])
+def test_other_policies_do_not_see_what_is_cached(policy: str) -> None:
+    blind, without = (World(100.0, policy=policy) for _ in range(2))
+    for cached in ({Q: 4000}, {D: 4001}, {P: 4000}):
+        route, other = blind.route(cached), without.route({})
+        assert route.prefill.incarnation == other.prefill.incarnation
+        prefill, _ = blind.sent(route)
+        without.sent(other)
+        assert prefill.prefix_source is None
+        assert World(100.0).route({Q: 4000}).prefill.incarnation == Q
 
 
 def test_it_is_computed_where_the_link_is_slower() -> None:
@@ -134,6 +151,7 @@ def test_an_idle_engine_fetches_rather_than_that_a_prompt_waits_where_its_prefix
 def test_an_engine_that_failed_the_request_is_no_source_for_it() -> None:
     world = World(100.0)
     avoid = Avoid(frozenset({Q}))
-    route = world.table.choose(Demand(4001), avoid=avoid, fingerprint=None, cached_tokens={Q: 4000})
+    cached = {Q: CachedPrefix(4000, lendable_tokens=4000)}
+    route = world.table.choose(Demand(4001), avoid=avoid, fingerprint=None, cached=cached)
     prefill, _ = world.sent(route)
     assert prefill.prefix_source is None

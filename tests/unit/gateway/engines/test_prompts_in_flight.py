@@ -14,7 +14,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.prompts_in_flight import LINGER_S, PromptsInFlight
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
@@ -74,15 +74,17 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
     prefix = list(range(400))
     for number in range(4):
         prompt = [*prefix, *range(1000 + 20 * number, 1020 + 20 * number)]
-        router = await route_prompt(engines, prompt, "tenant", caller_id=number)
+        router = PromptRouter(engines, prompt, "tenant", caller_id=number)
+        await router.hash_prompt()
         route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
         request = Request(str(number), 0, prompt, SamplingParams(), cache_salt="tenant")
         route.prefill.dispatch(request, Work.PREFILL, None, 10.0)
         homes.append(route.prefill.incarnation)
     assert homes == homes[:1] * 4
     assert engines.engines[homes[0]].backlog.tokens_ahead == 480, "each computes its own end"
-    other = await route_prompt(engines, prefix, "another tenant")
-    assert other.cached_tokens(400) == {}
+    other = PromptRouter(engines, prefix, "another tenant")
+    await other.hash_prompt()
+    assert other.cached(400) == {}
     output = EngineOutput("0", 0, 0, (5,))
     engines.engines[homes[0]].settle([output])
     engines.engines[homes[0]].cancel("1", 0)

@@ -1,4 +1,4 @@
-"""Each policy by its name: whom it takes, that nobody is taken who cannot, what it does not see."""
+"""Each policy by its name: whom it takes, that nobody is taken who cannot, what is cached."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def cluster(**of_p1: object) -> list[EngineState]:
 
 
 def chosen(policy: Policy, engines: list[EngineState], caller_id: int = 1, **more: Avoid) -> Plan:
-    seen = [policy.seen(engine) for engine in engines]
     avoid = more.get("avoid", Avoid())
-    return policy.choose(seen, 500, caller_id, avoid=avoid, fingerprint=None)
+    return policy.choose(engines, 500, caller_id, avoid=avoid, fingerprint=None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,12 +56,11 @@ def test_an_engine_that_does_both_is_a_plan(name: str) -> None:
     assert chosen(make_policy(name), [engine]) == Plan("d", "d")
 
 
-def test_what_is_cached_counts_in_auto_alone() -> None:
+def test_what_is_cached_or_can_be_fetched_is_chosen() -> None:
     fetch = Fetch("d0", 496, 0.001)
     for more in ({"cached_tokens": 400}, {"fetch": fetch}):
         engines = cluster(waiting_tokens=50, **more)
         assert chosen(make_policy("auto"), engines).prefill == "p1"
-        assert chosen(make_policy("least_loaded"), engines).prefill != "p1"
 
 
 def test_turns_and_draws_are_even_and_callers_stay() -> None:

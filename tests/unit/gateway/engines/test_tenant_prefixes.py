@@ -14,7 +14,7 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.gateway.security.tenancy import INFER, Caller, Tenancy
@@ -88,7 +88,8 @@ async def test_routing_looks_where_the_engine_would() -> None:
         table.mirror.take(encode(Delta(incarnation, 1, (), stored)))
 
     async def expected(tenant: str) -> int:
-        router = await route_prompt(table, PROMPT, salt(tenant))
+        router = PromptRouter(table, PROMPT, salt(tenant))
+        await router.hash_prompt()
         route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         return route.prefill.cached_tokens  # type: ignore[attr-defined, no-any-return]
 

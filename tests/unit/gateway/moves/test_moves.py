@@ -115,7 +115,7 @@ class World:
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(Letters(), ()),
             sink=FakeSink(),
-            router=PromptRouter(self.table, {}),
+            router=PromptRouter(self.table),
             clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(),
