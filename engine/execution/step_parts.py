@@ -36,8 +36,8 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
     if max(lens, default=0) == 1:
         arrays[0] = [piece.token_ids[0] for piece in batch]
         arrays[1] = starts = [piece.start for piece in batch]
-        blocks = [piece.block_table[piece.start // block_size] for piece in batch]
-        arrays[2] = np.array(blocks) * block_size + np.array(starts) % block_size
+        written = [piece.block_table[piece.start // block_size] for piece in batch]
+        arrays[2] = np.array(written) * block_size + np.array(starts) % block_size
         return arrays
     token_ids, positions, slots = arrays
     first = 0

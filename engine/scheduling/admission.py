@@ -18,6 +18,7 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Row
 from typing import NamedTuple
 
 from ...core.request.request import Request
@@ -35,7 +36,7 @@ class Footprint(NamedTuple):
 
     num_tokens: int
     num_growth_tokens: int
-    block_ids: list[int]
+    block_ids: Row[int]
     is_held: bool = False
 
 
@@ -204,7 +205,7 @@ class Admission:
         num_growth = self._num_growth(leader.request, leader.num_outputs, leader.num_tokens + 1)
         return [Footprint(num_own, num_growth, [])] * group.num_absent
 
-    def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
+    def _footprint(self, sequence: Sequence, block_ids: Row[int]) -> Footprint:
         num_slots = sequence.num_slots
         if sequence.is_held:
             return Footprint(num_slots, 0, block_ids, is_held=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Row
 from itertools import chain, count, repeat
 
 from ...core.request.token_ids import BlockHash
@@ -108,7 +109,7 @@ class BlockTables:
         num_matched += len(self.match_host(sequence, sequence.num_tokens - 1, num_matched))
         return sequence.num_tokens - num_matched * self._block_size
 
-    def take(self, sequence: Sequence, matched: list[int]) -> bool:
+    def take(self, sequence: Sequence, matched: Row[int]) -> bool:
         """Give an empty-handed sequence blocks for all its slots, or none.
 
         `matched` come first and count as computed.
@@ -158,7 +159,7 @@ class BlockTables:
         """The same where it is preempted: all of it, or nothing if that cannot be or costs more."""
         return self._host is not None and self._host.swap_out(*self._stored(sequence))
 
-    def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], list[int]]:
+    def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], Row[int]]:
         n = sequence.num_stored_blocks
         return sequence.block_hashes(n, self._block_size), sequence.block_ids[:n]
 
@@ -186,7 +187,7 @@ class BlockTables:
             return []
         return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
 
-    def common(self, leader: Sequence, other: Sequence) -> list[int]:
+    def common(self, leader: Sequence, other: Sequence) -> Row[int]:
         """Blocks of the leader, all computed, that the other's tokens but the last begin with."""
         size, num_same = self._block_size, 0
         most = min(leader.num_computed_tokens, other.num_tokens - 1) // size * size
