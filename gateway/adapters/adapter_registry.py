@@ -4,7 +4,8 @@
                                                           └─► one refuses ─► its error, by its name
 
 What is dispatched has the adapter's path with it: an engine that came later, or gave the adapter
-up, reads it then. So nothing is kept in step here; an engine that comes is only told early.
+up, reads it then. So nothing is kept in step here; an engine that comes is only told early. What
+one gateway loads or unloads the others serve, or do not serve any more (shared_list.py).
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from ...core.request.request import Adapter
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..validation.validation import is_label
+from .shared_list import Entry, SharedList
 
 log = logging.getLogger(__name__)
 
 _LOAD_S = 120.0  # how long all engines may take for one
 _RETRY_S = 0.2
+_SHARE_S = 0.25  # between two looks at what other gateways serve
 _MAX_PATH_CHARS = 4096  # as Linux has it
 
 Loaded = str | BatonError  # the digest
@@ -42,9 +45,16 @@ Loaded = str | BatonError  # the digest
 class AdapterRegistry:
     """Belongs to the event loop's thread. `modules` are loaded by `run`, once engines are there."""
 
-    def __init__(self, table: EngineTable, model: str, modules: Iterable[str] = ()) -> None:
-        """`modules`: name=path each. Raises StartupFailed."""
-        self._table, self._model = table, model
+    def __init__(
+        self,
+        table: EngineTable,
+        model: str,
+        modules: Iterable[str] = (),
+        shared: SharedList | None = None,
+    ) -> None:
+        """`modules`: name=path each; `shared`: with the other gateways. Raises StartupFailed."""
+        self._table, self._model, self._shared = table, model, shared
+        self._entries: dict[str, Entry] = {}  # by name, those that are unloaded too
         self._modules = dict(_module(text, model) for text in modules)
         self._adapters: dict[str, Adapter] = {}
         self.adapters: Mapping[str, Adapter] = MappingProxyType(self._adapters)  # that are served
@@ -63,7 +73,7 @@ class AdapterRegistry:
         """
         if not is_label(name):
             raise InvalidRequest("no name of a model", "lora_name", "invalid_value")
-        if "\0" in path or len(path) > _MAX_PATH_CHARS:
+        if not _is_path(path):
             raise InvalidRequest("no path of a folder", "lora_path", "invalid_value")
         if name == self._model or name in self._adapters or name in self._loading:
             message = f"the name {name!r} is taken: unload it first"
@@ -73,19 +83,53 @@ class AdapterRegistry:
             adapter = await self._load(name, os.path.join(self._folder, path))
         finally:
             self._loading.discard(name)
-        self._adapters[name] = adapter
-        log.info("LoRA adapter %s is served", name)
+        self._note(name, adapter)
+        if self._shared is not None:
+            await self._exchange(self._shared)
+            await asyncio.sleep(_SHARE_S)  # then the others serve it, too
         return adapter
 
     def unload(self, name: str) -> None:
         """Take no more requests for it; those that run end as they would. Raises ModelNotFound."""
-        if self._adapters.pop(name, None) is None:
+        if name not in self._adapters:
             message = f"The LoRA adapter `{name[:64]}` does not exist."
             raise ModelNotFound(message, param="lora_name")
-        log.info("LoRA adapter %s is not served any more", name)
+        self._note(name, None)
+
+    def _note(self, name: str, adapter: Adapter | None) -> None:
+        """It is served from now on, or not any more, here and then elsewhere."""
+        entry = self._entries.get(name)
+        version = 1 if entry is None else entry.version + 1
+        digest, path = ("", "") if adapter is None else (adapter.digest, adapter.path)
+        self._take(Entry(name, version, digest, path))
+
+    def _take(self, entry: Entry) -> None:
+        self._entries[entry.name] = entry
+        if entry.digest:
+            self._adapters[entry.name] = Adapter(entry.name, entry.digest, entry.path)
+            log.info("LoRA adapter %s is served", entry.name)
+        elif self._adapters.pop(entry.name, None) is not None:
+            log.info("LoRA adapter %s is not served any more", entry.name)
+
+    async def _exchange(self, shared: SharedList) -> None:
+        for entry in await shared.exchange(self._entries):
+            if entry.name != self._model and is_label(entry.name) and _is_path(entry.path):
+                self._take(entry)
+
+    async def share(self) -> None:
+        """Follow what other gateways load and unload, until cancelled."""
+        while self._shared is not None:
+            await asyncio.sleep(_SHARE_S)
+            await self._exchange(self._shared)
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await self._shared.close()
 
     async def run(self) -> None:
         """Load the modules; what an engine refuses is logged, and not served."""
+        if self._shared is not None:
+            await self._exchange(self._shared)  # what was unloaded before has a version
         for name, path in self._modules.items():
             while name not in self._adapters:
                 if self._table.why_not_ready():
@@ -131,7 +175,7 @@ class AdapterRegistry:
     def linked(self, engine: LinkedEngine) -> None:
         """An engine is there: it may read what it will need before a request needs it."""
         for adapter in self._adapters.values():
-            self._order(engine, adapter.name, adapter.path).add_done_callback(_note)
+            self._order(engine, adapter.name, adapter.path).add_done_callback(_log_refusal)
 
     def answered(self, incarnation: str, number: int, found: Loaded) -> None:
         """An engine has loaded what it was ordered to, or refuses."""
@@ -145,7 +189,11 @@ class AdapterRegistry:
             self.answered(*key, NodeLost("a node was lost"))
 
 
-def _note(answer: asyncio.Future[Loaded]) -> None:
+def _is_path(path: str) -> bool:
+    return "\0" not in path and len(path) <= _MAX_PATH_CHARS
+
+
+def _log_refusal(answer: asyncio.Future[Loaded]) -> None:
     if not answer.cancelled() and isinstance(found := answer.result(), BatonError):
         log.warning("an engine that came has not loaded a LoRA adapter: %s", found.message)
 

@@ -31,6 +31,7 @@ from ...prefix_index.follower import Follower
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ..adapters.adapter_registry import AdapterRegistry
+from ..adapters.shared_list import SharedList
 from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
@@ -89,7 +90,10 @@ class Gateway:
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)
-        self._adapters = AdapterRegistry(self._table, self._model.limits.model, config.lora_modules)
+        model = self._model.limits.model
+        self._adapters = AdapterRegistry(
+            self._table, model, config.lora_modules, SharedList(*redis, model)
+        )
         self._view = ClusterView(
             self._directory,
             self._model.limits.model,
@@ -249,6 +253,7 @@ class Gateway:
         if self._leader is not None:
             await self._leader.close()
         await self._share.close()
+        await self._adapters.close()
         await self._view.close()
         await self._telemetry.close()
         await self._directory.close()
@@ -284,10 +289,10 @@ class Gateway:
             await self._grpc.show_ready(is_ready)
 
     async def _load_adapters(self) -> None:
-        """Those of the command line; then this gateway can become ready."""
+        """Those of the command line, then this gateway can become ready, and those of others."""
         await self._adapters.run()
         self._note_readiness()
-        await asyncio.Event().wait()  # a task of ours that ends is one that broke
+        await self._adapters.share()
 
     def _note_readiness(self) -> None:
         is_ready = self._adapters.is_settled and not self._table.why_not_ready()

@@ -1,0 +1,141 @@
+"""Gateways that share their adapters over a list that the test can lose or fill with junk."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from fakes.clock import FakeClock
+
+from baton.cluster.secret import ClusterSecret
+from baton.core.errors import ModelNotFound
+from baton.core.request.request import Adapter
+from baton.gateway.adapters.adapter_registry import AdapterRegistry
+from baton.gateway.adapters.shared_list import Entry, SharedList
+from baton.gateway.engines.engine_table import EngineTable
+from baton.prefix_index.mirror import PrefixMirror
+
+ONE, TWO = "1" * 32, "2" * 32
+SECRET = ClusterSecret("secret")
+
+
+class PlayedRedis:
+    """The commands that the list needs."""
+
+    def __init__(self) -> None:
+        self.value = b""
+        self.is_away = False
+        self.num_lost_races = 0
+
+    async def getrange(self, key: str, first: int, last: int) -> bytes:
+        if self.is_away:
+            raise OSError("away")
+        return self.value[first : last + 1]
+
+    async def expire(self, key: str, ttl_s: int) -> None: ...
+
+    async def set(self, key: str, value: bytes, *, ex: int) -> None:
+        self.value = value
+
+    async def eval(self, script: str, num_keys: int, key: str, *args: object) -> int:
+        old, new, _ = args
+        if self.num_lost_races:
+            self.num_lost_races -= 1
+            return 0
+        if old != self.value:
+            return 0
+        assert isinstance(new, bytes)
+        self.value = new
+        return 1
+
+
+class Gateway:
+    def __init__(self, redis: PlayedRedis, secret: ClusterSecret = SECRET) -> None:
+        self.shared = SharedList("redis://localhost", "test", secret, "base")
+        self.shared._redis = redis
+        self.registry = AdapterRegistry(EngineTable(PrefixMirror(FakeClock())), "base")
+
+    def load(self, name: str, digest: str = ONE, path: str = "/a") -> None:
+        self.registry._note(name, Adapter(name, digest, path))
+
+    async def exchange(self) -> dict[str, str]:
+        await self.registry._exchange(self.shared)
+        return {name: one.digest for name, one in self.registry.adapters.items()}
+
+
+async def exchanged(*gateways: Gateway) -> dict[str, str]:
+    """What all of them serve, once each has looked twice."""
+    found = [await one.exchange() for _ in range(2) for one in gateways][-len(gateways) :]
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+async def test_what_one_loads_or_unloads_all_serve_or_do_not() -> None:
+    redis = PlayedRedis()
+    first, second = Gateway(redis), Gateway(redis)
+    first.load("sql")
+    second.load("chat", TWO)
+    assert await exchanged(first, second) == {"sql": ONE, "chat": TWO}
+    second.registry.unload("sql")
+    assert await exchanged(first, second) == {"chat": TWO}
+    with pytest.raises(ModelNotFound):
+        first.registry.unload("sql")
+    first.load("sql", TWO)
+    assert await exchanged(first, second, Gateway(redis)) == {"sql": TWO, "chat": TWO}
+
+
+async def test_what_was_unloaded_stays_so_whoever_was_away() -> None:
+    redis = PlayedRedis()
+    first, second = Gateway(redis), Gateway(redis)
+    first.load("sql")
+    assert await exchanged(first, second) == {"sql": ONE}
+    first.registry.unload("sql")
+    redis.is_away = True
+    assert await second.exchange() == {"sql": ONE}, "it goes on with what it knows"
+    redis.is_away, redis.value = False, b""  # it has lost all
+    await second.exchange()
+    assert await exchanged(first, second, Gateway(redis)) == {}
+
+
+async def test_two_that_load_one_name_at_once_agree() -> None:
+    for order in itertools.permutations((0, 1)):
+        redis = PlayedRedis()
+        gateways = Gateway(redis), Gateway(redis)
+        gateways[0].load("sql", ONE)
+        gateways[1].load("sql", TWO)
+        redis.num_lost_races = 2
+        assert await exchanged(*(gateways[index] for index in order)) == {"sql": TWO}
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"junk" * 400_000,
+        SECRET.seal(b"\x00"),
+        SECRET.seal(msgspec.msgpack.encode(("another model", [Entry("x", 1, ONE, "/x")]))),
+        ClusterSecret("another").seal(msgspec.msgpack.encode(("base", [Entry("x", 1, ONE, "/x")]))),
+        *(
+            SECRET.seal(msgspec.msgpack.encode(("base", [Entry(*entry)])))
+            for entry in (
+                ("base", 1, ONE, "/x"),
+                ("x y", 1, ONE, "/x"),
+                ("x", 0, ONE, "/x"),
+                ("x", 1 << 60, ONE, "/x"),
+                ("x", 1, "z" * 32, "/x"),
+                ("x", 1, "", "/x"),
+                ("x", 1, ONE, ""),
+                ("x", 1, ONE, "/\0"),
+                ("x", 1, ONE, "/" * 5000),
+            )
+        ),
+    ],
+    ids=range(13),
+)
+async def test_junk_is_no_adapter(junk: bytes) -> None:
+    redis = PlayedRedis()
+    redis.value = junk
+    first, second = Gateway(redis), Gateway(redis)
+    assert await first.exchange() == {}
+    first.load("sql")
+    assert await exchanged(first, second) == {"sql": ONE}
