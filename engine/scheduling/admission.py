@@ -120,17 +120,20 @@ class Admission:
         self._limits = limits
         self._estimator = estimator
 
-    def fits(self, candidate: Sequence, matched: list[int], others: Iterable[Sequence]) -> bool:
+    def footprints(self, sequences: Iterable[Sequence]) -> list[Footprint]:
+        """Of those that have blocks; they hold until a step is launched or one of them ends."""
+        return [self._footprint(sequence, sequence.block_ids) for sequence in sequences]
+
+    def fits(self, candidate: Sequence, matched: list[int], others: list[Footprint]) -> bool:
         """Whether the pool could hold the estimated peak; `matched` are cached blocks to share.
 
         A candidate with nobody to wait for fits: however long it is estimated to get, waiting
         would not help it.
         """
-        footprints = [self._footprint(sequence, sequence.block_ids) for sequence in others]
-        if not candidate.is_held and all(f.is_held for f in footprints):
+        if not candidate.is_held and all(f.is_held for f in others):
             return True
-        footprints.append(self._footprint(candidate, matched))
-        footprints += self._footprints_of_group(candidate)
+        own = self._footprint(candidate, matched)
+        footprints = [*others, own, *self._footprints_of_group(candidate)]
         block_size, capacity = self._limits.block_size, self._limits.capacity
         # Thousands of blocks need to be told apart only where it matters.
         if peak_blocks(footprints, block_size, is_bound=True) <= capacity:

@@ -37,7 +37,7 @@ from itertools import chain
 from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
-from .admission import Admission, OutputLengthEstimator, distinct_blocks
+from .admission import Admission, Footprint, OutputLengthEstimator, distinct_blocks
 from .block_tables import BlockTables
 from .preemption import Preemption
 from .queues import Queues
@@ -81,7 +81,9 @@ class Scheduler:
         head = self.queues.waiting.head
         others = self.queues.owners() if head is None else chain(self.queues.owners(), [head])
         has_slot = self.queues.has_slot(sequence)
-        if not has_slot or not self._admission.fits(sequence, matched, others):
+        if not has_slot:
+            return False
+        if not self._admission.fits(sequence, matched, self._admission.footprints(others)):
             return False
         if not self._tables.take(sequence, matched):
             return False
@@ -249,6 +251,7 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
+        beside: list[Footprint] | None = None  # of all that have blocks
         while schedule.num_budget_tokens:
             sequence = self.queues.waiting.head
             if sequence is None or not self.queues.has_slot(sequence):
@@ -256,6 +259,7 @@ class Scheduler:
             if self.queues.refused_at == self.queues.opportunities:
                 return
             if self.preemption.has_outgrown_pool(sequence, schedule):
+                beside = None
                 continue
             if before is not None and not self._may_pass(sequence, before, num_tokens=1):
                 return  # as far as can be told without a look into the prefix cache
@@ -276,7 +280,9 @@ class Scheduler:
                 may_begin = is_passing and schedule.can_end(num_tokens)
             if not may_begin:
                 return
-            if not self._try_admit(sequence, matched):
+            if beside is None:
+                beside = self._admission.footprints(self.queues.owners())
+            if not self._try_admit(sequence, matched, beside):
                 self.queues.waiting.pin_head()
                 self.queues.refused_at = self.queues.opportunities
                 return
@@ -289,6 +295,7 @@ class Scheduler:
             else:
                 self.queues.run(sequence)
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            beside += self._admission.footprints([sequence])
             if matched:
                 self._tables.write(sequence)  # their second use
 
@@ -303,10 +310,10 @@ class Scheduler:
         served = self.queues.waiting.served
         return served(caller_id) + num_tokens <= served(other_id)
 
-    def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
+    def _try_admit(self, sequence: Sequence, matched: list[int], beside: list[Footprint]) -> bool:
         admission = self._admission
         if sequence.is_held and not admission.has_credit(sequence, matched, self.queues.holders()):
             return False
-        if not admission.fits(sequence, matched, self.queues.owners()):
+        if not admission.fits(sequence, matched, beside):
             return False
         return self._tables.take(sequence, matched)

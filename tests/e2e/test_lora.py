@@ -164,6 +164,31 @@ def test_unloaded_it_is_no_model_any_more(world: World) -> None:
     assert status == 404
 
 
+def test_who_runs_when_it_is_unloaded_ends_as_he_would(world: World) -> None:
+    late = {"lora_name": "late", "lora_path": str(world.folder / "two")}
+    assert call(world, "/v1/load_lora_adapter", late)[0] == 200
+    with Client(world.system.address) as client:
+        streams = [
+            client.generate(
+                model="late",
+                prompt_token_ids=PROMPT,
+                max_tokens=120,
+                temperature=0.0,
+                ignore_eos=True,
+            )
+            for _ in range(3)
+        ]
+        begun = [[*next(stream).token_ids] for stream in streams]
+        assert call(world, "/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
+        assert call(world, "/v1/completions", {"model": "late", "prompt": "x"})[0] == 404
+        for stream, found in zip(streams, begun, strict=True):
+            found += [i for chunk in stream for i in chunk.token_ids]
+            assert len(found) == 120 and found[:NUM_TOKENS] == world.expected["two"]
+    world.system.wait_idle()
+    assert call(world, "/v1/load_lora_adapter", late)[0] == 200, "the name is free"
+    assert completion(world, "late") == world.expected["two"]
+
+
 def test_what_an_engine_refuses_is_not_served(world: World) -> None:
     bad = {"lora_name": "bad", "lora_path": str(world.folder / "base")}
     status, text = call(world, "/v1/load_lora_adapter", bad)

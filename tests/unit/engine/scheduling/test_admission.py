@@ -101,14 +101,17 @@ def admission() -> Admission:
 
 def test_a_candidate_with_nobody_to_wait_for_fits(admission: Admission) -> None:
     assert admission.fits(new_sequence(4, 99), [], [])
-    assert not admission.fits(new_sequence(4, 99), [], [new_sequence(1, 1)])
-    assert admission.fits(new_sequence(4, 99), [], [new_sequence(1, 1, is_held=True)])
+    growing = admission.footprints([new_sequence(1, 1)])
+    held = admission.footprints([new_sequence(1, 1, is_held=True)])
+    assert not admission.fits(new_sequence(4, 99), [], growing)
+    assert admission.fits(new_sequence(4, 99), [], held)
 
 
 def test_a_candidate_fits_to_the_last_block(admission: Admission) -> None:
-    other = new_sequence(4, 17)  # will write 4 + 17 - 1 = 20 slots: 5 blocks
-    assert admission.fits(new_sequence(4, 17), [], [other])
-    assert not admission.fits(new_sequence(5, 17), [], [other])
+    # Each will write 4 + 17 - 1 = 20 slots: 5 blocks.
+    other = admission.footprints([new_sequence(4, 17)])
+    assert admission.fits(new_sequence(4, 17), [], other)
+    assert not admission.fits(new_sequence(5, 17), [], other)
 
 
 def test_credit_counts_shared_blocks_once(admission: Admission) -> None:

@@ -1,0 +1,154 @@
+"""Who has which slot, who waits, and what leaves host memory; the copies are noted, not made."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from baton.core.errors import Overloaded, Unavailable
+from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.engine.lora.adapter_files import HostAdapter
+from baton.engine.lora.adapter_room import AdapterRoom
+
+
+@dataclass(eq=False)
+class User:
+    request: Request
+    adapter_slot: int | None = None
+
+
+@dataclass
+class Copies:
+    """`lora.adapter_room.Adapters`: what host memory and the slots have."""
+
+    host: set[str] = field(default_factory=set)
+    slots: dict[int, str] = field(default_factory=dict)
+    num_loads: int = 0
+
+    def keep(self, adapter: HostAdapter) -> None:
+        self.host.add(adapter.digest)
+
+    def drop(self, digest: str) -> None:
+        self.host.remove(digest)
+
+    def load(self, slot: int, digest: str) -> None:
+        assert digest in self.host, "a copy from where nothing is"
+        self.slots[slot] = digest
+        self.num_loads += 1
+
+
+def user(digest: str, number: int = 0) -> User:
+    adapter = Adapter(f"name-{digest}", digest, "/path")
+    return User(Request(f"{number:032x}", 0, [1], SamplingParams(), adapter=adapter))
+
+
+def host(digest: str) -> HostAdapter:
+    return HostAdapter(digest, torch.zeros(1, 1))
+
+
+def room_with(
+    *digests: str, max_loras: int = 1, max_host: int = 4
+) -> tuple[Copies, AdapterRoom[User]]:
+    copies = Copies()
+    room = AdapterRoom[User](copies, max_loras, max_host)
+    for digest in digests:
+        room.keep(host(digest))
+    return copies, room
+
+
+def test_one_slot_is_shared_by_users_of_one_adapter() -> None:
+    copies, room = room_with("a", "b")
+    first, second, other = user("a"), user("a"), user("b")
+    assert room.enter(first) and room.enter(second) and not room.enter(other)
+    assert (first.adapter_slot, other.adapter_slot, copies.num_loads) == (0, None, 1)
+    assert (room.running_names, room.waiting_names) == (["name-a"], ["name-b"])
+    assert not room.leave(first) and not room.unpark(), "the second still has it"
+    assert not room.leave(second) and room.unpark() == [other]
+    assert copies.slots == {0: "b"}
+
+
+def test_nobody_passes_who_is_parked() -> None:
+    _, room = room_with("a", "b")
+    runs, waits, late = user("a"), user("b"), user("a")
+    assert room.enter(runs) and not room.enter(waits)
+    assert not room.enter(late), "its adapter has a slot, but another waits for that"
+    assert room.parked == [waits, late]
+    room.leave(runs)
+    assert room.unpark() == [waits], "the third one's adapter has lost its slot"
+    room.leave(waits)
+    assert room.unpark() == [late]
+
+
+def test_who_is_parked_may_leave() -> None:
+    _, room = room_with("a", "b")
+    runs, waits = user("a"), user("b")
+    room.enter(runs), room.enter(waits)
+    assert room.leave(waits) and not room.parked
+    assert not room.leave(user("b")), "who never came was not parked"
+
+
+def test_the_slot_used_longest_ago_is_given_up() -> None:
+    copies, room = room_with("a", "b", "c", max_loras=2)
+    for digest in "ab":
+        one = user(digest)
+        room.enter(one), room.leave(one)
+    assert copies.slots == {0: "a", 1: "b"}
+    again = user("a")
+    room.enter(again), room.leave(again)
+    assert copies.num_loads == 2, "it was still there"
+    room.enter(user("c"))
+    assert copies.slots == {0: "a", 1: "c"}
+
+
+def test_host_memory_gives_up_what_was_used_longest_ago_and_is_in_no_use() -> None:
+    copies, room = room_with("a", "b", "c", max_host=3)
+    runs, parked = user("a"), user("b")
+    room.enter(runs), room.enter(parked)
+    room.keep(host("d"))
+    assert copies.host == {"a", "b", "d"}, "a slot has `a`, and `b` is waited for"
+    open_requests = {"r/0"}
+    room.is_wanted = open_requests.__contains__
+    room.hold("r/0", "d")
+    with pytest.raises(Overloaded, match="--max-cpu-loras"):
+        room.keep(host("e"))
+    room.keep(host("d"))  # it is there
+    open_requests.clear()
+    room.keep(host("e"))
+    assert copies.host == {"a", "b", "e"} and not room.has("d")
+    assert sorted(room.digests) == ["a", "b", "e"]
+    with pytest.raises(Unavailable, match="name-d"):
+        room.check(Adapter("name-d", "d", "/path"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_users(seed: int) -> None:
+    """Against the rules: a slot has one adapter, its users' own; all are served in the end."""
+    draw, max_loras = random.Random(seed), 1 + seed % 3
+    digests = "abcdef"
+    copies, room = room_with(*digests, max_loras=max_loras, max_host=len(digests))
+    running: list[User] = []
+    num_served, num_entered = 0, 300
+    for number in range(num_entered):
+        one = user(draw.choice(digests), number)
+        if room.enter(one):
+            running.append(one)
+        for _ in range(draw.choice((0, 1, 1, 2))):
+            if running:
+                room.leave(running.pop(draw.randrange(len(running))))
+                num_served += 1
+                running += room.unpark()
+        used = {one.adapter_slot: one.request.adapter_digest for one in running}
+        assert all(
+            copies.slots[slot] == digest for slot, digest in used.items() if slot is not None
+        )
+        by_slot = Counter((one.adapter_slot, one.request.adapter_digest) for one in running)
+        assert len(by_slot) == len(used) <= max_loras
+    while running:
+        room.leave(running.pop())
+        num_served += 1
+        running += room.unpark()
+    assert num_served == num_entered and not room.parked

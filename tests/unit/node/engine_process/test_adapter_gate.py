@@ -1,0 +1,134 @@
+"""Dispatches and orders wait for a thread that reads adapters; the test lets it read."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from baton.core.errors import AdapterRefused
+from baton.engine.lora.adapter_files import HostAdapter
+from baton.engine.lora.adapter_room import AdapterRoom
+from baton.engine.scheduling.sequence import Sequence
+from baton.node.engine_process.adapter_gate import AdapterGate, AdapterRead
+from baton.proto.v1 import node_pb2
+
+DIGEST = "a" * 32
+
+
+class Reader:
+    """Waits to be let, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.asked: list[tuple[str, str]] = []
+
+    def read(self, path: str, digest: str = "") -> HostAdapter:
+        assert self.may_read.wait(10)
+        self.asked.append((path, digest))
+        if path == "/bad":
+            raise AdapterRefused("no adapter")
+        if path == "/broken":
+            raise ZeroDivisionError("of the reader")
+        return HostAdapter(digest or DIGEST, torch.zeros(1, 1))
+
+
+class Kept:
+    """`lora.adapter_room.Adapters`."""
+
+    def keep(self, adapter: HostAdapter) -> None: ...
+
+    def drop(self, digest: str) -> None: ...
+
+    def load(self, slot: int, digest: str) -> None: ...
+
+
+class World:
+    def __init__(self, *, max_host: int = 2) -> None:
+        self.reader = Reader()
+        self.room = AdapterRoom[Sequence](Kept(), 1, max_host)
+        self.reads: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
+        self.sent: list[tuple[str, node_pb2.AdapterLoaded]] = []
+        self.gate = AdapterGate(
+            self.room,
+            self.reader,
+            lambda key: True,
+            self.reads.put,
+            lambda gateway, message: self.sent.append((gateway, message.adapter_loaded)),
+        )
+
+    def next_read(self) -> list[tuple[str, node_pb2.Dispatch]]:
+        self.reader.may_read.set()
+        return self.gate.was_read(self.reads.get(timeout=10))
+
+
+def dispatch(path: str = "/a", digest: str = DIGEST, request_id: str = "r") -> node_pb2.Dispatch:
+    return node_pb2.Dispatch(
+        request_id=request_id,
+        attempt=2,
+        deadline_remaining_us=60_000_000,
+        adapter=node_pb2.Adapter(name="a", digest=digest, path=path),
+    )
+
+
+def test_a_dispatch_waits_until_its_adapter_is_read() -> None:
+    world = World()
+    sent = dispatch()
+    assert not world.gate.admits("g", sent)
+    assert (world.gate.num_waiting, world.gate.is_empty) == (1, False)
+    assert world.next_read() == [("g", sent)]
+    assert world.reader.asked == [("/a", DIGEST)] and world.gate.is_empty
+    assert 0 < sent.deadline_remaining_us <= 60_000_000
+    assert world.gate.admits("g", dispatch(request_id="s")), "it is in host memory now"
+    assert world.gate.admits("g", node_pb2.Dispatch(request_id="t")), "it names none"
+
+
+@pytest.mark.parametrize("path", ["/bad", "/broken"])
+def test_one_that_cannot_be_read_goes_on_without(path: str) -> None:
+    """The engine then says that the adapter is not there."""
+    world = World()
+    assert not world.gate.admits("g", dispatch(path))
+    assert [gateway for gateway, _ in world.next_read()] == ["g"]
+    assert not world.room.has(DIGEST) and world.gate.is_empty
+
+
+def test_nobody_waits_for_a_gateway_that_is_lost() -> None:
+    world = World()
+    assert not world.gate.admits("g", dispatch())
+    assert not world.gate.admits("h", dispatch(request_id="s"))
+    world.gate.gateway_lost("g")
+    assert world.gate.num_waiting == 1
+    assert world.next_read() == []
+    assert [gateway for gateway, _ in world.next_read()] == ["h"]
+
+
+def test_orders_are_answered() -> None:
+    world = World()
+    for number, path in enumerate(("/a", "/bad", "/broken"), start=1):
+        world.gate.load("g", node_pb2.LoadAdapter(order_id=number, name="n", path=path))
+        assert world.next_read() == []
+    assert [(gateway, one.order_id, one.digest) for gateway, one in world.sent] == [
+        *(("g", 1, DIGEST), ("g", 2, ""), ("g", 3, "")),
+    ]
+    texts = [one.error.message for _, one in world.sent]
+    assert texts == ["", "no adapter", "ZeroDivisionError: of the reader"]
+
+
+def test_an_order_finds_no_room() -> None:
+    world = World(max_host=1)
+    world.gate.admits("g", dispatch())
+    world.next_read()  # held for the request, which is open
+    world.gate.load("g", node_pb2.LoadAdapter(order_id=1, name="n", path="/other"))
+    world.reader.read = lambda path, digest="": HostAdapter("b" * 32, torch.zeros(1, 1))  # type: ignore[method-assign]
+    world.next_read()
+    assert "--max-cpu-loras" in world.sent[0][1].error.message
+
+
+def test_an_engine_without_adapters_says_so() -> None:
+    sent: list[node_pb2.NodeMessage] = []
+    gate = AdapterGate(None, None, lambda key: True, lambda read: None, lambda g, m: sent.append(m))
+    assert gate.admits("g", dispatch())
+    gate.load("g", node_pb2.LoadAdapter(order_id=1, name="n", path="/a"))
+    assert "--enable-lora" in sent[0].adapter_loaded.error.message
