@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
-from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
+from ...kernels.sampling.sampling import as_signed, candidates, sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
 from ..lora.rank_adapters import RankAdapters
 from .batch import Candidate, SampledToken, SequenceSlice
@@ -89,6 +89,15 @@ class SampledRows:
                 token = token._replace(at_drafts=at_drafts)
             results[index] = token
         return results
+
+
+def sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
+    """[2, rows]: keys, and the bits of the temperatures in float64."""
+    arrays = np.zeros((2, len(specs)), np.int64)
+    for index, spec in enumerate(specs):
+        arrays[0, index] = as_signed(spec.key)
+        arrays[1].view(np.float64)[index] = spec.params.temperature
+    return arrays
 
 
 def metadata_of(
