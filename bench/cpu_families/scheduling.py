@@ -1,5 +1,5 @@
-"""The host's share of a decode step by its parts, with a runner whose device takes no time; the block
-pool.
+"""The host's share of a decode step by its parts, with a runner whose device takes no time; the
+block pool.
 
     python -m baton.bench.cpu scheduling
 

@@ -348,6 +348,14 @@ def token_key(seed: int, sample_index: int, position: int) -> int:
 
     noise = gumbel(mix(key, vocabulary id)) in kernels/sampling/sampling.py; argmax(logits + noise)
     """
-    key = mix64(seed + GOLDEN)
-    key = mix64(key ^ (sample_index + 2 * GOLDEN))
-    return mix64(key ^ (position + 3 * GOLDEN))
+    return key_at(sample_key(seed, sample_index), position)
+
+
+def sample_key(seed: int, sample_index: int) -> int:
+    """What the keys of all tokens of one sample have in common, for `key_at`."""
+    return mix64(mix64(seed + GOLDEN) ^ (sample_index + 2 * GOLDEN))
+
+
+def key_at(sample_key: int, position: int) -> int:
+    """The `token_key` of one position."""
+    return mix64(sample_key ^ (position + 3 * GOLDEN))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...core.errors import BatonError
 from ...core.request.request import FinishReason, TokenLogprobs
@@ -26,8 +27,7 @@ class Reservation:
     num_known_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """Output token number `index` (from 0, over all attempts); EOS and stop ids included.
 
     `top`: the likeliest (token id, logprob), as many as the request asks for.
