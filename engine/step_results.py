@@ -41,15 +41,15 @@ class StepResults:
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
     ) -> None:
         """Account for one sequence's part of a completed step."""
-        sequence = scheduled.sequence
+        sequence, num_tokens = scheduled
         if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
             tokens = self._speculator.accepted_tokens(sequence, sampled)
-            self._step_record.num_decode_tokens -= scheduled.num_scheduled_tokens - len(tokens)
+            self._step_record.num_decode_tokens -= num_tokens - len(tokens)
             for token in tokens:
                 if sequence.state is not SequenceState.ENDED:
                     self._advance_by(sequence, 1, token, output)
         else:
-            self._advance_by(sequence, scheduled.num_scheduled_tokens, sampled, output)
+            self._advance_by(sequence, num_tokens, sampled, output)
 
     def _advance_by(
         self,

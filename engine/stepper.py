@@ -55,7 +55,7 @@ class StepInFlight:
     has_drafts: bool
 
     def index_of(self) -> dict[Sequence, int]:
-        return {one.sequence: index for index, one in enumerate(self.scheduled)}
+        return {sequence: index for index, (sequence, _) in enumerate(self.scheduled)}
 
 
 class Stepper:
@@ -203,7 +203,7 @@ class Stepper:
         shape = step_shape(planned)
         eos = self._sequences.eos_token_ids
         batch = [launch_slice(one, indices, masks.get(one.sequence, ()), eos) for one in planned]
-        fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
+        fence = self._tables.open_step(sequence for sequence, _ in planned)
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
@@ -218,9 +218,9 @@ class Stepper:
             planned, fence, launched, shape, launched_s, took_s, promise_s, has_drafts
         )
         self._last_shape = shape
-        for scheduled in planned:
-            if scheduled.num_scheduled_tokens > 1:
-                self._tables.prepare_store(scheduled.sequence)
+        for sequence, num_tokens in planned:
+            if num_tokens > 1:
+                self._tables.prepare_store(sequence)
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
         if step.launched.number:
@@ -254,11 +254,12 @@ class Stepper:
         prompts = step.launched.prompt_logprobs()
         step.fence.close()
         self._measure(step)
-        for index, (scheduled, sampled) in enumerate(zip(step.scheduled, results, strict=True)):
-            # One that was aborted or preempted in flight, or ended late, is not among them.
-            if scheduled.sequence in step.fence.sequences:
-                if prompts:
-                    output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
+        here = step.fence.sequences  # not what was aborted or preempted in flight, or ended late
+        for index, logprobs in prompts.items():
+            if (sequence := step.scheduled[index].sequence) in here:
+                output.tell_prompt(sequence, logprobs)
+        for scheduled, sampled in zip(step.scheduled, results, strict=True):
+            if scheduled.sequence in here:
                 self._results.advance(scheduled, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()

@@ -1,76 +1,214 @@
-"""The host's share of a step: scheduler and block pool, with a runner that takes no time."""
+"""The host's share of a decode step by its parts, with a runner whose device takes no time; the
+block pool.
+
+    python -m baton.bench.cpu scheduling
+
+    plan     which sequences run, their slices, fences
+    arrays   what a GPU's step of decodes uploads: ids, positions, slots, keys, tables, shares
+    collect  the device's tokens by slice
+    advance  what they do to their sequences
+    deliver  to the sessions of `LLM` and their queues, without text
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from baton.core.request.request import Request, SamplingParams
+import numpy as np
+import torch
+
+from baton.client.messages import build_request
+from baton.core.config import GatewayConfig
+from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import CompletedStep, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.step_parts import (
+    SampledRows,
+    flatten,
+    metadata_of,
+    sampling_arrays,
+)
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
+from baton.gateway.validation.validation import ServedModel
+from baton.kernels.attention.attention import flatten_tables
+from baton.kernels.attention.decode_shares import divide
+from baton.offline.local_calls import LocalCall, LocalCalls
 
 from ..floors.figures import Figure, time_s
 
-NUM_REQUESTS = 256
-_PROMPT_TOKENS = 1024
-_MAX_LEN = 4096
-_NUM_STEPS = 40
+BATCHES = (64, 256, 512)
+_PROMPT_TOKENS = 512
+_MAX_LEN = 2048
+_NUM_STEPS, _NUM_WARMUPS = 100, 20
+_BLOCK_SIZE = 16
 _BLOCKS_A_TIME = 64
 _NUM_ROUNDS = 500
 
 
-class NullRunner:
-    """Samples token 7 for everybody, at once."""
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A launched step."""
 
-    runs_ahead = False
+    collect: Callable[[], list[SampledToken | None]]
+    number = 0
 
-    def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
-        return CompletedStep([one.sample and SampledToken(7, 0.0) for one in batch])
+    def has_completed(self) -> bool:
+        return True
+
+    def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        return {}
+
+
+class HostRunner:
+    """Prepares steps as a GPU's runner does, and computes nothing."""
+
+    runs_ahead = True
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
+        rows = SampledRows.of(batch)
+        flatten(batch, _BLOCK_SIZE)
+        sampling_arrays(rows.specs)
+        metadata = metadata_of(batch, torch.empty(0))
+        flatten_tables(metadata.seq_lens, metadata.block_tables, _BLOCK_SIZE)
+        divide(metadata.seq_lens, 8)
+        np.array(metadata.seq_lens, np.int32)
+        return HostStep(partial(self.results, len(batch), rows))
+
+    def results(self, num_slices: int, rows: SampledRows) -> list[SampledToken | None]:
+        """Token 7 for everybody."""
+        n = len(rows.specs)
+        ids, logprobs = torch.full((n,), 7), torch.zeros(n)
+        tokens = [*map(SampledToken, ids.tolist(), logprobs.tolist())]
+        return rows.results(num_slices, tokens)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("nobody forks")
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """What `LocalCalls` needs of a LocalEngine."""
+
+    engine: Engine
 
 
 def measure() -> list[Figure]:
-    """Milliseconds a decode step of 256 requests, and pool operations a second."""
-    return [*_steps(), _allocator()]
+    """Microseconds a decode step, and pool operations a second."""
+    figures = [figure for batch in BATCHES for figure in _steps(batch)]
+    return [*figures, _allocator()]
 
 
-def _steps() -> list[Figure]:
-    engine = _busy_engine()
-    schedule_ms, step_ms = [], []
-    for _ in range(_NUM_STEPS):
-        # Planning twice is harmless: nothing is launched, and the blocks are taken once.
-        schedule_ms.append(time_s(engine._scheduler.schedule) * 1e3)
-        step_ms.append(time_s(engine.step) * 1e3)
-    floor, shape = _bare_loop_ms(), f"a decode step of {NUM_REQUESTS}"
-    floor_is = "a Python loop that makes one small object a request"
-    return [
-        Figure(f"scheduler, {shape}", "ms", tuple(schedule_ms), floor, floor_is, target=1.0),
-        Figure(f"all of the host's part, {shape}", "ms", tuple(step_ms), 3 * floor, "three such"),
+class _Parts:
+    """Seconds of every step by part, the time of parts within it taken off."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Time every call of a method."""
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            result: list[Any] = []
+            self._inner.append(0.0)
+            took_s = time_s(lambda: result.append(call(*args, **kwargs)))
+            self.seconds[part] += took_s - self._inner.pop()
+            self._inner[-1] += took_s
+            return result[0]
+
+        setattr(owner, name, timed)
+
+
+def _steps(batch: int) -> list[Figure]:
+    samples = asyncio.run(_measure_steps(batch))
+    floor, shape = _bare_loop_ms(batch) * 1e3, f"a decode step of {batch}"
+    figures = [
+        Figure(f"{part}, {shape}", "us", tuple(one[part] * 1e6 for one in samples))
+        for part in ("plan", "arrays", "collect", "advance", "deliver")
     ]
-
-
-def _busy_engine() -> Engine:
-    """All requests decode, at a context of 1024 tokens."""
-    blocks = NUM_REQUESTS * _MAX_LEN // 16 + 2  # nobody ever waits for memory
-    limits = EngineLimits(blocks, 16, _MAX_LEN, NUM_REQUESTS, 64 * _PROMPT_TOKENS)
-    engine = Engine(
-        NullRunner(), limits, LocalGenerations(blocks), fingerprint="bench", eos_token_ids=()
+    whole = tuple(sum(one.values()) * 1e6 for one in samples)
+    target = 3000.0 if batch == 256 else None
+    figures.append(
+        Figure(
+            f"all of the host's part, {shape}",
+            "us",
+            whole,
+            floor,
+            "a Python loop that makes one small object a request",
+            target,
+        )
     )
-    sampling = SamplingParams(max_tokens=_MAX_LEN - _PROMPT_TOKENS, temperature=0.0)
-    for i in range(NUM_REQUESTS):
-        prompt = tuple((i * 31 + j) % 4000 for j in range(_PROMPT_TOKENS))
-        engine.add(Request(f"{i:032x}", 0, prompt, sampling))
-    while engine.load().waiting_tokens > NUM_REQUESTS:
-        engine.step()
-    assert len(engine.step().tokens) == NUM_REQUESTS
-    return engine
+    return figures
 
 
-def _bare_loop_ms() -> float:
+async def _measure_steps(batch: int) -> list[dict[str, float]]:
+    """All requests decode, at a context of 512 tokens and more, sampled by temperature."""
+    blocks = batch * _MAX_LEN // _BLOCK_SIZE + 2  # nobody ever waits for memory
+    limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
+    runner = HostRunner()
+    engine = Engine(
+        runner,
+        limits,
+        LocalGenerations(blocks),
+        fingerprint="bench",
+        eos_token_ids=(),
+        enable_prefix_caching=False,
+    )
+    model = ServedModel.load(GatewayConfig(model="demo", skip_tokenizer_init=True))
+    calls = LocalCalls(_Local(engine), model)  # type: ignore[arg-type]
+    readers = []
+    for i in range(batch):
+        prompt = [(i * 31 + j) % 4000 for j in range(_PROMPT_TOKENS)]
+        max_tokens = _MAX_LEN - _PROMPT_TOKENS
+        wire, _ = build_request(
+            None,
+            {
+                "prompt_token_ids": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0.6,
+                "ignore_eos": True,
+            },
+        )
+        readers.append(asyncio.create_task(_read(calls.start(await calls.prepare(wire)))))
+    await asyncio.sleep(0)
+    while len((output := engine.step()).tokens) < batch:
+        calls._deliver(output)
+    parts = _Parts()
+    parts.watch(runner, "launch", "arrays")
+    parts.watch(runner, "results", "collect")
+    parts.watch(engine._stepper, "_launch", "plan")
+    parts.watch(engine._stepper, "_collect", "advance")
+    parts.watch(engine, "step", "plan")
+    parts.watch(calls, "_deliver", "deliver")
+    samples = []
+    calls._deliver(output)
+    for _ in range(_NUM_STEPS):
+        parts.seconds.clear()
+        calls._deliver(engine.step(lambda: False))
+        samples.append(dict(parts.seconds))
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    return samples[_NUM_WARMUPS:]
+
+
+async def _read(call: LocalCall) -> None:
+    async for _ in call.chunks():
+        raise AssertionError("none of them ends")
+
+
+def _bare_loop_ms(batch: int) -> float:
     def loop() -> None:
         made = []
-        for i in range(NUM_REQUESTS):
+        for i in range(batch):
             made.append(SampledToken(i, 0.0))
 
     return min(time_s(loop) for _ in range(20)) * 1e3

@@ -9,7 +9,6 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from .parameters import (
     EARLY_STOPPING,
@@ -349,9 +348,14 @@ def token_key(seed: int, sample_index: int, position: int) -> int:
 
     noise = gumbel(mix(key, vocabulary id)) in kernels/sampling/sampling.py; argmax(logits + noise)
     """
-    return mix64(_sample_key(seed, sample_index) ^ (position + 3 * GOLDEN))
+    return key_at(sample_key(seed, sample_index), position)
 
 
-@lru_cache(maxsize=4096)  # of each token of a sample it is the same
-def _sample_key(seed: int, sample_index: int) -> int:
+def sample_key(seed: int, sample_index: int) -> int:
+    """What the keys of all tokens of one sample have in common, for `key_at`."""
     return mix64(mix64(seed + GOLDEN) ^ (sample_index + 2 * GOLDEN))
+
+
+def key_at(sample_key: int, position: int) -> int:
+    """The `token_key` of one position."""
+    return mix64(sample_key ^ (position + 3 * GOLDEN))

@@ -53,6 +53,7 @@ from .step_parts import (
     metadata_of,
     num_decodes,
     plan_adapters,
+    sampling_arrays,
 )
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
@@ -204,7 +205,7 @@ class GpuSteps:
         flat = flatten(batch, self._block_size)
         arrays = np.zeros((5, flat.shape[1]), np.int64)
         arrays[:3] = flat
-        arrays[3:, : len(specs)] = _sampling_arrays(specs)
+        arrays[3:, : len(specs)] = sampling_arrays(specs)
         return arrays
 
     def _decode(self, inputs: Tensor) -> Tensor:
@@ -285,7 +286,7 @@ class GpuSteps:
         # A step behind this one finds the tokens by slice; behind one with drafts there is none.
         num_rows = len(rows.specs)
         at = range(num_rows) if _has_drafts(batch) else rows.slices
-        arrays = np.vstack([np.array(at), np.array(rows.tokens), _sampling_arrays(rows.specs)])
+        arrays = np.vstack([np.array(at), np.array(rows.tokens), sampling_arrays(rows.specs)])
         places, tokens, keys, temperatures = upload(arrays, self._device)
         logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
         sampled, logprobs = self._sampled.new_empty(num_rows), self._logprobs[:num_rows]
@@ -382,10 +383,3 @@ def _is_decode(batch: Sequence[SequenceSlice]) -> bool:
 
 def _has_drafts(batch: Sequence[SequenceSlice]) -> bool:
     return any(piece.draft_samples for piece in batch)
-
-
-def _sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
-    """[2, rows]: keys, and the bits of the temperatures in float64."""
-    keys = np.array([spec.key for spec in specs], np.uint64)
-    temperatures = np.array([spec.params.temperature for spec in specs], np.float64)
-    return np.stack([keys.view(np.int64), temperatures.view(np.int64)])

@@ -33,30 +33,21 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
     """[3, tokens] int64: token ids, positions, slots (block_id * block_size + offset)."""
     lens = [len(piece.token_ids) for piece in batch]
     arrays = np.empty((3, sum(lens)), np.int64)
-    if max(lens, default=0) == 1:
-        arrays[0] = [piece.token_ids[0] for piece in batch]
-        arrays[1] = starts = [piece.start for piece in batch]
-        written = [piece.block_table[piece.start // block_size] for piece in batch]
-        arrays[2] = np.array(written) * block_size + np.array(starts) % block_size
-        return arrays
     token_ids, positions, slots = arrays
-    first = 0
-    for piece, n in zip(batch, lens, strict=True):
-        start = piece.start
-        if n == 1:  # a decode: numpy would take longer than all the rest
-            table = piece.block_table
-            token_ids[first] = piece.token_ids[0]
-            positions[first] = start
-            slots[first] = table[start // block_size] * block_size + start % block_size
-        else:
-            mine = slice(first, first + n)
-            token_ids[mine] = piece.token_ids
-            positions[mine] = np.arange(start, start + n)
-            blocks = np.array(
-                piece.block_table[start // block_size : -(-(start + n) // block_size)]
-            )
-            blocks_of_tokens = blocks[positions[mine] // block_size - start // block_size]
-            slots[mine] = blocks_of_tokens * block_size + positions[mine] % block_size
+    first = next((index for index, n in enumerate(lens) if n > 1), len(batch))
+    if first:  # the decodes before the first chunk, all at once
+        singles, mine = batch[:first], slice(first)
+        token_ids[mine] = [piece.token_ids[0] for piece in singles]
+        positions[mine] = [piece.start for piece in singles]
+        blocks = np.array([piece.block_table[piece.start // block_size] for piece in singles])
+        slots[mine] = blocks * block_size + positions[mine] % block_size
+    for piece, n in zip(batch[first:], lens[first:], strict=True):
+        start, mine = piece.start, slice(first, first + n)
+        token_ids[mine] = piece.token_ids
+        positions[mine] = np.arange(start, start + n)
+        blocks = np.array(piece.block_table[start // block_size : -(-(start + n) // block_size)])
+        blocks_of_tokens = blocks[positions[mine] // block_size - start // block_size]
+        slots[mine] = blocks_of_tokens * block_size + positions[mine] % block_size
         first += n
     return arrays
 
@@ -73,21 +64,23 @@ class SampledRows:
     def of(cls, batch: Sequence[SequenceSlice]) -> SampledRows:
         found, end = cls([], [], []), 0
         for index, piece in enumerate(batch):
-            end += piece.num_scheduled_tokens
+            end += len(piece.token_ids)
             if piece.sample is None:
                 continue
-            for place, spec in enumerate(piece.draft_samples, end - 1 - len(piece.draft_samples)):
-                found.add(index, place, spec)
-            found.add(index, end - 1, piece.sample)
+            drafts = piece.draft_samples
+            if drafts:
+                found.slices.extend([index] * len(drafts))
+                found.tokens.extend(range(end - 1 - len(drafts), end - 1))
+                found.specs.extend(drafts)
+            found.slices.append(index)
+            found.tokens.append(end - 1)
+            found.specs.append(piece.sample)
         return found
-
-    def add(self, index: int, token: int, spec: SampleSpec) -> None:
-        self.slices.append(index)
-        self.tokens.append(token)
-        self.specs.append(spec)
 
     def results(self, num_slices: int, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
         """`tokens` of the rows, by slice."""
+        if self.slices == [*range(num_slices)]:
+            return [*tokens]
         results: list[SampledToken | None] = [None] * num_slices
         for index, token in zip(self.slices, tokens, strict=True):
             if (before := results[index]) is not None:
@@ -95,6 +88,13 @@ class SampledRows:
                 token = token._replace(at_drafts=at_drafts)
             results[index] = token
         return results
+
+
+def sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
+    """[2, rows]: keys, and the bits of the temperatures in float64."""
+    keys = np.array([spec.key for spec in specs], np.uint64)
+    temperatures = np.array([spec.params.temperature for spec in specs], np.float64)
+    return np.stack([keys.view(np.int64), temperatures.view(np.int64)])
 
 
 def metadata_of(
@@ -106,8 +106,8 @@ def metadata_of(
 ) -> AttentionMetadata:
     """What attention plans a step by; `slots` [tokens] lie on the device."""
     return AttentionMetadata(
-        query_lens=[piece.num_scheduled_tokens for piece in batch],
-        seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
+        query_lens=[len(piece.token_ids) for piece in batch],
+        seq_lens=[piece.start + len(piece.token_ids) for piece in batch],
         block_tables=[piece.block_table for piece in batch],
         slot_mapping=slots,
         is_graph=is_graph,
@@ -118,8 +118,10 @@ def metadata_of(
 
 def num_decodes(batch: Sequence[SequenceSlice]) -> int:
     """Slices at the beginning that are decodes: one token, and drafts behind it."""
-    is_decode = (piece.num_scheduled_tokens == 1 + len(piece.draft_samples) for piece in batch)
-    return next((index for index, each in enumerate(is_decode) if not each), len(batch))
+    for index, piece in enumerate(batch):
+        if len(piece.token_ids) != 1 + len(piece.draft_samples):
+            return index
+    return len(batch)
 
 
 def plan_adapters(

@@ -60,11 +60,13 @@ class Schedule:
     def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
         """Take as many of the sequence's unlaunched tokens as there is room for."""
         num_tokens = sequence.num_unlaunched_tokens
-        if not self.can_end(num_tokens):
+        budget = self.num_budget_tokens
+        if num_tokens > budget and not self.can_end(num_tokens):
             num_tokens = self._chunk_of(num_tokens, is_in_queue)
         self.scheduled.append(ScheduledSequence(sequence, num_tokens))
-        self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
-        self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
+        self.num_budget_tokens = budget - num_tokens if num_tokens < budget else 0
+        chunk = self.num_chunk_tokens
+        self.num_chunk_tokens = chunk - num_tokens if num_tokens < chunk else 0
         if sequence.is_prefilling:
             self.num_prompt_tokens += num_tokens
             self.prompt_callers.add(sequence.request.caller_id)

@@ -173,7 +173,9 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
                 continue  # preempted by one before it, or not yet its turn
-            if self._awaits_last_token(sequence) or self._awaits_its_end(sequence):
+            if sequence.num_awaited_tokens and self._awaits_last_token(sequence):
+                continue
+            if self._awaits_its_end(sequence):
                 continue
             if sequence.draft_token_ids:
                 self.preemption.fit_drafts(sequence, schedule)
@@ -237,17 +239,15 @@ class Scheduler:
         return -(-sum(not one.is_prefilling for one in self.queues.running) // num_stages)
 
     def _awaits_last_token(self, sequence: Sequence) -> bool:
-        """Whether the host has to know the token that a step in flight samples, and does not."""
-        if self._limits.num_stages > 1:
-            return sequence.num_awaited_tokens > 0
-        return sequence.needs_last_token
+        """Whether the host has to know the token that a step in flight samples."""
+        return self._limits.num_stages > 1 or sequence.needs_last_token
 
     def _awaits_its_end(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes the last token that it can have here."""
-        if sequence.num_unlaunched_tokens == 0:
-            return True  # held behind its first token
-        num_outputs = sequence.num_outputs + sequence.num_awaited_tokens
-        return num_outputs >= self._limits.max_outputs(sequence.request)
+        num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
+        if num_tokens >= sequence.most_tokens or num_tokens >= self._limits.max_model_len:
+            return True
+        return sequence.num_unlaunched_tokens == 0  # held behind its first token
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""

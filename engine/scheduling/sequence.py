@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
-from ...core.request.request import FinishReason, Request
+from ...core.request.request import FinishReason, Request, sample_key
 from ...core.request.token_ids import BlockHash, block_hashes
 from ..execution.constraints import Constrained, TokenCounts
 
@@ -92,6 +92,9 @@ class Sequence:
     root_hash: BlockHash
     key: str = field(init=False)  # the request's
     token_ids: array[int] = field(init=False)
+    most_tokens: int = field(init=False)  # by its request
+    needs_history: bool = field(init=False)  # for each token, of the tokens before it
+    sample_key: int | None = field(init=False)  # of its tokens' keys; None: none is drawn
     state: SequenceState = SequenceState.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed_tokens: int = 0
@@ -113,14 +116,18 @@ class Sequence:
     _hashes: list[BlockHash] = field(default_factory=list)
     _counts: TokenCounts | None = None
     _has_penalties: bool = field(init=False)
-    _needs_history: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.request.key
         self.token_ids = self.request.known_token_ids
         self.forks = self.request.forks
-        self._has_penalties = self.request.sampling.has_penalties
-        self._needs_history = self.request.sampling.needs_history
+        params = self.request.sampling
+        self._has_penalties = params.has_penalties
+        self.most_tokens = len(self.request.prompt_token_ids) + params.max_tokens
+        self.needs_history = params.needs_history
+        self.sample_key = None
+        if not params.is_greedy:
+            self.sample_key = sample_key(params.seed, self.request.sample_index)
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +162,7 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next token cannot be sampled before the host knows the one before it."""
-        needs_it = self._needs_history or len(self.draft_token_ids) > 0
+        needs_it = self.needs_history or len(self.draft_token_ids) > 0
         return needs_it and self.num_awaited_tokens > 0
 
     @property
