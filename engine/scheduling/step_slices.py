@@ -35,10 +35,12 @@ def launch_slice(
     is_awaited = start == sequence.num_tokens
     token_ids = [0] if is_awaited else sequence.token_ids[start:end]
     follows = previous[sequence] if is_awaited else None
-    sample = None
+    sample = next_token_id = None
     if scheduled.samples:
         sample = _sample_spec(sequence, end, masks, eos_token_ids)
         sequence.num_awaited_tokens += sequence.awaits_tokens
+    elif end < len(sequence.token_ids):
+        next_token_id = sequence.token_ids[end]
     sequence.num_launched_tokens = end
     slot = sequence.adapter_slot
     if not sequence.owes_prompt_logprobs:
@@ -50,6 +52,7 @@ def launch_slice(
             follows,
             adapter_slot=slot,
             is_prompt=is_prompt,
+            next_token_id=next_token_id,
         )
     first = max(start + 1, sequence.next_prompt_logprob)
     return SequenceSlice(
@@ -63,6 +66,7 @@ def launch_slice(
         num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
         adapter_slot=slot,
         is_prompt=is_prompt,
+        next_token_id=next_token_id,
     )
 
 
