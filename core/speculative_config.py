@@ -19,8 +19,8 @@ _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """`num_speculative_tokens`: drafts of a sequence in one step, at most. `model`: the folder of
-    the draft model or head. An n-gram is looked up that ends the tokens so far, the longest first, of
-    `prompt_lookup_max` to `prompt_lookup_min` tokens.
+    the draft model or head. An n-gram is looked up that ends the tokens so far, the longest first,
+    of `prompt_lookup_max` to `prompt_lookup_min` tokens.
     """
 
     method: str

@@ -72,8 +72,8 @@ class DraftModel:
     def load_beside(
         self, target: Decoder, notes: list[str]
     ) -> tuple[Decoder | Eagle3Head, dict[str, str]]:
-        """The model beside `target`, its weights filled, and what an engine's fingerprint has of it; `notes` are
-        lines for people. Raises StartupFailed."""
+        """The model beside `target`, its weights filled, and what an engine's fingerprint has of
+        it; `notes` are lines for people. Raises StartupFailed."""
         own, found = self.config, list[str]()
         layers = LayerRange(0, own.num_layers, own.num_layers)
         model, identity = load_model(

@@ -15,10 +15,11 @@ from eagle3_heads import (
     ReferenceHead,
     head_config,
     head_tensors,
-    trained_head,
+    make_head,
     write_head,
     write_target,
 )
+from fakes.clock import FakeClock
 from transformers import PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
@@ -28,6 +29,7 @@ from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.proposer import Context
 
@@ -55,7 +57,7 @@ class Files:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("eagle3")
     model = write_target(folder / "target")
-    head = trained_head(model)
+    head = make_head()
     write_head(folder / "head", head_tensors(head))
     return Files(model, head, folder / "target", folder / "head")
 
@@ -79,6 +81,13 @@ class Recorder(DraftModelProposer):
         for context, drafts in zip(contexts, proposed, strict=True):
             self.found.append((context.key, list(context.token_ids), list(drafts)))
         return proposed
+
+
+class Optimist(OutputLengthEstimator):
+    """Memory runs out, and preemption must repair it."""
+
+    def estimate(self, num_generated: int, max_tokens: int) -> int:
+        return 1
 
 
 def engine_of(
@@ -144,7 +153,7 @@ def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> N
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("num_blocks", [BLOCKS, 18])
+@pytest.mark.parametrize("num_blocks", [BLOCKS, 14])
 def test_outputs_are_those_without_a_head(
     files: Files, runner: ModelRunner, temperature: float, num_blocks: int
 ) -> None:
@@ -153,7 +162,7 @@ def test_outputs_are_those_without_a_head(
     plain_runner = files.runner(has_head=False)
     plain = outputs(engine_of(plain_runner, None), asked)
     plain_runner.close()
-    engine = engine_of(runner, Recorder(runner), num_blocks)
+    engine = engine_of(runner, Recorder(runner), num_blocks, estimator=Optimist())
     assert outputs(engine, asked) == plain
     assert sum(engine.totals().speculation.accepted) > 20
     assert engine.totals().num_preemptions or num_blocks == BLOCKS
@@ -163,16 +172,17 @@ def test_outputs_are_those_without_a_head(
 def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
     files: Files, runner: ModelRunner
 ) -> None:
-    """The head's KV is a layer of the blocks; but for the first step the drafts are the same."""
-    asked = requests(num=8, max_tokens=60)
+    """The head's KV is a layer of the blocks; but for the first step the drafts are the same.
+    A clock that stands still: all drafts pay."""
+    asked = requests(num=10, max_tokens=120)
     recorder = Recorder(runner)
-    engine = engine_of(runner, recorder, enable_prefix_caching=False)
+    engine = engine_of(runner, recorder, enable_prefix_caching=False, clock=FakeClock())
     expected = outputs(engine, asked)
     other = files.runner()
     layers = other.kv.layout.num_layers
     assert layers == other.model_config.num_layers + 1 and "draft_model" in other.fingerprint
     held, behind = engine_of(runner, None, enable_prefix_caching=False), Recorder(other)
-    decoding = engine_of(other, behind, enable_prefix_caching=False)
+    decoding = engine_of(other, behind, enable_prefix_caching=False, clock=FakeClock())
     for one in asked:
         held.add(one, hold=True)
     tokens = run(held)
@@ -197,5 +207,58 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
     assert len(same) > 20 and sum(same) >= len(same) - 1
     one, handed_over = acceptance(engine), acceptance(decoding)
     other.close()
-    print(f"acceptance {one:.3f}, behind a hand-off {handed_over:.3f}")
-    assert handed_over == pytest.approx(one, rel=0.06)
+    assert handed_over == pytest.approx(one, rel=0.02)
+
+
+CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": 65}, "vocab_size of 65, the model one of 64"),
+    ({"hidden_size": 64}, "config.json.*hidden_size is 64, the model's hidden_size 48"),
+    ({"target_hidden_size": 64}, "target_hidden_size is 64, the model's hidden_size 48"),
+    ({"head_dim": 32}, "head_dim of 32, the model one of 16"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads of 4"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+    ({"draft_vocab_size": 65}, "draft_vocab_size is above the model's 64"),
+    ({"draft_vocab_size": 64}, "lm_head.weight in .* has shape"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ({"eagle_config": None}, r"eagle_aux_hidden_state_layer_ids is \[1, 1, 0\]"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, r"is \[0, 1, 3\], not 3"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+    ({"architectures": ["LlamaForCausalLM"]}, "is not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), CONFIG_FAULTS)
+def test_what_does_not_fit_the_model_is_refused(
+    files: Files, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    write_head(tmp_path, head_tensors(files.head), head_config() | changes)
+    with pytest.raises(StartupFailed, match=reason):
+        files.runner(tmp_path)
+
+
+TENSOR_FAULTS: list[tuple[str, torch.Tensor | None, str]] = [
+    ("fc.weight", None, "lacks the tensor fc.weight"),
+    ("midlayer.hidden_norm.weight", None, "lacks the tensor midlayer.hidden_norm.weight"),
+    ("lm_head.weight", None, "lacks the tensor lm_head.weight"),
+    ("d2t", None, "lacks the tensor d2t"),
+    ("fc.weight", torch.zeros(48, 96), r"fc.weight in .*shape \[48, 96\].*\[48, 144\]"),
+    ("fc.bias", torch.zeros(48), "has the tensor fc.bias"),
+    ("d2t", torch.zeros(59, dtype=torch.int64), r"d2t in .*shape \[59\], not of 60 integers"),
+    ("d2t", torch.zeros(60), "d2t in .* is of type torch.float32"),
+    ("d2t", torch.full((60,), 64), "d2t in .* has numbers of 64"),
+    ("d2t", torch.full((60,), 5), "d2t gives ids that are none"),
+    ("d2t", torch.eye(60, dtype=torch.int64)[0], "d2t gives ids that are none, or one twice"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "reason"), TENSOR_FAULTS)
+def test_a_checkpoint_that_is_no_head_is_refused(
+    files: Files, tmp_path: Path, name: str, tensor: torch.Tensor | None, reason: str
+) -> None:
+    tensors = head_tensors(files.head)
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    write_head(tmp_path, tensors)
+    with pytest.raises(StartupFailed, match=reason):
+        files.runner(tmp_path)
