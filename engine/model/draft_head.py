@@ -119,6 +119,11 @@ class Eagle3Head:
 
     def targets(self) -> Targets:
         """Every tensor of floats that a checkpoint must have."""
-        parts = (self._fc, self._input_norm, self._hidden_norm, self.attention, self._mlp)
-        for part in (*self._own, *parts, self._post_attention_norm, self._norm):
-            yield from part.targets()
+        for embedding in self._own:
+            yield from embedding.targets()
+        norms = (self._input_norm, self._hidden_norm, self._post_attention_norm, self._norm)
+        for norm in norms:
+            yield from norm.targets()
+        yield from self._fc.targets()
+        yield from self.attention.targets()
+        yield from self._mlp.targets()

@@ -123,7 +123,7 @@ class HeadModel(DraftModel):
         size, most = self._num_drafted, self.config.vocab_size
         offsets = read_integers(self._dir, _IDS, size, most)
         ids = torch.arange(size) + offsets
-        if (ids < 0).any() or (ids >= most).any() or len(ids.unique()) < size:
+        if (ids < 0).any() or (ids >= most).any() or len(set(ids.tolist())) < size:
             raise StartupFailed(f"{self._dir}: {_IDS} gives ids that are none, or one twice")
         return offsets
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle3_heads import (
+from fakes.speculation.eagle3_heads import (
     ReferenceHead,
     head_config,
     head_tensors,
