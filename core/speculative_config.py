@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from .errors import StartupFailed
 
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
-METHODS = (NGRAM, DRAFT_MODEL)
+NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
+METHODS = (NGRAM, DRAFT_MODEL, EAGLE3)
 MAX_DRAFTS = 16  # of a sequence in one step
 _MAX_LOOKUP = 64
 _FLAG = "--speculative-config"
@@ -19,8 +19,8 @@ _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """`num_speculative_tokens`: drafts of a sequence in one step, at most. `model`: the folder of
-    the draft model. An n-gram is looked up that ends the tokens so far, the longest first, of
-    `prompt_lookup_max` to `prompt_lookup_min` tokens.
+    the draft model or head. An n-gram is looked up that ends the tokens so far, the longest first,
+    of `prompt_lookup_max` to `prompt_lookup_min` tokens.
     """
 
     method: str
@@ -65,10 +65,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     config = SpeculativeConfig(**given)
     if config.method == NGRAM and "model" in given:
         raise StartupFailed(f'{_FLAG}: \'model\' is not for "method": "{NGRAM}"')
-    if config.method == DRAFT_MODEL and config.model is None:
+    if config.method != NGRAM and config.model is None:
         raise StartupFailed(f"{_FLAG}: 'model' is missing", hint=_DRAFT_EXAMPLE)
-    if config.method == DRAFT_MODEL and lookup:
-        raise StartupFailed(f'{_FLAG}: {min(lookup)!r} is not for "method": "{DRAFT_MODEL}"')
+    if config.method != NGRAM and lookup:
+        raise StartupFailed(f'{_FLAG}: {min(lookup)!r} is not for "method": "{config.method}"')
     return config
 
 

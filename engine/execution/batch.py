@@ -27,7 +27,8 @@ class SequenceSlice(NamedTuple):
     `draft_samples`: the slice's tokens behind its first are drafts, as many, and a token is sampled
     in front of each: by `draft_samples[i]` what draft i is if it is right, by `sample` what is
     behind the last. `is_prompt`: its tokens were known at its admission, a draft model computes
-    their KV too.
+    their KV too. `next_token_id`: what follows a prompt's slice behind which nothing is sampled, if
+    that is known; a draft head reads it.
     """
 
     token_ids: Sequence[int]
@@ -41,6 +42,7 @@ class SequenceSlice(NamedTuple):
     adapter_slot: int | None = None  # where its LoRA adapter is
     draft_samples: Sequence[SampleSpec] = ()
     is_prompt: bool = False
+    next_token_id: int | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -121,12 +123,13 @@ class Runner(Protocol):
 
 
 class Drafter(Protocol):
-    """A runner with a draft model beside its model."""
+    """A runner with a draft model or a draft head beside its model."""
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         """Between two steps: let the draft model continue each slice's sequence, by a token for
         each of its `draft_samples`, drawn by that. `token_ids` are those that the draft model has
-        no KV of, up to the last. The block table has room for all. Raises EngineFailed."""
+        no KV of, up to the last. The block table has room for all. A head may have none to give.
+        Raises EngineFailed."""
         ...
 
 

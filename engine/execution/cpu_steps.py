@@ -9,15 +9,11 @@ from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
-from ..kv.block_pool import PADDING_BLOCK
 from ..lora.rank_adapters import RankAdapters
 from ..model.decoder import Decoder
 from .batch import CompletedStep, SampledToken, SequenceSlice
-from .step_parts import SampledRows, compute_extras, flatten, metadata_of, plan_adapters
-
-# BLAS multiplies a single row by another routine, whose sums round differently: with this second
-# row a decode alone gives bit for bit what it gives in a batch.
-_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+from .drafting.head_steps import HeadSteps
+from .step_parts import SampledRows, compute_extras, flatten, metadata_of, padded, plan_adapters
 
 
 class CpuSteps:
@@ -36,9 +32,11 @@ class CpuSteps:
         self._adapters = adapters
         self._attention = attention
         self._block_size = block_size
+        self.head: HeadSteps | None = None
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
-        hidden = self._forward(batch)
+        pieces = padded(batch)
+        hidden = self._forward(pieces)
         if not self.model.range.is_last:
             return CompletedStep([None] * len(batch))
         rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
@@ -46,6 +44,9 @@ class CpuSteps:
             logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
             token_ids, logprobs = sample(logits, rows.specs)
             tokens += map(SampledToken, token_ids.tolist(), logprobs.tolist())
+        if self.head is not None:
+            features = hidden if self.model.kept is None else self.model.kept
+            self.head.follow(pieces, features, rows, [token.token_id for token in tokens])
         extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
         if extras is not None:
             extras.add_to(tokens)
@@ -53,9 +54,7 @@ class CpuSteps:
         return CompletedStep(rows.results(len(batch), tokens), prompt)
 
     def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
-        """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
-        if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
-            batch = (*batch, _PADDING_SLICE)
+        """Hidden states [tokens, hidden]."""
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
         self._attention.plan(metadata_of(batch, slots))
         plan_adapters(self._adapters, batch, len(token_ids))

@@ -35,6 +35,7 @@ from ..kv.limits import MAX_NUM_SEQS, seqs_for_pool, spare_tokens
 from ..lora.rank_adapters import RankAdapters
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
+from ..model.draft_head import Eagle3Head
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
@@ -43,8 +44,10 @@ from ..model.weights.filling import OnProgress
 from .batch import LaunchedStep, SampledToken, SequenceSlice
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
-from .drafting.draft_model import DraftModel, make_draft_model
+from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
+from .drafting.head_model import make_draft_model
+from .drafting.head_steps import HeadSteps
 from .expert_loads import ExpertLoadReader
 from .largest_step import largest_batch
 from .model_loading import load_model
@@ -131,7 +134,8 @@ class ModelRunner:
         )
         drafting, of_drafts = None, dict[str, str]()
         if self._draft_model is not None:
-            drafting, of_drafts = self._draft_model.load(self.startup_notes)
+            notes = self.startup_notes
+            drafting, of_drafts = self._draft_model.load_beside(model, notes)
         self.adapters = self._make_adapters(model)
         self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
@@ -140,17 +144,22 @@ class ModelRunner:
         )
         self.fingerprint |= of_drafts
         self._draft_steps: DraftSteps | None = None
+        self._head_steps: HeadSteps | None = None
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
             attention = self._make_attention(self.kv.tensor)
-            self._steps: CpuSteps | GpuSteps = CpuSteps(
-                model, attention, config.block_size, self.adapters
-            )
+            own_steps = CpuSteps(model, attention, config.block_size, self.adapters)
+            self._steps: CpuSteps | GpuSteps = own_steps
             if drafting is not None:
                 attention = self._make_attention(self.kv.tensor, self._draft_model)
+            if isinstance(drafting, Eagle3Head):
+                self._head_steps = HeadSteps(drafting, attention, config.block_size)
+                own_steps.head = self._head_steps
+            elif drafting is not None:
                 steps = CpuSteps(drafting, attention, config.block_size)
                 self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
         else:
+            assert not isinstance(drafting, Eagle3Head), "heads are for CPUs"
             self._start_gpu(model, drafting, layout)
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
@@ -298,9 +307,10 @@ class ModelRunner:
             raise EngineFailed(f"the step failed: {error}") from error
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """See `batch.Drafter`; `--speculative-config` names a draft model."""
-        assert self._draft_steps is not None
-        return self._draft_steps.draft(batch)
+        """See `batch.Drafter`; `--speculative-config` asks for a draft model or a head."""
+        drafter = self._draft_steps or self._head_steps
+        assert drafter is not None
+        return drafter.draft(batch)
 
     def expert_tokens(self) -> tuple[int, ...]:
         """How many tokens chose each expert, over all layers; empty without experts. Never waits,
@@ -351,7 +361,7 @@ class ModelRunner:
             self.host_copier.close()
         if self._count is not None:
             self._count.close()
-        del self._steps, self._draft_steps
+        del self._steps, self._draft_steps, self._head_steps
         self.kv.close()
         self._communicator.close()
 

@@ -20,13 +20,24 @@ from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
+from ..kv.block_pool import PADDING_BLOCK
 from ..lora.rank_adapters import RankAdapters
 from .batch import Candidate, SampledToken, SequenceSlice
 
 Int64s = NDArray[np.int64]
 WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
 
+# BLAS multiplies a single row by another routine, whose sums round differently: with this second
+# row a decode alone gives bit for bit what it gives in a batch.
+_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+
 _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
+
+
+def padded(batch: Sequence[SequenceSlice]) -> Sequence[SequenceSlice]:
+    """With a slice behind it that is nobody's, if it is a single row."""
+    is_alone = len(batch) == 1 and batch[0].num_scheduled_tokens == 1
+    return (*batch, _PADDING_SLICE) if is_alone else batch
 
 
 def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:

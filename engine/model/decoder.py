@@ -30,16 +30,24 @@ from .weights.targets import Targets
 class Attention:
     """Grouped-query attention with its four projections, and norms of q and k if it has them.
 
-    `place`: of the layer among those whose KV lies here."""
+    `place`: of the layer among those whose KV lies here. `num_inputs`: the hidden size unless
+    given."""
 
-    def __init__(self, place: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
+    def __init__(
+        self,
+        place: int,
+        prefix: str,
+        config: ModelConfig,
+        placement: Placement,
+        num_inputs: int | None = None,
+    ) -> None:
         self._layer = place
         self._head_dim = dim = config.head_dim
         communicator = placement.communicator
         heads = heads_of_rank(config, communicator.rank, communicator.size)
         self.qkv = Linear(
             _qkv_of_rank(prefix, config, heads),
-            config.hidden_size,
+            num_inputs or config.hidden_size,
             placement,
             has_bias=config.has_qkv_bias,
         )
@@ -110,8 +118,9 @@ class DecoderLayer:
         config: ModelConfig,
         placement: Placement,
         loads: ExpertLoads | None,
+        prefix: str | None = None,
     ) -> None:
-        prefix, eps = f"model.layers.{index}", config.rms_norm_eps
+        prefix, eps = prefix or f"model.layers.{index}", config.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, eps, placement)
         self.attention = Attention(place, f"{prefix}.self_attn", config, placement)
         self.post_attention_norm = RMSNorm(
@@ -126,13 +135,17 @@ class DecoderLayer:
         residual: Tensor,
         rope: tuple[Tensor, Tensor],
         attention: AttentionBackend,
+        kept: Tensor | None = None,
     ) -> Summand:
-        """x: what is to be added to `residual` yet, if anything; returns the same for the next."""
+        """x: what is to be added to `residual` yet, if anything; returns the same for the next.
+        `kept` [tokens, hidden] gets the sum."""
         reader = self.attention.qkv.fp8_weight
         if x is None:
             normed = self.input_norm(residual, reader)
         else:
             normed = self.input_norm.add(x, residual, reader)
+        if kept is not None:
+            kept.copy_(residual)
         attended = self.attention(normed, rope, attention)
         return self.mlp(self.post_attention_norm.add(attended, residual, self._mlp_reader))
 
@@ -201,6 +214,8 @@ class Decoder:
                     "lm_head", config.vocab_size, config.hidden_size, placement, is_head=True
                 )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+        self.kept_layers: tuple[int, ...] = ()  # whose inputs a draft head reads
+        self.kept: Tensor | None = None  # of the last step, side by side [tokens, layers * hidden]
 
     @property
     def embed(self) -> Embedding:
@@ -227,8 +242,9 @@ class Decoder:
         x: Summand | None = None
         residual = self._begin(token_ids)
         rope = self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, residual, rope, attention)
+        kept = self._new_kept(len(token_ids))
+        for place, layer in enumerate(self.layers):
+            x = layer(x, residual, rope, attention, kept.get(place))
         if self._norm is None:
             assert x is not None
             self.layers[-1].input_norm.add(x, residual)  # for the sum alone
@@ -237,6 +253,14 @@ class Decoder:
         hidden = self._norm(residual) if x is None else self._norm.add(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def _new_kept(self, num_tokens: int) -> dict[int, Tensor]:
+        """Room for the inputs of `kept_layers`, by layer."""
+        if not self.kept_layers:
+            return {}
+        self.kept = self._new_residual((num_tokens, len(self.kept_layers) * self._hidden_size))
+        parts = self.kept.unflatten(1, (-1, self._hidden_size)).unbind(1)
+        return dict(zip(self.kept_layers, parts, strict=True))
 
     def _begin(self, token_ids: Tensor) -> Tensor:
         """The residual stream in front of this stage's layers, [tokens, hidden]."""

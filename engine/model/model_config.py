@@ -138,14 +138,19 @@ class ModelConfig:
         return min(windows, default=None)
 
 
-def read_model_config(model_dir: Path, quantization: str | None = None) -> ModelConfig:
+def read_model_config(
+    model_dir: Path,
+    quantization: str | None = None,
+    known: Mapping[str, Architecture] = ARCHITECTURES,
+) -> ModelConfig:
     """Read config.json. Raises StartupFailed, naming the field, if it cannot be served.
 
-    `quantization`: --quantization, for a checkpoint that is not quantised.
+    `quantization`: --quantization, for a checkpoint that is not quantised. `known`: what may be in
+    `architectures`.
     """
     fields = Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
-    name = _architecture_name(fields)
-    architecture = ARCHITECTURES[name]
+    name = _architecture_name(fields, known)
+    architecture = known[name]
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
@@ -193,14 +198,14 @@ def _check_heads(config: ModelConfig, fields: Fields) -> None:
         raise fields.error("head_dim is 2, for which dynamic RoPE is not defined")
 
 
-def _architecture_name(fields: Fields) -> str:
+def _architecture_name(fields: Fields, known: Mapping[str, Architecture]) -> str:
     names = fields.get("architectures", [])
     for name in names if isinstance(names, list) else []:
-        if name in ARCHITECTURES:
+        if name in known:
             return str(name)
     raise fields.error(
         f"architecture {names!r} is not supported",
-        hint=f"supported are: {', '.join(ARCHITECTURES)}",
+        hint=f"supported are: {', '.join(known)}",
     )
 
 

@@ -121,6 +121,7 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
                 piece.adapter_slot,
                 list(map(_sent, piece.draft_samples)),
                 piece.is_prompt,
+                piece.next_token_id,
             )
             for piece in batch
         ]
@@ -156,12 +157,14 @@ def decode(message: memoryview) -> list[SequenceSlice]:
             slot,
             [_received(*one) for one in drafts],
             is_prompt,
+            next_token_id,
         )
         for (
             *(tokens, start, table, spec, follows, targets, first_target, num_top),
             slot,
             drafts,
             is_prompt,
+            next_token_id,
         ) in _decoder.decode(message)
     ]
 

@@ -37,16 +37,19 @@ def launch_slice(
     is_awaited = start == num_known
     token_ids = _AWAITED if is_awaited else sequence.token_ids[start:end]
     follows = previous[sequence] if is_awaited else None
-    sample = None
+    sample = next_token_id = None
     if end == num_known + sequence.num_awaited_tokens:
         sample = _sample_spec(sequence, end, masks, eos_token_ids)
         sequence.num_awaited_tokens += sequence.awaits_tokens
+    elif end < num_known:
+        next_token_id = sequence.token_ids[end]
     sequence.num_launched_tokens = end
     slot = sequence.adapter_slot
     if not (is_prompt and sequence.owes_prompt_logprobs):
         # By position: by name it takes twice as long, for hundreds a step.
         return SequenceSlice(
-            token_ids, start, sequence.block_ids, sample, follows, (), 0, 0, slot, (), is_prompt
+            *(token_ids, start, sequence.block_ids, sample, follows),
+            *((), 0, 0, slot, (), is_prompt, next_token_id),
         )
     first = max(start + 1, sequence.next_prompt_logprob)
     return SequenceSlice(
@@ -60,6 +63,7 @@ def launch_slice(
         num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
         adapter_slot=slot,
         is_prompt=is_prompt,
+        next_token_id=next_token_id,
     )
 
 

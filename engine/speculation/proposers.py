@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.speculative_config import DRAFT_MODEL, SpeculativeConfig
+from ...core.speculative_config import NGRAM, SpeculativeConfig
 from ..execution.batch import Drafter
 from .draft_model import DraftModelProposer
 from .ngram import NgramProposer
@@ -10,11 +10,10 @@ from .proposer import Proposer
 
 
 def make_proposer(config: SpeculativeConfig | None, drafter: Drafter) -> Proposer | None:
-    """None: no speculation. `drafter` is for draft models."""
+    """None: no speculation. `drafter` is for draft models and heads."""
     if config is None:
         return None
-    if config.method == DRAFT_MODEL:
-        return DraftModelProposer(drafter, config.num_speculative_tokens)
-    return NgramProposer(
-        config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min
-    )
+    most = config.num_speculative_tokens
+    if config.method == NGRAM:
+        return NgramProposer(most, config.prompt_lookup_max, config.prompt_lookup_min)
+    return DraftModelProposer(drafter, most)

@@ -15,9 +15,9 @@ from pathlib import Path
 from ....core.engine_config import EngineConfig
 from ....core.errors import StartupFailed
 from ....core.model_dir import resolve_model_dir
-from ....core.speculative_config import DRAFT_MODEL
 from ...kv.kv_memory import KvLayout
 from ...model.decoder import Decoder
+from ...model.draft_head import Eagle3Head
 from ...model.fingerprint import model_hash
 from ...model.model_config import ModelConfig, read_model_config
 from ...model.sharding import check_divisible, heads_of_rank
@@ -30,6 +30,8 @@ from ..model_loading import load_model
 class DraftModel:
     """One rank's part of the model that `--speculative-config` names."""
 
+    kind = "draft model"
+
     def __init__(
         self, config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
     ) -> None:
@@ -37,17 +39,20 @@ class DraftModel:
         `placement`. Raises StartupFailed."""
         assert config.speculation is not None and config.speculation.model is not None
         self._config, self._dir = config, resolve_model_dir(config.speculation.model)
-        self.config = own = read_model_config(self._dir)
+        self.config = own = self._read_config()
         ranks = placement.communicator
         check_divisible(own, ranks.size)
         self.heads = heads_of_rank(own, ranks.rank, ranks.size)
         self._kv_heads = heads_of_rank(target, ranks.rank, ranks.size).num_kv_heads
         self._num_layers_before = target.num_layers
-        _check_vocabulary(self._dir, own, model_dir, target)
+        self._check_vocabulary(model_dir, target)
         self._check_heads(target)
         self._placement = dataclasses.replace(
             choose_placement(config, own), dtype=placement.dtype, communicator=ranks
         )
+
+    def _read_config(self) -> ModelConfig:
+        return read_model_config(self._dir)
 
     @property
     def attention_config(self) -> ModelConfig:
@@ -55,25 +60,43 @@ class DraftModel:
         windows = (None,) * self._num_layers_before + self.config.windows
         return dataclasses.replace(self.config, windows=windows)
 
+    @property
+    def _behind(self) -> tuple[int, int]:
+        """How many layers lie in front of its own in a block, with how many KV heads here."""
+        return self._num_layers_before, self._kv_heads
+
     def beside(self, layout: KvLayout) -> KvLayout:
         """The layout of blocks that hold the KV of both."""
         return dataclasses.replace(layout, num_layers=layout.num_layers + self.config.num_layers)
 
-    def load(self, notes: list[str]) -> tuple[Decoder, dict[str, str]]:
-        """The model, its weights filled, and what an engine's fingerprint has of it; `notes` are
-        lines for people. Raises StartupFailed."""
+    def load_beside(
+        self, target: Decoder, notes: list[str]
+    ) -> tuple[Decoder | Eagle3Head, dict[str, str]]:
+        """The model beside `target`, its weights filled, and what an engine's fingerprint has of
+        it; `notes` are lines for people. Raises StartupFailed."""
         own, found = self.config, list[str]()
         layers = LayerRange(0, own.num_layers, own.num_layers)
         model, identity = load_model(
             self._config, self._dir, own, layers, self._placement, None, found
         )
         notes += [f"draft model: {note}" for note in found]
-        model.store_behind(self._num_layers_before, self._kv_heads)
+        model.store_behind(*self._behind)
         return model, {"draft_model": model_hash(own, identity)}
+
+    def _check_vocabulary(self, model_dir: Path, target: ModelConfig) -> None:
+        """A token id means the same to both. Raises StartupFailed."""
+        here, size = f"the {self.kind} {self._dir}", self.config.vocab_size
+        if size != target.vocab_size:
+            raise StartupFailed(
+                f"{here} has a vocab_size of {size}, the model one of {target.vocab_size}"
+            )
+        vocabularies = [_vocabulary(folder / "tokenizer.json") for folder in (self._dir, model_dir)]
+        if None not in vocabularies and vocabularies[0] != vocabularies[1]:
+            raise StartupFailed(f"{here} has another vocabulary in its tokenizer.json")
 
     def _check_heads(self, target: ModelConfig) -> None:
         """Its KV fills blocks whose layers are the target's."""
-        own, here = self.config, f"the draft model {self._dir}"
+        own, here = self.config, f"the {self.kind} {self._dir}"
         if own.head_dim != target.head_dim:
             raise StartupFailed(
                 f"{here} has a head_dim of {own.head_dim}, the model one of {target.head_dim}: "
@@ -84,31 +107,6 @@ class DraftModel:
                 f"{here} has {own.num_heads} heads with num_key_value_heads of {own.num_kv_heads}, "
                 f"which cannot be stored as the model's {target.num_kv_heads}"
             )
-
-
-def make_draft_model(
-    config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
-) -> DraftModel | None:
-    """None if no model drafts."""
-    if config.speculation is None or config.speculation.method != DRAFT_MODEL:
-        return None
-    return DraftModel(config, model_dir, target, placement)
-
-
-def _check_vocabulary(
-    draft_dir: Path, draft: ModelConfig, model_dir: Path, target: ModelConfig
-) -> None:
-    """A token id means the same to both. Raises StartupFailed."""
-    if draft.vocab_size != target.vocab_size:
-        raise StartupFailed(
-            f"the draft model {draft_dir} has a vocab_size of {draft.vocab_size}, the model one of "
-            f"{target.vocab_size}"
-        )
-    vocabularies = [_vocabulary(folder / "tokenizer.json") for folder in (draft_dir, model_dir)]
-    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
-        raise StartupFailed(
-            f"the draft model {draft_dir} has another vocabulary in its tokenizer.json"
-        )
 
 
 def _vocabulary(path: Path) -> object:

@@ -135,6 +135,24 @@ def tensor_names(model_dir: Path) -> frozenset[str]:
     return frozenset(name for path in weight_files(model_dir) for name in _tensor_names(path))
 
 
+def read_integers(model_dir: Path, name: str, size: int, most: int) -> Tensor:
+    """The tensor `name` [size] int64, of numbers below `most` in size. Raises StartupFailed."""
+    for path in weight_files(model_dir):
+        with _open(path) as file:
+            if name not in file.keys():  # noqa: SIM118
+                continue
+            found: Tensor = file.get_tensor(name)
+        if found.dtype not in (torch.int64, torch.int32) or found.shape != (size,):
+            raise StartupFailed(
+                f"{name} in {path} is of type {found.dtype} and shape {list(found.shape)}, not of "
+                f"{size} integers"
+            )
+        if (found.abs() >= most).any():
+            raise StartupFailed(f"{name} in {path} has numbers of {most} or more")
+        return found.long()
+    raise StartupFailed(f"{model_dir} lacks the tensor {name}")
+
+
 def weights_identity(model_dir: Path) -> str:
     """A hex digest that distinguishes checkpoints without reading them whole.
 

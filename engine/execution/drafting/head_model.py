@@ -1,0 +1,138 @@
+"""A draft head beside the model: what they must have in common, and the loading; steps are
+head_steps.py. Which of both `--speculative-config` asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from ....core.engine_config import EngineConfig
+from ....core.errors import StartupFailed
+from ....core.model_dir import read_json
+from ....core.speculative_config import DRAFT_MODEL, EAGLE3
+from ...model.config_fields import Fields
+from ...model.decoder import Decoder
+from ...model.draft_head import Eagle3Head
+from ...model.fingerprint import model_hash
+from ...model.model_config import ARCHITECTURES, ModelConfig, read_model_config
+from ...model.weights.checkpoint import (
+    check_weights,
+    load_weights,
+    read_integers,
+    tensor_names,
+    weights_identity,
+)
+from ...model.weights.placement import Placement
+from .draft_model import DraftModel
+
+_ARCHITECTURES = {"LlamaForCausalLMEagle3": ARCHITECTURES["LlamaForCausalLM"]}
+_NUM_KEPT = 3  # layers of the model whose inputs the head reads
+_IDS, _OF_THE_MODEL = "d2t", "t2d"  # the other way round, which nobody needs
+
+
+class HeadModel(DraftModel):
+    """One rank's part of the EAGLE-3 head that `--speculative-config` names."""
+
+    kind = "draft head"
+
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
+    ) -> None:
+        """See DraftModel."""
+        if placement.device.type != "cpu":
+            raise StartupFailed(f'--speculative-config: "method": "{EAGLE3}" is for CPUs alone')
+        if config.load_format == "dummy":
+            raise StartupFailed(f'--load-format dummy is not for "method": "{EAGLE3}"')
+        super().__init__(config, model_dir, target, placement)
+        own = self._fields
+        if self.config.num_layers != 1:
+            raise own.error(f"num_hidden_layers is {self.config.num_layers}, a head has 1")
+        if self.config.quantization is not None:
+            raise own.error("quantization_config is not supported for draft heads")
+        if self.config.has_tied_embeddings:
+            raise own.error("tie_word_embeddings is not supported for draft heads")
+        hidden = own.positive("target_hidden_size", self.config.hidden_size)
+        if hidden != target.hidden_size:
+            name = "hidden_size" if own.get("target_hidden_size") is None else "target_hidden_size"
+            raise own.error(f"{name} is {hidden}, the model's hidden_size {target.hidden_size}")
+        self._num_features = _NUM_KEPT * hidden
+        self._num_drafted = own.positive("draft_vocab_size", target.vocab_size)
+        if self._num_drafted > target.vocab_size:
+            raise own.error(f"draft_vocab_size is above the model's {target.vocab_size}")
+        self._kept = self._kept_layers(target.num_layers)
+        self._placement = dataclasses.replace(placement, quantization=None, stays_quantised=False)
+
+    def _read_config(self) -> ModelConfig:
+        path = self._dir / "config.json"
+        self._fields = Fields(path, read_json(path))
+        return read_model_config(self._dir, known=_ARCHITECTURES)
+
+    def _kept_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Of the model: whose inputs the head reads. The field names the layers in front."""
+        section, name = self._fields.section("eagle_config"), "eagle_aux_hidden_state_layer_ids"
+        if not section.flag("use_aux_hidden_state", True):
+            raise self._fields.error("use_aux_hidden_state is false, which is not supported")
+        found = tuple(layer + 1 for layer in section.counts(name))
+        found = found or (2, num_layers // 2, num_layers - 3)
+        is_fit = len(set(found)) == _NUM_KEPT and all(0 < layer < num_layers for layer in found)
+        if not is_fit:
+            layers = [layer - 1 for layer in found]
+            raise self._fields.error(
+                f"{name} is {layers}, not {_NUM_KEPT} of the model's {num_layers} layers but "
+                "the last"
+            )
+        return found
+
+    def load_beside(self, target: Decoder, notes: list[str]) -> tuple[Eagle3Head, dict[str, str]]:
+        """The head, its weights filled; `target` keeps what it reads. Raises StartupFailed."""
+        names = tensor_names(self._dir)
+        shares_embed = "embed_tokens.weight" not in names
+        if shares_embed and self.config.hidden_size != self._num_features // _NUM_KEPT:
+            raise StartupFailed(f"{self._dir} lacks the tensor embed_tokens.weight")
+        is_whole = self._num_drafted == self.config.vocab_size
+        shares_head = shares_embed and is_whole and "lm_head.weight" not in names
+
+        def head(placement: Placement) -> Eagle3Head:
+            return Eagle3Head(
+                self.config,
+                placement,
+                num_features=self._num_features,
+                num_drafted=self._num_drafted,
+                embed=target.embed if shares_embed else None,
+                lm_head=target.lm_head if shares_head else None,
+                has_normed_residual=self._fields.flag("norm_before_residual"),
+            )
+
+        ignored = frozenset((_IDS, _OF_THE_MODEL))
+        on_meta = head(dataclasses.replace(self._placement, device=torch.device("meta")))
+        check_weights(self._dir, dict(on_meta.targets()), ignored=ignored)
+        found = head(self._placement)
+        load_weights(self._dir, dict(found.targets()), ignored=ignored)
+        if _IDS in names or not is_whole:
+            found.offsets.copy_(self._read_offsets())
+        found.attention.store_behind(*self._behind)
+        target.kept_layers = self._kept
+        notes.append(f"draft head: reads the inputs of layers {self._kept}")
+        is_normed = self._fields.flag("norm_before_residual")
+        identity = f"{weights_identity(self._dir)} {self._kept} {is_normed}"
+        return found, {"draft_model": model_hash(self.config, identity)}
+
+    def _read_offsets(self) -> torch.Tensor:
+        size, most = self._num_drafted, self.config.vocab_size
+        offsets = read_integers(self._dir, _IDS, size, most)
+        ids = torch.arange(size) + offsets
+        if (ids < 0).any() or (ids >= most).any() or len(set(ids.tolist())) < size:
+            raise StartupFailed(f"{self._dir}: {_IDS} gives ids that are none, or one twice")
+        return offsets
+
+
+def make_draft_model(
+    config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
+) -> DraftModel | None:
+    """None if no model drafts, nor a head."""
+    if config.speculation is None or config.speculation.method not in (DRAFT_MODEL, EAGLE3):
+        return None
+    kind = DraftModel if config.speculation.method == DRAFT_MODEL else HeadModel
+    return kind(config, model_dir, target, placement)

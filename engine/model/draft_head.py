@@ -1,0 +1,129 @@
+"""Draft heads: a decoder layer that reads what the model made of a token, and the token behind.
+
+EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test"), by the names of its published checkpoints:
+
+    the model's layers  ─ inputs of three ─► fc ─┐         ┌───────────── for the draft behind
+    the next token ─► embedding ─► norm ─┐       ▼ state   │
+                                         └► [ embed, norm(state) ] ─► attention ─► MLP ─► state
+                                                                            norm ─► lm_head ─► d2t
+
+At position p the head reads the state of p and token p + 1, and drafts token p + 2. Behind the last
+token that is known it reads its own state. Knows no file and no step.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.attention import AttentionBackend
+from .decoder import Attention
+from .layers import MLP, Embedding, Linear, Outputs, RMSNorm
+from .model_config import ModelConfig
+from .rotary import RotaryEmbedding
+from .weights.placement import Placement
+from .weights.targets import Targets
+
+
+class DraftHead(Protocol):
+    """A head whose weights are in place."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """What a step of the model kept [tokens, features] -> states [tokens, hidden]."""
+        ...
+
+    def forward(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """The states [tokens, hidden] behind `states`, with the tokens that follow them; may
+        overwrite `states`. `positions` [tokens] are those of the states."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, the model's vocabulary]; -inf: never drafted."""
+        ...
+
+
+class Eagle3Head:
+    """`config`: the head's own. Its `lm_head` has `num_drafted` ids; id i means the model's
+    i + offsets[i], which are to be filled. What is not given of the model's is its own."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        num_features: int,
+        num_drafted: int,
+        embed: Embedding | None,
+        lm_head: Embedding | None,
+        has_normed_residual: bool,
+    ) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._vocab_size, self._has_normed_residual = config.vocab_size, has_normed_residual
+        self._own: list[Embedding] = []
+        if embed is None:
+            embed = Embedding("embed_tokens", config.vocab_size, hidden, placement)
+            self._own.append(embed)
+        if lm_head is None:
+            lm_head = Embedding("lm_head", num_drafted, hidden, placement, is_head=True)
+            self._own.append(lm_head)
+        self._embed, self._lm_head = embed, lm_head
+        self._fc = Linear([Outputs.whole("fc", hidden)], num_features, placement)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(name, hidden, eps, placement)
+
+        self._input_norm = norm("midlayer.input_layernorm")
+        self._hidden_norm = norm("midlayer.hidden_norm")
+        self._post_attention_norm = norm("midlayer.post_attention_layernorm")
+        self._norm = norm("norm")
+        self.attention = Attention(0, "midlayer.self_attn", config, placement, 2 * hidden)
+        inner, has_bias = config.intermediate_size, config.has_mlp_bias
+        self._mlp = MLP("midlayer.mlp", hidden, inner, placement, has_bias=has_bias)
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+        self.offsets = torch.zeros(num_drafted, dtype=torch.int64, device=placement.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See DraftHead."""
+        return self._fc(features)
+
+    def forward(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """See DraftHead."""
+        embedded, normed = self._input_norm(self._embed(token_ids)), self._hidden_norm(states)
+        assert isinstance(embedded, Tensor) and isinstance(normed, Tensor)
+        both = torch.cat([embedded, normed], dim=-1)
+        residual = normed if self._has_normed_residual else states
+        attended = self.attention(both, self._rotary(positions), attention)
+        x = self._mlp(self._post_attention_norm.add(attended, residual))
+        self._norm.add(x, residual)  # for the sum alone
+        return residual
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See DraftHead."""
+        normed = self._norm(states)
+        assert isinstance(normed, Tensor)
+        drafted = self._lm_head.project(normed)
+        num_drafted = len(self.offsets)
+        if num_drafted == self._vocab_size:
+            return drafted
+        ids = torch.arange(num_drafted, device=states.device) + self.offsets
+        return drafted.new_full((len(states), self._vocab_size), -torch.inf).index_copy_(
+            1, ids, drafted
+        )
+
+    def targets(self) -> Targets:
+        """Every tensor of floats that a checkpoint must have."""
+        for embedding in self._own:
+            yield from embedding.targets()
+        norms = (self._input_norm, self._hidden_norm, self._post_attention_norm, self._norm)
+        for norm in norms:
+            yield from norm.targets()
+        yield from self._fc.targets()
+        yield from self.attention.targets()
+        yield from self._mlp.targets()
