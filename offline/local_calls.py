@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import math
 import time
@@ -127,6 +128,8 @@ class LocalCalls:
 
     def begin(self) -> None:
         """Take steps from now on, until the task is cancelled."""
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a collection that walks it takes as long as a step
         self._stepping = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -137,6 +140,7 @@ class LocalCalls:
 
     def close(self) -> None:
         """End the other ranks and give all memory back. No step may be taken any more."""
+        gc.unfreeze()
         self._local.close()
         self.model.close()
 
