@@ -48,8 +48,18 @@ def launch_slice(
     if not (is_prompt and sequence.owes_prompt_logprobs):
         # By position: by name it takes twice as long, for hundreds a step.
         return SequenceSlice(
-            *(token_ids, start, sequence.block_ids, sample, follows),
-            *((), 0, 0, slot, (), is_prompt, next_token_id),
+            token_ids,
+            start,
+            sequence.block_ids,
+            sample,
+            follows,
+            (),
+            0,
+            0,
+            slot,
+            (),
+            is_prompt,
+            next_token_id,
         )
     first = max(start + 1, sequence.next_prompt_logprob)
     return SequenceSlice(

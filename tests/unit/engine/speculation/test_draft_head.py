@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.clock import FakeClock
 from fakes.speculation.eagle3_heads import (
     ReferenceHead,
     head_config,
@@ -19,7 +20,6 @@ from fakes.speculation.eagle3_heads import (
     write_head,
     write_target,
 )
-from fakes.clock import FakeClock
 from transformers import PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
