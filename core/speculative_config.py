@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from .errors import StartupFailed
 
-NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
-METHODS = (NGRAM, DRAFT_MODEL, EAGLE3)
+NGRAM, DRAFT_MODEL, EAGLE3, MTP = "ngram", "draft_model", "eagle3", "mtp"
+METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP)
 MAX_DRAFTS = 16  # of a sequence in one step
 _MAX_LOOKUP = 64
 _FLAG = "--speculative-config"
@@ -63,9 +63,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         both = given[next(iter(lookup))]
         given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), both)
     config = SpeculativeConfig(**given)
-    if config.method == NGRAM and "model" in given:
-        raise StartupFailed(f'{_FLAG}: \'model\' is not for "method": "{NGRAM}"')
-    if config.method != NGRAM and config.model is None:
+    has_folder = config.method in (DRAFT_MODEL, EAGLE3)
+    if not has_folder and "model" in given:
+        raise StartupFailed(f'{_FLAG}: \'model\' is not for "method": "{config.method}"')
+    if has_folder and config.model is None:
         raise StartupFailed(f"{_FLAG}: 'model' is missing", hint=_DRAFT_EXAMPLE)
     if config.method != NGRAM and lookup:
         raise StartupFailed(f'{_FLAG}: {min(lookup)!r} is not for "method": "{config.method}"')

@@ -14,7 +14,7 @@ from ...kernels.experts.experts import ExpertLoads
 from ..kv.block_pool import NUM_RESERVED_BLOCKS
 from ..model.decoder import Decoder
 from ..model.experts import is_merged_name
-from ..model.model_config import ModelConfig
+from ..model.model_config import ARCHITECTURES, ModelConfig
 from ..model.stages import LayerRange
 from ..model.weights.checkpoint import check_weights, load_weights, tensor_names, weights_identity
 from ..model.weights.dummy_weights import fill_dummy_weights
@@ -91,6 +91,8 @@ def _check(
     model = Decoder(model_config, dataclasses.replace(placement, device=torch.device("meta")))
     targets = dict(model.targets(has_merged_experts=is_merged))
     ignored = frozenset({"lm_head.weight"} if model_config.has_tied_embeddings else ())
+    if (prefix := ARCHITECTURES[model_config.architecture].mtp_prefix) and not is_dummy:
+        ignored |= {name for name in tensor_names(model_dir) if name.startswith(f"{prefix}.")}
     if quantization := model_config.quantization:
         names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
         ignored |= quantization.ignored(names)

@@ -35,7 +35,7 @@ from ..kv.limits import MAX_NUM_SEQS, seqs_for_pool, spare_tokens
 from ..lora.rank_adapters import RankAdapters
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
-from ..model.draft_head import Eagle3Head
+from ..model.draft_head import Head
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
@@ -152,14 +152,14 @@ class ModelRunner:
             self._steps: CpuSteps | GpuSteps = own_steps
             if drafting is not None:
                 attention = self._make_attention(self.kv.tensor, self._draft_model)
-            if isinstance(drafting, Eagle3Head):
+            if isinstance(drafting, Head):
                 self._head_steps = HeadSteps(drafting, attention, config.block_size)
                 own_steps.head = self._head_steps
             elif drafting is not None:
                 steps = CpuSteps(drafting, attention, config.block_size)
                 self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
         else:
-            assert not isinstance(drafting, Eagle3Head), "heads are for CPUs"
+            assert not isinstance(drafting, Head), "heads are for CPUs"
             self._start_gpu(model, drafting, layout)
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 

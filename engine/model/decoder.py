@@ -259,7 +259,7 @@ class Decoder:
         if not self.kept_layers:
             return {}
         self.kept = self._new_residual((num_tokens, len(self.kept_layers) * self._hidden_size))
-        parts = torch.split(self.kept, self._hidden_size, dim=1)
+        parts = self.kept.view(num_tokens, -1, self._hidden_size).unbind(1)
         return dict(zip(self.kept_layers, parts, strict=True))
 
     def _begin(self, token_ids: Tensor) -> Tensor:

@@ -8,7 +8,12 @@ Training-Time Test"), by the names of its published checkpoints:
                                          └► [ embed, norm(state) ] ─► attention ─► MLP ─► state
                                                                             norm ─► lm_head ─► d2t
 
-At position p the head reads the state of p and token p + 1, and drafts token p + 2. Behind the last
+Multi-token prediction (MTP), as MiMo publishes it with the model:
+
+    the model's last norm ─► norm ─┐                      ┌───── for the draft behind
+    the next token ─► embedding ─► norm ─► input_proj ─► layer ─► norm ─► the model's LM head
+
+At position p a head reads the state of p and token p + 1, and drafts token p + 2. Behind the last
 token that is known it reads its own state. Knows no file and no step.
 """
 
@@ -20,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
-from .decoder import Attention
+from .decoder import Attention, DecoderLayer
 from .layers import MLP, Embedding, Linear, Outputs, RMSNorm
 from .model_config import ModelConfig
 from .rotary import RotaryEmbedding
@@ -127,3 +132,60 @@ class Eagle3Head:
         yield from self._fc.targets()
         yield from self.attention.targets()
         yield from self._mlp.targets()
+
+
+class MtpHead:
+    """`prefix`: of its weights. The embedding and the LM head are the model's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        prefix: str,
+        *,
+        embed: Embedding,
+        lm_head: Embedding,
+    ) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._embed, self._lm_head = embed, lm_head
+        self._token_norm, self._hidden_norm, self._final_norm = (
+            RMSNorm(f"{prefix}.{name}_layernorm", hidden, eps, placement)
+            for name in ("token", "hidden", "final")
+        )
+        outputs = [Outputs.whole(f"{prefix}.input_proj", hidden)]
+        self._input = Linear(outputs, 2 * hidden, placement)
+        self._layer = DecoderLayer(0, 0, config, placement, None, prefix)
+        self.attention = self._layer.attention
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See DraftHead."""
+        return features
+
+    def forward(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """See DraftHead."""
+        # At position 0 it was trained without the token.
+        tokens = self._embed(token_ids).masked_fill((positions == 0)[:, None], 0)
+        embedded, normed = self._token_norm(tokens), self._hidden_norm(states)
+        assert isinstance(embedded, Tensor) and isinstance(normed, Tensor)
+        residual = self._input(torch.cat([normed, embedded], dim=-1))
+        x = self._layer(None, residual, self._rotary(positions), attention)
+        found = self._final_norm.add(x, residual)
+        assert isinstance(found, Tensor)
+        return found
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See DraftHead."""
+        return self._lm_head.project(states)
+
+    def targets(self) -> Targets:
+        """Every tensor that a checkpoint must have beside the model's."""
+        for norm in (self._token_norm, self._hidden_norm, self._final_norm):
+            yield from norm.targets()
+        yield from self._input.targets()
+        yield from self._layer.targets()
+
+
+Head = Eagle3Head | MtpHead

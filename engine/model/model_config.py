@@ -57,12 +57,20 @@ class Architecture:
     window: SlidingWindow = SlidingWindow.NONE
     experts: ExpertsRule | None = None
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    mtp_prefix: str | None = None  # of a head for multi-token prediction, and the layer in it
+    has_foreign_code: bool = False  # auto_map names what this row says
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(bias=Bias.BY_CONFIG, has_mlp_bias_field=True),
     "MistralForCausalLM": Architecture(window=SlidingWindow.ALL),
     "Qwen2ForCausalLM": Architecture(bias=Bias.QKV, window=SlidingWindow.BY_LAYER),
+    "MiMoForCausalLM": Architecture(
+        bias=Bias.QKV,
+        window=SlidingWindow.BY_LAYER,
+        mtp_prefix="model.mtp_layers.0",
+        has_foreign_code=True,
+    ),
     "Qwen3ForCausalLM": Architecture(
         bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.BY_LAYER, default_head_dim=128
     ),
@@ -151,7 +159,7 @@ def read_model_config(
     fields = Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
     name = _architecture_name(fields, known)
     architecture = known[name]
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, architecture)
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
     has_bias = architecture.bias is Bias.BY_CONFIG and fields.flag("attention_bias")
@@ -209,8 +217,8 @@ def _architecture_name(fields: Fields, known: Mapping[str, Architecture]) -> str
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("auto_map") is not None:
+def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
+    if fields.get("auto_map") is not None and not architecture.has_foreign_code:
         raise fields.error("auto_map asks to run code from the checkpoint, which Baton never does")
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {fields.get('hidden_act')!r} is not supported, only silu")

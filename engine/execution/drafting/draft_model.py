@@ -17,7 +17,7 @@ from ....core.errors import StartupFailed
 from ....core.model_dir import resolve_model_dir
 from ...kv.kv_memory import KvLayout
 from ...model.decoder import Decoder
-from ...model.draft_head import Eagle3Head
+from ...model.draft_head import Head
 from ...model.fingerprint import model_hash
 from ...model.model_config import ModelConfig, read_model_config
 from ...model.sharding import check_divisible, heads_of_rank
@@ -37,8 +37,10 @@ class DraftModel:
     ) -> None:
         """Check that it can draft for `target`, the model in `model_dir`, which lies on
         `placement`. Raises StartupFailed."""
-        assert config.speculation is not None and config.speculation.model is not None
-        self._config, self._dir = config, resolve_model_dir(config.speculation.model)
+        assert config.speculation is not None
+        named = config.speculation.model
+        self._config = config
+        self._dir = model_dir if named is None else resolve_model_dir(named)
         self.config = own = self._read_config()
         ranks = placement.communicator
         check_divisible(own, ranks.size)
@@ -71,7 +73,7 @@ class DraftModel:
 
     def load_beside(
         self, target: Decoder, notes: list[str]
-    ) -> tuple[Decoder | Eagle3Head, dict[str, str]]:
+    ) -> tuple[Decoder | Head, dict[str, str]]:
         """The model beside `target`, its weights filled, and what an engine's fingerprint has of
         it; `notes` are lines for people. Raises StartupFailed."""
         own, found = self.config, list[str]()

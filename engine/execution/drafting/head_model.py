@@ -11,10 +11,10 @@ import torch
 from ....core.engine_config import EngineConfig
 from ....core.errors import StartupFailed
 from ....core.model_dir import read_json
-from ....core.speculative_config import DRAFT_MODEL, EAGLE3
+from ....core.speculative_config import DRAFT_MODEL, MTP, NGRAM
 from ...model.config_fields import Fields
 from ...model.decoder import Decoder
-from ...model.draft_head import Eagle3Head
+from ...model.draft_head import Eagle3Head, Head, MtpHead
 from ...model.fingerprint import model_hash
 from ...model.model_config import ARCHITECTURES, ModelConfig, read_model_config
 from ...model.weights.checkpoint import (
@@ -28,12 +28,13 @@ from ...model.weights.placement import Placement
 from .draft_model import DraftModel
 
 _ARCHITECTURES = {"LlamaForCausalLMEagle3": ARCHITECTURES["LlamaForCausalLM"]}
+META = torch.device("meta")
 _NUM_KEPT = 3  # layers of the model whose inputs the head reads
 _IDS, _OF_THE_MODEL = "d2t", "t2d"  # the other way round, which nobody needs
 
 
 class HeadModel(DraftModel):
-    """One rank's part of the EAGLE-3 head that `--speculative-config` names."""
+    """One rank's part of a head: the EAGLE-3 one that `--speculative-config` names."""
 
     kind = "draft head"
 
@@ -41,11 +42,17 @@ class HeadModel(DraftModel):
         self, config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
     ) -> None:
         """See DraftModel."""
+        assert config.speculation is not None
+        method = config.speculation.method
         if placement.device.type != "cpu":
-            raise StartupFailed(f'--speculative-config: "method": "{EAGLE3}" is for CPUs alone')
+            raise StartupFailed(f'--speculative-config: "method": "{method}" is for CPUs alone')
         if config.load_format == "dummy":
-            raise StartupFailed(f'--load-format dummy is not for "method": "{EAGLE3}"')
+            raise StartupFailed(f'--load-format dummy is not for "method": "{method}"')
         super().__init__(config, model_dir, target, placement)
+        self._placement = dataclasses.replace(placement, quantization=None, stays_quantised=False)
+        self._check_fields(target)
+
+    def _check_fields(self, target: ModelConfig) -> None:
         own = self._fields
         if self.config.num_layers != 1:
             raise own.error(f"num_hidden_layers is {self.config.num_layers}, a head has 1")
@@ -62,7 +69,6 @@ class HeadModel(DraftModel):
         if self._num_drafted > target.vocab_size:
             raise own.error(f"draft_vocab_size is above the model's {target.vocab_size}")
         self._kept = self._kept_layers(target.num_layers)
-        self._placement = dataclasses.replace(placement, quantization=None, stays_quantised=False)
 
     def _read_config(self) -> ModelConfig:
         path = self._dir / "config.json"
@@ -85,7 +91,7 @@ class HeadModel(DraftModel):
             )
         return found
 
-    def load_beside(self, target: Decoder, notes: list[str]) -> tuple[Eagle3Head, dict[str, str]]:
+    def load_beside(self, target: Decoder, notes: list[str]) -> tuple[Head, dict[str, str]]:
         """The head, its weights filled; `target` keeps what it reads. Raises StartupFailed."""
         names = tensor_names(self._dir)
         shares_embed = "embed_tokens.weight" not in names
@@ -106,7 +112,7 @@ class HeadModel(DraftModel):
             )
 
         ignored = frozenset((_IDS, _OF_THE_MODEL))
-        on_meta = head(dataclasses.replace(self._placement, device=torch.device("meta")))
+        on_meta = head(dataclasses.replace(self._placement, device=META))
         check_weights(self._dir, dict(on_meta.targets()), ignored=ignored)
         found = head(self._placement)
         load_weights(self._dir, dict(found.targets()), ignored=ignored)
@@ -128,11 +134,48 @@ class HeadModel(DraftModel):
         return offsets
 
 
+class MtpModel(HeadModel):
+    """The head that the model's own checkpoint has."""
+
+    def _read_config(self) -> ModelConfig:
+        config = read_model_config(self._dir)
+        prefix = ARCHITECTURES[config.architecture].mtp_prefix
+        if prefix is None:
+            known = [name for name, row in ARCHITECTURES.items() if row.mtp_prefix]
+            raise StartupFailed(
+                f'--speculative-config: {config.architecture} has no head for "method": "{MTP}"',
+                hint=f"supported are: {', '.join(known)}",
+            )
+        self._prefix = prefix
+        return dataclasses.replace(config, num_layers=1, windows=(None,))
+
+    def _check_fields(self, target: ModelConfig) -> None:
+        if target.quantization is not None:
+            raise StartupFailed(f"{self._dir}: quantised draft heads are not supported")
+
+    def load_beside(self, target: Decoder, notes: list[str]) -> tuple[Head, dict[str, str]]:
+        """See HeadModel."""
+
+        def head(placement: Placement) -> MtpHead:
+            shared = {"embed": target.embed, "lm_head": target.lm_head}
+            return MtpHead(self.config, placement, self._prefix, **shared)
+
+        names = tensor_names(self._dir)
+        on_meta = dict(head(dataclasses.replace(self._placement, device=META)).targets())
+        others = frozenset(name for name in names if not name.startswith(f"{self._prefix}."))
+        check_weights(self._dir, on_meta, ignored=others)
+        found = head(self._placement)
+        load_weights(self._dir, dict(found.targets()), ignored=others)
+        found.attention.store_behind(*self._behind)
+        return found, {"draft_model": model_hash(self.config, weights_identity(self._dir))}
+
+
 def make_draft_model(
     config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
 ) -> DraftModel | None:
     """None if no model drafts, nor a head."""
-    if config.speculation is None or config.speculation.method not in (DRAFT_MODEL, EAGLE3):
+    method = NGRAM if config.speculation is None else config.speculation.method
+    if method == NGRAM:
         return None
-    kind = DraftModel if config.speculation.method == DRAFT_MODEL else HeadModel
+    kind = {DRAFT_MODEL: DraftModel, MTP: MtpModel}.get(method, HeadModel)
     return kind(config, model_dir, target, placement)

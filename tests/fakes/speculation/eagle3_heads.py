@@ -21,10 +21,11 @@ DRAFTED = tuple(id for id in range(VOCAB) if id % 16 != 15)  # its vocabulary
 EPS, THETA = 1e-6, 10_000.0
 
 
-def write_target(folder: Path) -> PreTrainedModel:
+def write_target(folder: Path, architecture: str = "LlamaForCausalLM") -> PreTrainedModel:
     """A model in which each token has a usual next one, which the others change now and then."""
     model = write_checkpoint(
         folder,
+        architecture=architecture,
         seed=3,
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -35,7 +36,7 @@ def write_target(folder: Path) -> PreTrainedModel:
         head_dim=DIM,
         initializer_range=0.12,
     )
-    codes, usual = _codes(), _usual()
+    codes, usual = codes_of_tokens(), usual_tokens()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -48,13 +49,13 @@ def write_target(folder: Path) -> PreTrainedModel:
     return model
 
 
-def _codes() -> Tensor:
+def codes_of_tokens() -> Tensor:
     """[vocabulary, CODE] of 1 and -1."""
     draw = torch.Generator().manual_seed(7)
     return torch.randint(0, 2, (VOCAB, CODE), generator=draw) * 2.0 - 1.0
 
 
-def _usual() -> Tensor:
+def usual_tokens() -> Tensor:
     """[vocabulary]: the usual next token."""
     return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(8))
 
@@ -133,7 +134,7 @@ def _rotated(x: Tensor) -> Tensor:
 
 def make_head() -> ReferenceHead:
     """It attends to its own position most, and knows the usual next tokens; all else is noise."""
-    head, codes = ReferenceHead(), _codes()
+    head, codes = ReferenceHead(), codes_of_tokens()
     with torch.no_grad():
         for part in (head.fc, head.q, head.k, head.v, head.o, head.down, head.head):
             part.weight.mul_(0.2)
@@ -145,7 +146,7 @@ def make_head() -> ReferenceHead:
             head.v.weight[code, code] += half
             first = index * HEADS // KV_HEADS * DIM
             head.o.weight[code, first : first + DIM] += 2 * half
-        before = _usual().argsort()
+        before = usual_tokens().argsort()
         head.head.weight[:, :CODE] += codes[before[list(DRAFTED)]]
     return head.eval().requires_grad_(False)
 

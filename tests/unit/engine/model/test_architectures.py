@@ -37,14 +37,18 @@ def read(folder: Path, architecture: str, **changes: Any) -> ModelConfig:
     return read_model_config(folder)
 
 
+KIN = {"MiMoForCausalLM": "Qwen2ForCausalLM"}  # not in transformers: whose decoder it has
+
+
 def written(folder: Path, architecture: str, **changes: Any) -> ModelConfig:
     """What transformers writes, read back."""
-    config_class = getattr(transformers, architecture).config_class
+    config_class = getattr(transformers, KIN.get(architecture, architecture)).config_class
     config_class(architectures=[architecture], **(SIZES | changes)).save_pretrained(folder)
     return read_model_config(folder)
 
 
 def weight_names(folder: Path, architecture: str, **changes: Any) -> set[str]:
+    architecture = KIN.get(architecture, architecture)
     config_class = getattr(transformers, architecture).config_class
     with torch.device("meta"):
         model = getattr(transformers, architecture)(config_class(**(SIZES | changes)))

@@ -59,6 +59,7 @@ slices = st.builds(
     adapter_slot=st.none() | st.integers(0, 64),
     draft_samples=st.lists(specs, max_size=3),
     is_prompt=st.booleans(),
+    next_token_id=st.none() | int32s,
 )
 
 
@@ -69,6 +70,7 @@ def plain(piece: SequenceSlice) -> dict[str, object]:
     }
     fields["num_prompt_top"] = piece.num_prompt_top
     fields |= {"adapter_slot": piece.adapter_slot, "is_prompt": piece.is_prompt}
+    fields["next_token_id"] = piece.next_token_id
     for name in ("token_ids", "block_table", "prompt_targets"):
         fields[name] = list(getattr(piece, name))
     fields["samples"] = [*map(plain_spec, (piece.sample, *piece.draft_samples))]
@@ -126,6 +128,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         "num_prompt_top",
         "draft_samples",
         "is_prompt",
+        "next_token_id",
     }
     sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed", "num_candidates"}
     assert set(SampleSpec._fields) == sent

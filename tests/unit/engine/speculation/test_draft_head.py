@@ -1,11 +1,12 @@
-"""An EAGLE-3 head beside a small model: its drafts against the formula, its KV through a hand-off,
-outputs as without it, refusals."""
+"""Heads beside small models, of EAGLE-3 and for multi-token prediction: their drafts against the
+formula, their KV through a hand-off, outputs as without them, refusals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import pytest
 import torch
 from fakes.clock import FakeClock
 from fakes.speculation.eagle3_heads import (
-    ReferenceHead,
     head_config,
     head_tensors,
     make_head,
     write_head,
     write_target,
 )
-from transformers import PreTrainedModel
+from fakes.speculation.mtp_heads import PREFIX, add_tensors, write_model_with_head
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
@@ -38,28 +38,44 @@ BLOCKS, MOST = 120, 4
 
 @dataclass
 class Files:
-    model: PreTrainedModel
-    head: ReferenceHead
+    """A model and its head; `drafts`: what the formula drafts behind tokens, so many."""
+
+    drafts: Callable[[Sequence[int], int], list[int]]
+    method: str
     target_dir: Path
-    head_dir: Path
+    head_dir: Path | None = None
 
     def runner(self, head_dir: Path | None = None, *, has_head: bool = True) -> ModelRunner:
         fields: dict[str, Any] = {}
         if has_head:
-            folder = str(head_dir or self.head_dir)
-            drafting = {"method": "eagle3", "model": folder, "num_speculative_tokens": MOST}
+            drafting = {"method": self.method, "num_speculative_tokens": MOST}
+            if folder := head_dir or self.head_dir:
+                drafting["model"] = str(folder)
             fields = {"speculative_config": json.dumps(drafting)}
         model = str(self.target_dir)
         return ModelRunner(EngineConfig(model=model, device="cpu", num_kv_blocks=BLOCKS, **fields))
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    folder = tmp_path_factory.mktemp("eagle3")
+def eagle3_files(folder: Path) -> Files:
     model = write_target(folder / "target")
-    head = make_head()
-    write_head(folder / "head", head_tensors(head))
-    return Files(model, head, folder / "target", folder / "head")
+    write_head(folder / "head", head_tensors(make_head()))
+    drafts = partial(make_head().drafts, model)
+    return Files(drafts, "eagle3", folder / "target", folder / "head")
+
+
+def mtp_files(folder: Path) -> Files:
+    return Files(write_model_with_head(folder).drafts, "mtp", folder)
+
+
+@pytest.fixture(scope="module", params=[eagle3_files, mtp_files])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    made: Files = request.param(tmp_path_factory.mktemp("head"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return eagle3_files(tmp_path_factory.mktemp("eagle3"))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +162,7 @@ def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> N
     outputs(engine, requests())
     num_different = 0
     for _, tokens, drafts in recorder.found:
-        num_different += files.head.drafts(files.model, tokens, len(drafts)) != drafts
+        num_different += files.drafts(tokens, len(drafts)) != drafts
     assert len(recorder.found) > 40 and sum(len(found) for *_, found in recorder.found) > 100
     assert num_different <= 1, "but where two tokens are nearly equal"
     assert 0.2 < acceptance(engine) < 1.0
@@ -234,11 +250,11 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "reason"), CONFIG_FAULTS)
 def test_what_does_not_fit_the_model_is_refused(
-    files: Files, tmp_path: Path, changes: dict[str, Any], reason: str
+    eagle3: Files, tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
-    write_head(tmp_path, head_tensors(files.head), head_config() | changes)
+    write_head(tmp_path, head_tensors(make_head()), head_config() | changes)
     with pytest.raises(StartupFailed, match=reason):
-        files.runner(tmp_path)
+        eagle3.runner(tmp_path)
 
 
 TENSOR_FAULTS: list[tuple[str, torch.Tensor | None, str]] = [
@@ -258,12 +274,36 @@ TENSOR_FAULTS: list[tuple[str, torch.Tensor | None, str]] = [
 
 @pytest.mark.parametrize(("name", "tensor", "reason"), TENSOR_FAULTS)
 def test_a_checkpoint_that_is_no_head_is_refused(
-    files: Files, tmp_path: Path, name: str, tensor: torch.Tensor | None, reason: str
+    eagle3: Files, tmp_path: Path, name: str, tensor: torch.Tensor | None, reason: str
 ) -> None:
-    tensors = head_tensors(files.head)
+    tensors = head_tensors(make_head())
     tensors.pop(name, None)
     if tensor is not None:
         tensors[name] = tensor
     write_head(tmp_path, tensors)
     with pytest.raises(StartupFailed, match=reason):
-        files.runner(tmp_path)
+        eagle3.runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "without", "reason"),
+    [
+        ({}, f"{PREFIX}.input_proj.weight", "lacks the tensor .*input_proj.weight"),
+        ({}, f"{PREFIX}.mlp.up_proj.weight", "lacks the tensor .*mlp.up_proj.weight"),
+        ({f"{PREFIX}.input_proj.weight": torch.zeros(48, 48)}, None, r"shape \[48, 48\]"),
+        ({f"{PREFIX}.more": torch.zeros(2)}, None, "has the tensor .*more"),
+    ],
+)
+def test_a_model_whose_head_is_none_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], without: str | None, reason: str
+) -> None:
+    files = mtp_files(tmp_path)
+    add_tensors(tmp_path, tensors, without)
+    with pytest.raises(StartupFailed, match=reason):
+        files.runner()
+
+
+def test_a_model_without_a_head_of_its_own_is_refused(eagle3: Files) -> None:
+    files = Files(eagle3.drafts, "mtp", eagle3.target_dir)
+    with pytest.raises(StartupFailed, match='LlamaForCausalLM has no head for "method": "mtp"'):
+        files.runner()
