@@ -51,13 +51,20 @@ def test_two_ranks_draft_and_give_the_tokens_of_one(
         engine = LocalEngine.load(config, print)
         try:
             tokens = engine.generate(
-                Request(
-                    f"r{index}",
-                    0,
-                    tuple(range(3, 15 + index)),
-                    SamplingParams(max_tokens=30, temperature=0.7 * (index % 2), seed=index),
-                )
-                for index in range(4)
+                [
+                    Request(
+                        f"r{index}",
+                        0,
+                        tuple(range(3, 15 + index)),
+                        SamplingParams(
+                            max_tokens=30,
+                            temperature=0.7 * (index % 2),
+                            seed=index,
+                            ignore_eos=True,
+                        ),
+                    )
+                    for index in range(4)
+                ]
             )
             return dict(tokens), engine.engine.totals().speculation
         finally:
