@@ -1,0 +1,76 @@
+"""Two ranks with a draft model or a head: the tokens of one process, drafts accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.speculation.eagle3_heads import head_tensors, make_head, write_head, write_target
+from fakes.speculation.mtp_heads import write_model_with_head
+
+from baton.core.engine_config import EngineConfig
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.local import LocalEngine
+from baton.engine.scheduling.outputs import SpeculationCounts
+
+
+def with_draft_model(folder: Path) -> dict[str, Any]:
+    write_target(folder)
+    return {"method": "draft_model", "model": str(folder)}  # the model itself: all is accepted
+
+
+def with_eagle3(folder: Path) -> dict[str, Any]:
+    write_target(folder)
+    write_head(folder / "head", head_tensors(make_head()))
+    return {"method": "eagle3", "model": str(folder / "head")}
+
+
+def with_mtp(folder: Path) -> dict[str, Any]:
+    write_model_with_head(folder)
+    return {"method": "mtp"}
+
+
+@pytest.mark.parametrize("write", [with_draft_model, with_eagle3, with_mtp])
+def test_two_ranks_draft_and_give_the_tokens_of_one(
+    tmp_path: Path, write: Callable[[Path], dict[str, Any]]
+) -> None:
+    drafting = write(tmp_path) | {"num_speculative_tokens": 3}
+
+    def run(size: int, speculation: str | None) -> tuple[dict[str, list[int]], SpeculationCounts]:
+        config = EngineConfig(
+            model=str(tmp_path),
+            device="cpu",
+            num_kv_blocks=60,
+            num_threads=1,
+            tensor_parallel_size=size,
+            speculative_config=speculation,
+        )
+        engine = LocalEngine.load(config, print)
+        try:
+            tokens = engine.generate(
+                [
+                    Request(
+                        f"r{index}",
+                        0,
+                        tuple(range(3, 15 + index)),
+                        SamplingParams(
+                            max_tokens=30,
+                            temperature=0.7 * (index % 2),
+                            seed=index,
+                            ignore_eos=True,
+                        ),
+                    )
+                    for index in range(4)
+                ]
+            )
+            return dict(tokens), engine.engine.totals().speculation
+        finally:
+            engine.close()
+
+    expected, _ = run(1, None)
+    tokens, counts = run(2, json.dumps(drafting))
+    assert tokens == expected
+    assert sum(counts.accepted) > 15
