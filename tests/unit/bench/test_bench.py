@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from baton.bench import cpu
 from baton.bench.cpu_families import scheduling
 from baton.bench.floors import figures
 from baton.bench.floors.figures import Figure
+from baton.engine.execution.batch import SequenceSlice
 
 
 def test_targets_are_upper_bounds_for_times_and_lower_ones_for_rates() -> None:
@@ -37,9 +39,19 @@ def test_results_say_where_they_come_from(tmp_path: Path) -> None:
     assert result["figures"]["shm"][0]["ceiling"] == 7.0
 
 
-def test_the_scheduler_is_measured_at_full_batch() -> None:
-    engine = scheduling._busy_engine()
-    assert len(engine.step().tokens) == scheduling.NUM_REQUESTS
+async def test_the_scheduler_is_measured_at_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+
+    class Watched(scheduling.HostRunner):
+        def launch(self, batch: Sequence[SequenceSlice]) -> scheduling.HostStep:
+            batches.append(len(batch))
+            return super().launch(batch)
+
+    monkeypatch.setattr(scheduling, "HostRunner", Watched)
+    samples = await scheduling._measure_steps(8)
+    assert samples and set(batches[-len(samples) :]) == {8}
+    parts = {"plan", "arrays", "collect", "advance", "deliver"}
+    assert all(set(one) == parts and min(one.values()) > 0 for one in samples)
 
 
 def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
