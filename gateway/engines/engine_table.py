@@ -58,6 +58,10 @@ class ChosenEngine:
     def fingerprint(self) -> str:
         return self.engine.fingerprint
 
+    @property
+    def heard_s(self) -> float:
+        return self.engine.heard_s
+
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:

@@ -6,6 +6,7 @@ how often the prefix index was right. Knows no other engine, no grpc and no dire
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -58,6 +59,7 @@ class LinkedEngine:
     member: Member
     outbox: EngineSender
     load: ReportedLoad | None = None
+    heard_s: float = -math.inf  # when that came
     num_dispatched: int = 0
     num_index_hits: int = 0
     num_stale_hits: int = 0
@@ -107,6 +109,7 @@ class LinkedEngine:
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
         self.load, self._has_refused = load, False
+        self.heard_s = self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
         self.backlog.heartbeat(
             Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)

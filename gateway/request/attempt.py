@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Event
-from .engine_link import EngineOutput, Route
+from .engine_link import EngineLink, EngineOutput, Route
 from .output_chunk import TokenSplice
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
@@ -59,6 +59,10 @@ class Attempt:
     def name_of(self, incarnation: str) -> str:
         prefill, decode = self.route.prefill, self.route.decode
         return prefill.name if incarnation == prefill.incarnation else decode.name
+
+    def partner_of(self, incarnation: str) -> EngineLink:
+        """The other engine of the pair; itself where there is but one."""
+        return self.route.decode if incarnation == self.pair[0] else self.route.prefill
 
     @property
     def is_decoding(self) -> bool:

@@ -1,6 +1,7 @@
 """Which engines a request gets next, and for how long it waits where there are none.
 
 fails on an engine ──► settle: all streams tell of a node's end, in any order
+fails since an engine's partner is silent ──► until that one is heard of, or its end is
                   └──► avoid: that engine, or the pair, is left out for a moment
 no engine can take it ──► until one can, or `recovery_wait_s` are over
 engines are busy ──► until there is a place, or `max_queue_s` are over, of the first dispatch
@@ -14,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...core.errors import Overloaded, Unavailable
-from .engine_link import Avoid, Blocked, Demand, MustWait, Route, Router
-from .suspects import Suspects
+from .engine_link import Avoid, Blocked, Demand, EngineLink, MustWait, Route, Router
+from .suspects import LATE_S, Suspects
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class DispatchWait:
         self._queue_until_s = now_s + limits.max_queue_s
         self._engine_until_s: float | None = None
         self._settle_until_s: float | None = None
+        self._silent: tuple[EngineLink, float] | None = None  # since when
 
     def find(
         self, demand: Demand, fingerprint: str | None, suspect_call: str | None, now_s: float
@@ -66,6 +68,12 @@ class DispatchWait:
                 self.blocked = None
                 return None
             self._settle_until_s = None
+        if self._silent is not None:
+            partner, since_s = self._silent
+            if partner.heard_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
+                self.blocked, self._settle_until_s = None, now_s + self._limits.settle_s
+                return None
+            self._silent = None
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
         avoid = self._avoid
@@ -94,6 +102,11 @@ class DispatchWait:
         self.blocked = self._engine_until_s = None
         return route
 
+    def for_word_of(self, silent: EngineLink, now_s: float) -> None:
+        """Its partner cannot reach it, so that the attempt failed: it may have died under the
+        request, and the next attempt waits until that is known."""
+        self._silent = silent, now_s
+
     def failed(self, blamed: str | None, pair: tuple[str, str], now_s: float) -> None:
         """An attempt did, by the engine `blamed` or by the pair."""
         if blamed is None:
@@ -102,6 +115,11 @@ class DispatchWait:
             self._avoid = Avoid(self._avoid.incarnations | {blamed}, self._avoid.pairs)
         self._avoid_until_s = now_s + self._limits.avoid_s
         self._settle_until_s = now_s + self._limits.settle_s
+
+    def engine_lost(self, incarnation: str) -> None:
+        """Its end is known, and whether it died."""
+        if self._silent is not None and self._silent[0].incarnation == incarnation:
+            self._silent = None
 
     @contextmanager
     def without(self, incarnation: str, now_s: float) -> Iterator[None]:

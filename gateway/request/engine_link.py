@@ -70,6 +70,11 @@ class EngineLink(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def heard_s(self) -> float:
+        """When its last heartbeat came, on the monotonic clock."""
+        ...
+
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None: ...

@@ -155,6 +155,7 @@ class Session:
         attempt = self._attempt
         self._moves.lose(incarnation)
         if attempt is None or incarnation not in attempt.pair:
+            self._wait.engine_lost(incarnation)
             if has_died and not self.is_over:
                 self._blame_late(incarnation)
             return
@@ -306,6 +307,8 @@ class Session:
         """An engine of this attempt failed it or is gone; the attempt may survive that."""
         attempt.close(incarnation)
         if not attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
+            if blamed is None:
+                self._wait.for_word_of(attempt.partner_of(incarnation), self._clock.monotonic_s())
             self.fail_attempt(attempt, error, blamed=blamed)
 
     def fail_attempt(

@@ -6,7 +6,7 @@
 So what kills engines takes no other suspect with it, which would count as having killed two as
 well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone.
 An engine's partner may notice its death first, and fail the attempt for that: the report of the
-death that explains it comes behind.
+death that explains it comes behind, and the next attempt waits for it (dispatch_wait.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.errors import BatonError, EngineFailed
 from .engine_link import Avoid
 
 _MAX_CONVICTED = 256
-_LATE_S = 1.0  # by which that report may come
+LATE_S = 1.0  # by which that report may come
 
 
 class Suspects:
@@ -106,7 +106,7 @@ class EngineDeaths:
         before = self._unexplained
         if before is None or died not in before.pair:
             return None
-        if now_s - before.failed_s >= _LATE_S or num_tokens > before.num_tokens:
+        if now_s - before.failed_s >= LATE_S or num_tokens > before.num_tokens:
             return None
         self._unexplained = None
         error = EngineFailed("an engine died under the request")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, Unavailable
@@ -16,6 +17,7 @@ class FakeLink:
 
     incarnation: str
     fingerprint: str = "fp"
+    heard_s: float = math.inf
     dispatched: list[tuple[Request, Work, Ticket | None, float]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # attempts
     promises: list[tuple[int, str, float | None]] = field(default_factory=list)

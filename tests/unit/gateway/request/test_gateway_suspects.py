@@ -9,13 +9,13 @@ from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
 from fakes.gateway.step_outputs import give
 
-from baton.core.errors import EngineFailed, Unavailable
+from baton.core.errors import EngineFailed, HandoffFailed, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from baton.gateway.request.session import Session
-from baton.gateway.request.suspects import Suspects
+from baton.gateway.request.suspects import LATE_S, Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -209,3 +209,41 @@ def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
     cluster.run()
     assert cluster.lost() == {"r7"}
     assert cluster.num_lost == 3
+
+
+@pytest.mark.parametrize("word", ["death", "heartbeat", "nothing"])
+def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) -> None:
+    """Its engine may have died of it: it is not tried beside another suspect of that death, which
+    would count as having killed two."""
+    cluster = Cluster(1, Work.PREFILL, poison=frozenset())
+    cluster.ask("r7")
+    cluster.ask("r8")
+    dying = cluster.engines[Work.PREFILL].pop()
+    cluster.start(Work.PREFILL)
+    (other,), (decode,) = cluster.engines[Work.PREFILL], cluster.engines[Work.DECODE]
+    dying.heard_s = cluster.clock.monotonic_s()
+    error = HandoffFailed("the source is gone")
+    for name, session in cluster.sessions.items():
+        session.engine_output(decode.incarnation, EngineOutput(name, 0, error=error))
+    began_s = cluster.clock.monotonic_s()
+    for _ in range(10):
+        cluster.step()
+        assert not other.dispatched
+    if word == "death":
+        for session in cluster.sessions.values():
+            session.engine_lost(dying.incarnation, has_died=True)
+        while len(cluster.suspects.engines) < 1:
+            cluster.step()
+        assert len(other.dispatched) == 1, "one suspect at a time"
+    elif word == "heartbeat":
+        dying.heard_s = cluster.clock.monotonic_s()
+        cluster.step()
+        cluster.step()
+        cluster.step()
+        assert len(other.dispatched) == 2
+    else:
+        while len(other.dispatched) < 2:
+            cluster.step()
+        assert cluster.clock.monotonic_s() - began_s == pytest.approx(LATE_S, abs=0.05)
+    cluster.run()
+    assert not cluster.lost()
