@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from patience import SOON_S
 
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
@@ -276,7 +277,7 @@ def test_the_private_server_dies_with_its_parent() -> None:
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
     pid, folder = said.split()
-    deadline_s = time.monotonic() + 2
+    deadline_s = time.monotonic() + SOON_S
     while _is_running(int(pid)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

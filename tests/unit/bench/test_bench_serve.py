@@ -176,7 +176,7 @@ async def test_a_slow_system_is_sent_no_fewer() -> None:
     )
     probes = [record for record in kept if record.group == "probe"]
     assert [record.due_s for record in probes] == pytest.approx([0.02 * i for i in range(10)])
-    assert all(0 <= record.lag_s < 0.5 for record in probes)
+    assert all(0 <= record.lag_s < 0.9 for record in probes)  # one after the other: 1.2 s
     assert [record.error for record in probes if record.error] == ["out of luck"]
     assert all(
         len(r.token_s) == 2 and r.token_s[0] >= r.sent_s + 0.1 for r in probes if not r.error
