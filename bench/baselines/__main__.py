@@ -7,7 +7,7 @@ Each scheme is played twice over the same requests: all at once, which gives req
 Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT. Two engines
 get twice the requests, at twice the rate; their requests/s are of one. Who is admitted matters
 where outputs outgrow the pool: there prompts are a sixth, outputs thrice as long, and the pool is
-half.
+small (`--tight-tokens`). The file is written behind each of these parts.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ _GPU_DEFAULTS: dict[str, Any] = {
     "most_outputs": 512,
     "system_tokens": 512,
     "pool_tokens": 131_072,
+    "tight_tokens": 16_384,
     "chunk_tokens": 512,
 }
 
@@ -77,7 +78,7 @@ def _measure(argv: Sequence[str], arguments: argparse.Namespace, measured: str) 
     )
     jobs = make_jobs(shape)
     num_blocks = min(runner.kv.num_blocks, arguments.pool_tokens // config.block_size + 2)
-    num_few = num_blocks // 2  # for admission: a pool that outputs outgrow
+    num_few = min(num_blocks, arguments.tight_tokens // config.block_size + 2)
     player, tight = (
         Player(runner, num, config.block_size, shape.max_len, arguments.chunk_tokens)
         for num in (num_blocks, num_few)
@@ -87,17 +88,11 @@ def _measure(argv: Sequence[str], arguments: argparse.Namespace, measured: str) 
     rows = [_at_once(player, scheme, jobs) for scheme in schemes]
     rate_per_s = _LOAD * rows[-1]["requests_per_s"]
     arrivals_s = poisson(len(jobs), rate_per_s, seed=1)
-    for scheme, row in zip(schemes, rows, strict=True):
-        row |= _latencies(player.play(scheme, jobs, arrivals_s).times)
-        _show(row)
-    rows += _pairs(runner, config, shape, num_blocks, rate_per_s, arguments, is_gpu=is_gpu)
     chats = make_jobs(
         replace(shape, prompt_scale=shape.prompt_scale * 6, output_scale=shape.output_scale / 3)
     )
-    admissions = [_at_once(tight, scheme, chats) for scheme in ADMISSIONS]
-    for row in admissions:
-        _show(row)
-    result = {
+    admissions: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
         "commit": measured,
         "command": command_line("baselines", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -115,8 +110,21 @@ def _measure(argv: Sequence[str], arguments: argparse.Namespace, measured: str) 
         "admissions": admissions,
     }
     path = ROOT / "bench" / "results" / f"{arguments.out}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    for scheme, row in zip(schemes, rows, strict=True):
+        row |= _latencies(player.play(scheme, jobs, arrivals_s).times)
+        _show(row)
+    _write(path, result)
+    for scheme in ADMISSIONS:
+        admissions.append(_at_once(tight, scheme, chats))
+        _show(admissions[-1])
+    _write(path, result)
+    rows += _pairs(runner, config, shape, num_blocks, rate_per_s, arguments, is_gpu=is_gpu)
+    _write(path, result)
     return 0
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _pairs(
@@ -166,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--most-outputs": (256, "max_tokens of every request"),
         "--system-tokens": (48, "of the four system prompts"),
         "--pool-tokens": (4096, "size of the KV pool"),
+        "--tight-tokens": (2048, "of the pool in which admission is compared: outputs outgrow it"),
         "--chunk-tokens": (128, "budget of a step with chunked prefill"),
         "--tbt-ms": (25, "what two engines promise that both do all"),
     }

@@ -15,7 +15,7 @@ policy in front of it, which gives it a request only when the scheme would.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.engine.scheduling.admission import OutputLengthEstimator
 
@@ -74,7 +74,7 @@ ON_GPUS: Sequence[Scheme] = (
     Scheme("+ overlap", is_chunked=True, has_prefix_cache=True, has_graphs=True, runs_ahead=True),
 )
 ADMISSIONS: Sequence[Scheme] = tuple(
-    Scheme(name, is_chunked=True, has_prefix_cache=True, estimator=estimator)
+    replace(ON_GPUS[-1], name=name, estimator=estimator)
     for name, estimator in (
         ("worst case", WorstCase),
         ("watermark", Watermark),
