@@ -94,6 +94,8 @@ class LocalCall:
 class LocalCalls:
     """Belongs to the event loop that `begin` is called on."""
 
+    heard_s = math.inf  # the engine is in this process
+
     def __init__(self, local: LocalEngine, model: ServedModel) -> None:
         self.model = model
         self._local = local
