@@ -202,33 +202,8 @@ class ModelRunner:
         most_tokens += spare_tokens(most_tokens)
 
         def new_steps(pool: torch.Tensor) -> GpuSteps:
-            attention = self._make_attention(pool)
-            steps = GpuSteps(
-                model,
-                attention,
-                config.block_size,
-                self.max_num_seqs,
-                min(config.mixed_graph_tokens, most_tokens) if self.max_num_seqs > 1 else 0,
-                config.max_drafts,
-                self.adapters,
-            )
-            if isinstance(drafting, Head):
-                steps.head = new_head_steps(pool, drafting, steps)
-            return steps
-
-        def new_head_steps(pool: torch.Tensor, head: Head, own: GpuSteps) -> HeadSteps:
-            attention = self._make_attention(pool, self._draft_model, config.max_drafts)
-            sizes = (config.block_size, self.max_num_seqs)
-
-            def new_steps(head: HeadDecoder) -> GpuSteps:
-                if head.range.is_last:
-                    return GpuSteps(head, attention, *sizes)
-                return GpuSteps(
-                    head, attention, *sizes, max_drafts=config.max_drafts, sampled=own.sampled
-                )
-
-            most = max(self._most_step_tokens, own.most_graph_tokens)
-            return HeadSteps.beside(model, head, most, config.block_size, new_steps)
+            head = drafting if isinstance(drafting, Head) else None
+            return self._new_gpu_steps(model, head, pool)
 
         def new_draft_steps(pool: torch.Tensor) -> GpuSteps | None:
             if not isinstance(drafting, Decoder):
@@ -276,6 +251,37 @@ class ModelRunner:
         if self.adapters is not None:  # one is read before another is dropped
             self.adapters.pin_memory(config.num_host_adapters + 1)
         self._steps = steps
+
+    def _new_gpu_steps(self, model: Decoder, head: Head | None, pool: torch.Tensor) -> GpuSteps:
+        """Of `model`, and behind them those of its head."""
+        from .gpu_steps import GpuSteps
+
+        config, max_num_seqs = self._config, self.max_num_seqs
+        of_prompts = config.max_num_batched_tokens
+        of_prompts = min(config.mixed_graph_tokens, of_prompts + spare_tokens(of_prompts))
+        own = GpuSteps(
+            model,
+            self._make_attention(pool),
+            config.block_size,
+            max_num_seqs,
+            of_prompts if max_num_seqs > 1 else 0,
+            config.max_drafts,
+            self.adapters,
+        )
+        if head is None:
+            return own
+        attention = self._make_attention(pool, self._draft_model, config.max_drafts)
+        sizes = (config.block_size, max_num_seqs)
+
+        def new_steps(model: HeadDecoder) -> GpuSteps:
+            if model.range.is_last:
+                return GpuSteps(model, attention, *sizes)
+            most = config.max_drafts
+            return GpuSteps(model, attention, *sizes, max_drafts=most, sampled=own.sampled)
+
+        most = max(self._most_step_tokens, own.most_graph_tokens)
+        own.head = HeadSteps.beside(model, head, most, config.block_size, new_steps)
+        return own
 
     def _make_attention(
         self,
