@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.ranks.linked_nodes import Nodes, connected
-from fakes.speculation.eagle3_heads import head_tensors, make_head, write_head, write_target
+from fakes.speculation.eagle3_heads import DIM, head_tensors, make_head, write_head, write_target
 from fakes.speculation.mtp_heads import write_model_with_head
 from node_driver import launch, wait_idle
 
@@ -26,18 +26,24 @@ Drafts = Callable[[Sequence[int], int], list[int]]  # of the formula, behind the
 
 
 def eagle3(folder: Path) -> tuple[dict[str, Any], Drafts]:
-    model = write_target(folder)
-    write_head(folder / "head", head_tensors(make_head()))
+    """Of its heads of attention the second sees all positions alike, and adds much."""
+    model, head = write_target(folder), make_head()
+    second = slice(DIM, 2 * DIM)
+    head.q.weight[second] = 0
+    torch.manual_seed(6)
+    head.o.weight[:, second].normal_(0.0, 5.0)
+    write_head(folder / "head", head_tensors(head))
     drafting = {"method": "eagle3", "model": str(folder / "head")}
-    return drafting, partial(make_head().drafts, model)
+    return drafting, partial(head.drafts, model)
 
 
 def mtp(folder: Path) -> tuple[dict[str, Any], Drafts]:
-    return {"method": "mtp"}, write_model_with_head(folder).drafts
+    head = write_model_with_head(folder, attention=10.0)
+    return {"method": "mtp"}, head.drafts
 
 
 def requests() -> list[Request]:
-    """Long prompts and short outputs: a head that lacks its KV of them drafts otherwise."""
+    """Long prompts and short outputs: a head without their KV drafts otherwise."""
     draw = torch.Generator().manual_seed(5)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     prompts = [torch.randint(3, 64, (100 + 8 * index,), generator=draw) for index in range(12)]
@@ -84,6 +90,5 @@ async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
             known += tokens
     assert sum(accepted.values()) == sum(counts.accepted_drafts)
     num_rejected = counts.num_drafts - sum(counts.accepted_drafts)
-    print(accepted, num_rejected, alone_wrong, counts.num_drafts)
     assert accepted[True] > 10 and accepted[False] <= 1, "but where two tokens are nearly equal"
     assert num_rejected <= alone_wrong + 1
