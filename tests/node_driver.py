@@ -163,6 +163,7 @@ class Heard:
     """What one engine said about one request."""
 
     tokens: list[int] = field(default_factory=list)
+    by_message: dict[int, list[int]] = field(default_factory=dict)  # the tokens; one has a step's
     outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
 
     @property
@@ -189,6 +190,7 @@ class Session:
         self.heartbeat = node_pb2.Heartbeat()
         self.num_heartbeats = 0
         self.heard: dict[str, Heard] = {}
+        self._num_messages = 0
         self.ended: Exception | None = None
 
     async def dial(self, incarnation: str, secret: str | None, at: str | None) -> None:
@@ -215,6 +217,7 @@ class Session:
                 length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
                 payload = await self._reader.readexactly(length)
                 message = node_pb2.NodeMessage.FromString(payload)
+                self._num_messages += 1
                 match message.WhichOneof("body"):
                     case "welcome":
                         self.welcome = message.welcome
@@ -240,6 +243,7 @@ class Session:
         heard = self.heard.setdefault(f"{output.request_id}/{output.attempt}", Heard())
         heard.outputs.append(output)
         heard.tokens += output.token_ids
+        heard.by_message.setdefault(self._num_messages, []).extend(output.token_ids)
 
     async def dispatch(
         self, request: Request, work: int, ticket: Ticket | None, deadline_s: float = 30.0

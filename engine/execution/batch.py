@@ -20,7 +20,8 @@ class SequenceSlice(NamedTuple):
     """One sequence's part of a step. `sample` is None for a chunk that is not the last.
 
     `follows`: the slice's one token is what that slice of the step launched before samples, which
-    the host does not know yet; `token_ids` holds a stand-in for it. `prompt_targets` are the tokens
+    the host does not know yet; `token_ids` holds a stand-in for it. Of a slice with drafts each
+    token is one of that slice's samples, from its first on. `prompt_targets` are the tokens
     that follow the slice's positions from number `first_prompt_target` on, if their
     log-probabilities are wanted, and `num_prompt_top` alternatives with each.
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
 from ..lora.rank_adapters import RankAdapters
-from ..model.decoder import Decoder
 from .batch import CompletedStep, SampledToken, SequenceSlice
 from .drafting.head_steps import HeadSteps
+from .step_model import StepModel
 from .step_parts import SampledRows, compute_extras, flatten, metadata_of, padded, plan_adapters
 
 
@@ -23,7 +23,7 @@ class CpuSteps:
 
     def __init__(
         self,
-        model: Decoder,
+        model: StepModel,
         attention: AttentionBackend,
         block_size: int,
         adapters: RankAdapters | None = None,
@@ -34,19 +34,33 @@ class CpuSteps:
         self._block_size = block_size
         self.head: HeadSteps | None = None
 
+    def capture_graphs(self) -> None:
+        """A CPU has none."""
+
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         pieces = padded(batch)
         hidden = self._forward(pieces)
         if not self.model.range.is_last:
             return CompletedStep([None] * len(batch))
+        return self._sample(batch, pieces, hidden)
+
+    def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> CompletedStep:
+        """A step of decodes whose hidden states are there already."""
+        return self._sample(batch, batch, hidden)
+
+    def _sample(
+        self, batch: Sequence[SequenceSlice], pieces: Sequence[SequenceSlice], hidden: Tensor
+    ) -> CompletedStep:
         rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
+        token_ids = torch.empty(0, dtype=torch.int64)
         if rows.specs:
             logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
             token_ids, logprobs = sample(logits, rows.specs)
             tokens += map(SampledToken, token_ids.tolist(), logprobs.tolist())
         if self.head is not None:
-            features = hidden if self.model.kept is None else self.model.kept
-            self.head.follow(pieces, features, rows, [token.token_id for token in tokens])
+            assert self.model.kept is not None
+            at = range(len(tokens))
+            self.head.follow(pieces, self.model.kept, rows, token_ids, at)
         extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
         if extras is not None:
             extras.add_to(tokens)

@@ -33,7 +33,6 @@ from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
 from ..kv.limits import decode_graph_rows
 from ..lora.rank_adapters import RankAdapters
-from ..model.decoder import Decoder
 from .batch import SequenceSlice
 from .cuda_graphs import (
     ProductTimes,
@@ -43,13 +42,18 @@ from .cuda_graphs import (
     measure_products,
     prefill_sizes,
 )
+from .drafting.head_steps import HeadSteps
 from .gpu_step import GpuStep, device_errors
+from .step_model import StepModel
 from .step_parts import (
     Extras,
     Int64s,
     SampledRows,
+    awaited_tokens,
     compute_extras,
     flatten,
+    has_drafts,
+    is_decode,
     metadata_of,
     num_decodes,
     plan_adapters,
@@ -66,22 +70,24 @@ class GpuSteps:
     """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices.
 
     Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS. A decode may
-    have up to `max_drafts` drafts.
+    have up to `max_drafts` drafts. `sampled`: of the steps whose tokens these await, if others'.
     """
 
     runs_ahead = True
 
     def __init__(
         self,
-        model: Decoder,
+        model: StepModel,
         attention: AttentionBackend,
         block_size: int,
         max_num_seqs: int,
         mixed_tokens: int = 0,
         max_drafts: int = 0,
         adapters: RankAdapters | None = None,
+        sampled: Tensor | None = None,
     ) -> None:
         self.model = model
+        self.head: HeadSteps | None = None
         self._adapters = adapters
         max_rows = decode_graph_rows(max_num_seqs, max_drafts)
         num_places = max_num_seqs * (1 + max_drafts)  # where tokens are sampled
@@ -89,7 +95,9 @@ class GpuSteps:
         self._block_size = block_size
         self._device = model.device
         self._part = _part_of_rank(model)
-        self._sampled = torch.zeros(num_places, dtype=torch.int64, device=self._device)
+        if sampled is None:
+            sampled = torch.zeros(num_places, dtype=torch.int64, device=self._device)
+        self.sampled = sampled
         self._logprobs = torch.zeros(num_places, dtype=torch.float32, device=self._device)
         self._count: CudaStepCount | None = None
         self._decode_sizes = decode_sizes(max_rows)
@@ -107,9 +115,9 @@ class GpuSteps:
         """Capture all graphs, largest first: the smaller ones then fit into its memory."""
         sizes = [size for each in self._prefill_sizes.values() for size in each]
         times = measure_products(
-            self.model.layers[0].products(),
+            self.model.products(),
             [*self._decode_sizes, *sizes],
-            self.model.layers[0].input_norm.weight,
+            torch.empty(0, dtype=self.model.dtype, device=self._device),
             self._share,
         )
         self.make_graphs(times)
@@ -164,6 +172,11 @@ class GpuSteps:
         most = max(self.prefill_graphs)
         return tuple(self.prefill_graphs[most].sizes) if most else ()
 
+    @property
+    def most_graph_tokens(self) -> int:
+        """Of a step in a graph, padding counted."""
+        return max(each.sizes[-1] for each in (self.graphs, *self.prefill_graphs.values()))
+
     def count_in(self, count: CudaStepCount) -> None:
         """From now on `count` has the number of the last step that has written its KV."""
         self._count = count
@@ -174,12 +187,17 @@ class GpuSteps:
             rows = SampledRows.of(batch)
             has_adapters = any(piece.adapter_slot is not None for piece in batch)
             graphs = self._adapter_graphs if has_adapters else self.graphs
-            graph = graphs.find(len(rows.specs)) if _is_decode(batch) else None
+            graph = graphs.find(len(rows.specs)) if is_decode(batch) else None
             if graph is not None:
                 if has_adapters:
                     plan_adapters(self._adapters, batch, graph.size)
                 return self._launch_graph(graph, batch, rows)
             return self._launch_eagerly(batch, rows)
+
+    def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> GpuStep:
+        """A step of decodes whose hidden states are there already."""
+        with device_errors(), torch.inference_mode():
+            return self._sample(0, batch, SampledRows.of(batch), hidden)
 
     # -- decodes alone ----------------------------------------------------------------------------
 
@@ -195,9 +213,11 @@ class GpuSteps:
         number = self._mark()
         if not self.model.range.is_last:
             return self._passed_on(number, len(batch))
-        self._resample(rows, range(len(rows.specs)), graph.output)
+        at = range(len(rows.specs))
+        self._resample(rows, at, graph.output)
+        number = self._let_head_follow(number, batch, rows, at)
         extras = self._extras(batch, rows, graph.output, None)
-        return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
+        return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
 
     def _decode_arrays(self, batch: Sequence[SequenceSlice], specs: Sequence[SampleSpec]) -> Int64s:
         """[5, rows]: token ids, positions, slots, keys, bits of the temperatures in float64. Rows
@@ -221,7 +241,7 @@ class GpuSteps:
             logits,
             temperatures.view(torch.float64),
             keys,
-            self._sampled[:n],
+            self.sampled[:n],
             self._logprobs[:n],
             self._part,
         )
@@ -280,43 +300,57 @@ class GpuSteps:
         number = self._mark()  # its KV is written: pullers need not wait for the sampler
         if not self.model.range.is_last:
             return self._passed_on(number, len(batch))
+        return self._sample(number, batch, rows, hidden)
+
+    def _sample(
+        self, number: int, batch: Sequence[SequenceSlice], rows: SampledRows, hidden: Tensor
+    ) -> GpuStep:
         if not rows.specs:
+            number = self._let_head_follow(number, batch, rows, ())
             extras = self._extras(batch, rows, None, hidden)
-            return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
+            return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
         # A step behind this one finds the tokens by slice; behind one with drafts there is none.
         num_rows = len(rows.specs)
-        at = range(num_rows) if _has_drafts(batch) else rows.slices
+        at = range(num_rows) if has_drafts(batch) else rows.slices
         arrays = np.vstack([np.array(at), np.array(rows.tokens), sampling_arrays(rows.specs)])
         places, tokens, keys, temperatures = upload(arrays, self._device)
         logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
-        sampled, logprobs = self._sampled.new_empty(num_rows), self._logprobs[:num_rows]
+        sampled, logprobs = self.sampled.new_empty(num_rows), self._logprobs[:num_rows]
         sample_unfiltered(
             logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
         )
-        self._sampled.index_copy_(0, places, sampled)
+        self.sampled.index_copy_(0, places, sampled)
         self._resample(rows, at, logits)
+        number = self._let_head_follow(number, batch, rows, at)
         extras = self._extras(batch, rows, logits, hidden)
         return self._bring_back(
-            number, len(batch), rows, self._sampled.index_select(0, places), self._logprobs, extras
+            number, len(batch), rows, self.sampled.index_select(0, places), self._logprobs, extras
         )
 
     # -- both -------------------------------------------------------------------------------------
 
     def _mark(self) -> int:
-        """The number of the step whose KV all that was launched so far will have written."""
+        """The number of the step whose KV all that was launched so far will have written; 0 if
+        there will be a head's too."""
+        return 0 if self._count is None or self.head is not None else self._count.mark()
+
+    def _let_head_follow(
+        self, number: int, batch: Sequence[SequenceSlice], rows: SampledRows, at: Sequence[int]
+    ) -> int:
+        """Launch the head's part, if there is one, behind the samples, which lie `at` these places.
+        The number of the step, so far `number`."""
+        if self.head is None:
+            return number
+        assert self.model.kept is not None
+        self.head.follow(batch, self.model.kept, rows, self.sampled, at)
         return 0 if self._count is None else self._count.mark()
 
     def _follow(self, batch: Sequence[SequenceSlice], token_ids: Tensor) -> None:
         """Put the tokens that the step before samples, or has sampled, where they are awaited."""
-        places, sources, first = [], [], 0
-        for piece in batch:
-            if piece.follows is not None:
-                places.append(first)
-                sources.append(piece.follows)
-            first += piece.num_scheduled_tokens
-        if places:
-            place, source = upload(np.array([places, sources], np.int64), self._device)
-            token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
+        awaited = awaited_tokens(batch)
+        if awaited.size:
+            place, source = upload(awaited, self._device)
+            token_ids.index_copy_(0, place, self.sampled.index_select(0, source))
 
     def _resample(self, rows: SampledRows, at: Sequence[int], logits: Tensor) -> None:
         """Sample again what needs filters or changed logits, into the places `at`. This rank's
@@ -330,7 +364,7 @@ class GpuSteps:
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)
-            self._sampled.index_copy_(0, place, token_ids)
+            self.sampled.index_copy_(0, place, token_ids)
             self._logprobs.index_copy_(0, index, logprobs)
 
     def _extras(
@@ -346,7 +380,7 @@ class GpuSteps:
     def _passed_on(self, number: int, num_slices: int) -> GpuStep:
         """A step whose tokens are sampled on the last stage."""
         rows = SampledRows([], [], [])
-        return self._bring_back(number, num_slices, rows, self._sampled, self._logprobs, None)
+        return self._bring_back(number, num_slices, rows, self.sampled, self._logprobs, None)
 
     def _bring_back(
         self,
@@ -368,18 +402,9 @@ class GpuSteps:
         return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)
 
 
-def _part_of_rank(model: Decoder) -> VocabularyPart | None:
+def _part_of_rank(model: StepModel) -> VocabularyPart | None:
     """None if it has the whole vocabulary."""
     ranks = model.communicator
-    if ranks.size == 1:
+    if ranks.size == 1 or model.has_whole_logits:
         return None
     return VocabularyPart(ranks.rank, ranks.size, model.vocab_size, ranks.all_reduce)
-
-
-def _is_decode(batch: Sequence[SequenceSlice]) -> bool:
-    samples = all(piece.sample is not None for piece in batch)
-    return samples and num_decodes(batch) == len(batch)
-
-
-def _has_drafts(batch: Sequence[SequenceSlice]) -> bool:
-    return any(piece.draft_samples for piece in batch)

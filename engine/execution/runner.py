@@ -46,11 +46,13 @@ from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
+from .drafting.head_decoder import HeadDecoder
 from .drafting.head_model import make_draft_model
 from .drafting.head_steps import HeadSteps
 from .expert_loads import ExpertLoadReader
 from .largest_step import largest_batch
 from .model_loading import load_model
+from .step_model import StepModel
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
@@ -132,6 +134,7 @@ class ModelRunner:
             on_progress,
             self.startup_notes,
         )
+        self._model = model
         drafting, of_drafts = None, dict[str, str]()
         if self._draft_model is not None:
             notes = self.startup_notes
@@ -144,23 +147,12 @@ class ModelRunner:
         )
         self.fingerprint |= of_drafts
         self._draft_steps: DraftSteps | None = None
-        self._head_steps: HeadSteps | None = None
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
-            attention = self._make_attention(self.kv.tensor)
-            own_steps = CpuSteps(model, attention, config.block_size, self.adapters)
-            self._steps: CpuSteps | GpuSteps = own_steps
-            if drafting is not None:
-                attention = self._make_attention(self.kv.tensor, self._draft_model)
-            if isinstance(drafting, Head):
-                self._head_steps = HeadSteps(drafting, attention, config.block_size)
-                own_steps.head = self._head_steps
-            elif drafting is not None:
-                steps = CpuSteps(drafting, attention, config.block_size)
-                self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
+            self._start_cpu(model, drafting)
         else:
-            assert not isinstance(drafting, Head), "heads are for CPUs"
             self._start_gpu(model, drafting, layout)
+        self._head_steps = self._steps.head
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
     def _make_adapters(self, model: Decoder) -> RankAdapters | None:
@@ -168,13 +160,37 @@ class ModelRunner:
         config = self._config
         if not config.enable_lora:
             return None
+        dtype, max_rank = self._placement.dtype, config.max_lora_rank
+        return RankAdapters(model, dtype, config.max_loras, max_rank, self._most_step_tokens)
+
+    @property
+    def _most_step_tokens(self) -> int:
+        """Without padding."""
+        config = self._config
         most = config.max_num_batched_tokens
         most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
-        most = max(most, config.max_num_seqs or MAX_NUM_SEQS)
-        dtype, max_rank = self._placement.dtype, config.max_lora_rank
-        return RankAdapters(model, dtype, config.max_loras, max_rank, most)
+        return max(most, config.max_num_seqs or MAX_NUM_SEQS)
 
-    def _start_gpu(self, model: Decoder, drafting: Decoder | None, layout: KvLayout) -> None:
+    def _start_cpu(self, model: Decoder, drafting: Decoder | Head | None) -> None:
+        config = self._config
+        attention = self._make_attention(self.kv.tensor)
+        self._steps: CpuSteps | GpuSteps
+        self._steps = CpuSteps(model, attention, config.block_size, self.adapters)
+        if drafting is None:
+            return
+        of_drafts = self._make_attention(self.kv.tensor, self._draft_model)
+
+        def new_steps(model: StepModel) -> CpuSteps:
+            return CpuSteps(model, of_drafts, config.block_size)
+
+        if isinstance(drafting, Decoder):
+            steps = new_steps(drafting)
+            self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
+        else:
+            most = self._most_step_tokens
+            self._steps.head = HeadSteps.beside(model, drafting, most, config.block_size, new_steps)
+
+    def _start_gpu(self, model: Decoder, drafting: Decoder | Head | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
         from .gpu_steps import GpuSteps
 
@@ -186,19 +202,11 @@ class ModelRunner:
         most_tokens += spare_tokens(most_tokens)
 
         def new_steps(pool: torch.Tensor) -> GpuSteps:
-            attention = self._make_attention(pool)
-            return GpuSteps(
-                model,
-                attention,
-                config.block_size,
-                self.max_num_seqs,
-                min(config.mixed_graph_tokens, most_tokens) if self.max_num_seqs > 1 else 0,
-                config.max_drafts,
-                self.adapters,
-            )
+            head = drafting if isinstance(drafting, Head) else None
+            return self._new_gpu_steps(model, head, pool)
 
         def new_draft_steps(pool: torch.Tensor) -> GpuSteps | None:
-            if drafting is None:
+            if not isinstance(drafting, Decoder):
                 return None
             attention, num_seqs = self._make_attention(pool, self._draft_model), self.max_num_seqs
             return GpuSteps(drafting, attention, config.block_size, num_seqs, 0, MOST_ROWS - 1)
@@ -231,6 +239,8 @@ class ModelRunner:
         if draft_steps is not None:
             draft_steps.capture_graphs()
             self._draft_steps = DraftSteps(draft_steps, most_tokens)
+        if steps.head is not None:
+            steps.head.capture_graphs()
         free_after, _ = torch.cuda.mem_get_info(device)
         num_graphs = {n: len(graphs.sizes) for n, graphs in steps.prefill_graphs.items()}
         self.startup_notes.append(
@@ -242,10 +252,45 @@ class ModelRunner:
             self.adapters.pin_memory(config.num_host_adapters + 1)
         self._steps = steps
 
+    def _new_gpu_steps(self, model: Decoder, head: Head | None, pool: torch.Tensor) -> GpuSteps:
+        """Of `model`, and behind them those of its head."""
+        from .gpu_steps import GpuSteps
+
+        config, max_num_seqs = self._config, self.max_num_seqs
+        of_prompts = config.max_num_batched_tokens
+        of_prompts = min(config.mixed_graph_tokens, of_prompts + spare_tokens(of_prompts))
+        own = GpuSteps(
+            model,
+            self._make_attention(pool),
+            config.block_size,
+            max_num_seqs,
+            of_prompts if max_num_seqs > 1 else 0,
+            config.max_drafts,
+            self.adapters,
+        )
+        if head is None:
+            return own
+        attention = self._make_attention(pool, self._draft_model, config.max_drafts)
+        sizes = (config.block_size, max_num_seqs)
+
+        def new_steps(model: HeadDecoder) -> GpuSteps:
+            if model.range.is_last:
+                return GpuSteps(model, attention, *sizes)
+            most = config.max_drafts
+            return GpuSteps(model, attention, *sizes, max_drafts=most, sampled=own.sampled)
+
+        most = max(self._most_step_tokens, own.most_graph_tokens)
+        own.head = HeadSteps.beside(model, head, most, config.block_size, new_steps)
+        return own
+
     def _make_attention(
-        self, pool: torch.Tensor, draft: DraftModel | None = None
+        self,
+        pool: torch.Tensor,
+        draft: DraftModel | None = None,
+        max_drafts: int = MOST_ROWS - 1,
     ) -> AttentionBackend:
-        """Over `pool`, of the model or of the draft model."""
+        """Over `pool`, of the model, or of the draft model or head, whose decodes have so many
+        drafts."""
         if draft is None:
             of_stage = self.model_config.windows[self.layers.first : self.layers.end]
             config = dataclasses.replace(self.model_config, windows=of_stage)
@@ -259,7 +304,7 @@ class ModelRunner:
             config,
             self.max_model_len,
             self._placement.dtype,
-            self._config.max_drafts if draft is None else MOST_ROWS - 1,
+            self._config.max_drafts if draft is None else max_drafts,
         )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
@@ -270,7 +315,7 @@ class ModelRunner:
     @property
     def model(self) -> Decoder:
         """The model, for whoever wants its weights."""
-        return self._steps.model
+        return self._model
 
     @property
     def engine_block_bytes(self) -> int:

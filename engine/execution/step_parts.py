@@ -135,6 +135,29 @@ def num_decodes(batch: Sequence[SequenceSlice]) -> int:
     return len(batch)
 
 
+def is_decode(batch: Sequence[SequenceSlice]) -> bool:
+    """Decodes alone, all of which sample."""
+    samples = all(piece.sample is not None for piece in batch)
+    return samples and num_decodes(batch) == len(batch)
+
+
+def has_drafts(batch: Sequence[SequenceSlice]) -> bool:
+    return any(piece.draft_samples for piece in batch)
+
+
+def awaited_tokens(batch: Sequence[SequenceSlice]) -> Int64s:
+    """[2, tokens]: which of the batch's tokens are awaited, and where among the samples of the step
+    before they will be."""
+    places, sources, end = list[int](), list[int](), 0
+    for piece in batch:
+        end += piece.num_scheduled_tokens
+        if piece.follows is not None:
+            num_awaited = 1 + len(piece.draft_samples)
+            places += range(end - num_awaited, end)
+            sources += range(piece.follows, piece.follows + num_awaited)
+    return np.array([places, sources], np.int64)
+
+
 def plan_adapters(
     adapters: RankAdapters | None, batch: Sequence[SequenceSlice], num_rows: int
 ) -> bool:

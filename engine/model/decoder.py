@@ -181,6 +181,8 @@ class Decoder:
     unless given. The first stage has the embedding, the last one the norm and the LM head.
     """
 
+    has_whole_logits = False  # of a rank: see Embedding.project_part
+
     def __init__(
         self,
         config: ModelConfig,
@@ -192,7 +194,7 @@ class Decoder:
         self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
         self._new_residual = partial(torch.empty, dtype=placement.dtype, device=placement.device)
         self._hidden_size = config.hidden_size
-        self.device = placement.device
+        self.device, self.dtype = placement.device, placement.dtype
         self.communicator = placement.communicator
         self.vocab_size = config.vocab_size
         self._embed: Embedding | None = None
@@ -215,7 +217,7 @@ class Decoder:
                 )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
         self.kept_layers: tuple[int, ...] = ()  # whose inputs a draft head reads
-        self.kept: Tensor | None = None  # of the last step, side by side [tokens, layers * hidden]
+        self.kept: Tensor | None = None  # see keep
 
     @property
     def embed(self) -> Embedding:
@@ -242,7 +244,7 @@ class Decoder:
         x: Summand | None = None
         residual = self._begin(token_ids)
         rope = self.rotary(positions)
-        kept = self._new_kept(len(token_ids))
+        kept = self._kept_parts(len(token_ids))
         for place, layer in enumerate(self.layers):
             x = layer(x, residual, rope, attention, kept.get(place))
         if self._norm is None:
@@ -252,15 +254,27 @@ class Decoder:
             return residual
         hidden = self._norm(residual) if x is None else self._norm.add(x, residual)
         assert isinstance(hidden, Tensor)
+        if self.kept is not None and not self.kept_layers:
+            self.kept[: len(hidden)].copy_(hidden)
         return hidden
 
-    def _new_kept(self, num_tokens: int) -> dict[int, Tensor]:
+    def keep(self, most_tokens: int) -> None:
+        """From now on `kept` has what a head reads of the last step, of which no one has more
+        tokens: side by side the inputs of `kept_layers`, or without any what the last norm gave.
+        It stays where it is: CUDA graphs write to it too."""
+        width = max(1, len(self.kept_layers)) * self._hidden_size
+        self.kept = self._new_residual((most_tokens, width)).zero_()
+
+    def _kept_parts(self, num_tokens: int) -> dict[int, Tensor]:
         """Room for the inputs of `kept_layers`, by layer."""
-        if not self.kept_layers:
+        if self.kept is None or not self.kept_layers:
             return {}
-        self.kept = self._new_residual((num_tokens, len(self.kept_layers) * self._hidden_size))
-        parts = self.kept.view(num_tokens, -1, self._hidden_size).unbind(1)
+        parts = self.kept[:num_tokens].view(num_tokens, -1, self._hidden_size).unbind(1)
         return dict(zip(self.kept_layers, parts, strict=True))
+
+    def products(self) -> list[tuple[int, Product]]:
+        """Of one layer: see DecoderLayer."""
+        return self.layers[0].products()
 
     def _begin(self, token_ids: Tensor) -> Tensor:
         """The residual stream in front of this stage's layers, [tokens, hidden]."""

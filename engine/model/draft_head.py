@@ -36,6 +36,8 @@ from .weights.targets import Targets
 class DraftHead(Protocol):
     """A head whose weights are in place."""
 
+    hidden_size: int
+
     def fuse(self, features: Tensor) -> Tensor:
         """What a step of the model kept [tokens, features] -> states [tokens, hidden]."""
         ...
@@ -67,7 +69,8 @@ class Eagle3Head:
         lm_head: Embedding | None,
         has_normed_residual: bool,
     ) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_size = hidden = config.hidden_size
+        eps = config.rms_norm_eps
         self._vocab_size, self._has_normed_residual = config.vocab_size, has_normed_residual
         self._own: list[Embedding] = []
         if embed is None:
@@ -146,7 +149,8 @@ class MtpHead:
         embed: Embedding,
         lm_head: Embedding,
     ) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_size = hidden = config.hidden_size
+        eps = config.rms_norm_eps
         self._embed, self._lm_head = embed, lm_head
         self._token_norm, self._hidden_norm, self._final_norm = (
             RMSNorm(f"{prefix}.{name}_layernorm", hidden, eps, placement)

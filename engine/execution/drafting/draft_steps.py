@@ -67,21 +67,32 @@ class DraftSteps:
                 drafts[index].append(token.token_id)
 
         places: dict[int, int] = {}  # of each slice's token among those of the step before
+        at: Sequence[int]
         for depth in range(max(len(piece.draft_samples) for piece in batch)):
             drafting = [i for i, piece in enumerate(batch) if len(piece.draft_samples) > depth]
             if depth:
                 pieces = [_next(batch[i], depth, drafts[i], places[i]) for i in drafting]
+                step = self._go_on(pieces, [places[i] for i in drafting])
+                at = range(len(pieces))
             else:
-                pieces = [_first(batch[i]) for i in drafting]
-            step = self._steps.launch(pieces)
+                step, at = self._begin([batch[i] for i in drafting])
             launched.append((drafting, step))
             if not self._steps.runs_ahead:
                 take(*launched.pop())
-            ends = accumulate(len(piece.draft_samples) + 1 for piece in pieces)
-            places = {index: end - 1 for index, end in zip(drafting, ends, strict=True)}
+            places = dict(zip(drafting, at, strict=True))
         for each in launched:
             take(*each)
         return drafts
+
+    def _begin(self, batch: Sequence[SequenceSlice]) -> tuple[LaunchedStep, Sequence[int]]:
+        """The step of the first drafts, and where each of them is among its tokens."""
+        pieces = [_first(piece) for piece in batch]
+        ends = accumulate(len(piece.draft_samples) + 1 for piece in pieces)
+        return self._steps.launch(pieces), [end - 1 for end in ends]
+
+    def _go_on(self, pieces: list[SequenceSlice], rows: Sequence[int]) -> LaunchedStep:
+        """The step of the next drafts, behind these rows of the one before."""
+        return self._steps.launch(pieces)
 
     def _late(self, batch: Sequence[SequenceSlice]) -> Iterator[list[SequenceSlice]]:
         """What is missing in front of the first steps' rows, as steps of their own."""

@@ -44,8 +44,6 @@ class HeadModel(DraftModel):
         """See DraftModel."""
         assert config.speculation is not None
         method = config.speculation.method
-        if placement.device.type != "cpu":
-            raise StartupFailed(f'--speculative-config: "method": "{method}" is for CPUs alone')
         if config.load_format == "dummy":
             raise StartupFailed(f'--load-format dummy is not for "method": "{method}"')
         super().__init__(config, model_dir, target, placement)

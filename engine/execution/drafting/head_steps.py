@@ -1,95 +1,136 @@
 """Steps of a draft head: behind each step of the model, and drafts between two of them.
 
     tokens of a step         a   b   c      sampled behind them: d
-    the head reads          a,b b,c c,d     each with the model's state of the first
+    the head reads         a,b b,c c,d     each with the model's state of the first
     its KV lies at           a   b   c
 
 So a step leaves the head's KV of every token that it computes, prompts and accepted drafts alike,
 and blocks go over whole. The first draft of a sequence is made of the state that the last step
-left; what was not in it, as after a hand-off, has no drafts until its next. CPUs only.
+left; what was not in it, as after a hand-off, has no drafts until its next. On a GPU the head's
+part is launched behind the sampling, whose tokens it finds on the device.
+
+    states   [ of the last step, by token ]  ─ rows chosen ─►  [ of each sequence that drafts ]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import EngineFailed
-from ....kernels.attention.attention import AttentionBackend
-from ....kernels.sampling.sample_spec import SampleSpec
-from ....kernels.sampling.sampling import sample
+from ....kernels.upload import upload
+from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
-from ..batch import SequenceSlice
-from ..step_parts import Int64s, SampledRows, flatten, metadata_of, padded
+from ..batch import LaunchedStep, SequenceSlice
+from ..step_parts import SampledRows, flatten
+from .draft_steps import DraftSteps
+from .head_decoder import HeadDecoder
+
+if TYPE_CHECKING:
+    from ..cpu_steps import CpuSteps
+    from ..gpu_steps import GpuSteps
 
 
-class HeadSteps:
-    """A Drafter."""
+class HeadSteps(DraftSteps):
+    """A Drafter. `behind` and `steps` run the head over `states`, `behind` without sampling; it
+    awaits what the model's steps sample."""
 
-    def __init__(self, head: DraftHead, attention: AttentionBackend, block_size: int) -> None:
-        self._head, self._attention, self._block_size = head, attention, block_size
-        self._states: Tensor | None = None  # [tokens, hidden] of the last step
-        self._rows: dict[tuple[int, int], int] = {}  # of these, by slot and the token behind it
+    def __init__(
+        self,
+        head: DraftHead,
+        states: Tensor,
+        behind: CpuSteps | GpuSteps,
+        steps: CpuSteps | GpuSteps,
+        block_size: int,
+    ) -> None:
+        super().__init__(steps, len(states))
+        self._head, self._states, self._behind = head, states, behind
+        self._block_size = block_size
+        self._slots: Sequence[int] = ()  # of the last step's rows
+        self._tokens: Sequence[int] = ()  # of the last step
+        self._sampled: tuple[Tensor, Sequence[int]] | None = None
+        self._rows: dict[tuple[int, int], int] = {}  # of states, by slot and the token behind it
+
+    @classmethod
+    def beside(
+        cls,
+        model: Decoder,
+        head: DraftHead,
+        most_tokens: int,
+        block_size: int,
+        new_steps: Callable[[HeadDecoder], CpuSteps | GpuSteps],
+    ) -> HeadSteps:
+        """Of a head that `model` keeps for what it reads; no step has more than `most_tokens`, with
+        padding."""
+        model.keep(most_tokens)
+        shape = (most_tokens, head.hidden_size)
+        states = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        behind, steps = (
+            new_steps(HeadDecoder(head, states, model, has_logits=each)) for each in (False, True)
+        )
+        return cls(head, states, behind, steps, block_size)
+
+    def capture_graphs(self) -> None:
+        """See GpuSteps."""
+        self._behind.capture_graphs()
+        self._steps.capture_graphs()
 
     def follow(
         self,
         batch: Sequence[SequenceSlice],
         features: Tensor,
         rows: SampledRows,
-        token_ids: Sequence[int],
+        sampled: Tensor,
+        at: Sequence[int],
     ) -> None:
-        """Behind a step of the model over `batch`, which is `padded`, kept `features` and sampled
-        `token_ids` at `rows`."""
-        following = np.zeros(len(features), np.int64)
-        first = 0
+        """Behind a step of the model over `batch` that kept `features`; of its `rows` tokens were
+        sampled, which lie in `sampled` `at` these places."""
+        known = None if self._behind.runs_ahead else sampled.tolist()
+        pieces, first = list[SequenceSlice](), 0
         for piece in batch:
-            end = first + piece.num_scheduled_tokens
-            following[first : end - 1] = piece.token_ids[1:]
             # What is known of none is read by nobody: it is computed once more, or was the last.
-            following[end - 1] = piece.next_token_id or 0
-            first = end
-        following[rows.tokens] = token_ids
-        states = self._head.fuse(features)
-        self._states, slots = self._forward(batch, following, states)
-        found = zip(slots[rows.tokens].tolist(), token_ids, rows.tokens, strict=True)
-        self._rows = {(slot, token_id): row for slot, token_id, row in found}
+            token_ids = [*piece.token_ids[1:], piece.next_token_id or 0]
+            follows = None
+            if piece.sample is not None:
+                end = first + 1 + len(piece.draft_samples)
+                if known is None:
+                    follows = at[first]
+                else:
+                    token_ids[first - end :] = [known[place] for place in at[first:end]]
+                first = end
+            pieces.append(piece._replace(token_ids=token_ids, follows=follows, adapter_slot=None))
+        arrays = flatten(pieces, self._block_size)
+        num_tokens = arrays.shape[1]
+        self._states[:num_tokens].copy_(self._head.fuse(features[:num_tokens]))
+        self._behind.launch(pieces)
+        self._slots, self._tokens = arrays[2, rows.tokens].tolist(), rows.tokens
+        self._sampled = (sampled, at)
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         """See `batch.Drafter`: none for a sequence that was not in the last step."""
-        try:
-            with torch.inference_mode():
-                return self._draft(batch)
-        except RuntimeError as error:  # torch's: out of memory
-            raise EngineFailed(f"drafting failed: {error}") from error
-
-    def _draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        self._know_rows()
         drafts: list[list[int]] = [[] for _ in batch]
         found = [self._row_of(piece) for piece in batch]
         drafting = [index for index, row in enumerate(found) if row is not None]
-        states, depth = self._states, 0
-        rows = [row for row in found if row is not None]
-        while drafting:
-            assert states is not None
-            states = states.index_select(0, torch.tensor(rows))
-            specs = [batch[index].draft_samples[depth] for index in drafting]
-            for index, token_id in zip(drafting, self._sampled(states, specs), strict=True):
-                drafts[index].append(token_id)
-            depth += 1
-            longer = [len(batch[index].draft_samples) > depth for index in drafting]
-            rows = [row for row, goes_on in enumerate(longer) if goes_on]
-            if not rows:
-                break
-            drafting = [drafting[row] for row in rows]
-            pieces = [_next(batch[index], depth, drafts[index][-1]) for index in drafting]
-            following = np.array([drafts[index][-1] for index in drafting])
-            if len(rows) == 1:
-                rows, following = rows * 2, following.repeat(2)
-            states, _ = self._forward(padded(pieces), following, states[rows])
-            rows = list(range(len(pieces)))
+        if drafting:
+            self._first_rows = [row for row in found if row is not None]
+            proposed = super().draft([_last(batch[index]) for index in drafting])
+            for index, each in zip(drafting, proposed, strict=True):
+                drafts[index] = each
         return drafts
+
+    def _know_rows(self) -> None:
+        """Which token was sampled at each row of the last step, which has completed."""
+        if self._sampled is None:
+            return
+        sampled, at = self._sampled
+        token_ids = sampled.tolist()
+        found = zip(self._slots, at, self._tokens, strict=True)
+        self._rows = {(slot, token_ids[place]): row for slot, place, row in found}
+        self._sampled = None
 
     def _row_of(self, piece: SequenceSlice) -> int | None:
         """Where the last step left the state in front of its last token."""
@@ -98,26 +139,28 @@ class HeadSteps:
         slot = block_id * self._block_size + position % self._block_size
         return self._rows.get((slot, piece.token_ids[-1]))
 
-    def _forward(
-        self, batch: Sequence[SequenceSlice], following: Int64s, states: Tensor
-    ) -> tuple[Tensor, Int64s]:
-        """The states behind these, and the slots of all."""
-        _, positions, slots = flatten(batch, self._block_size)
-        self._attention.plan(metadata_of(batch, torch.from_numpy(slots)))
-        behind = self._head.forward(
-            torch.from_numpy(following), states, torch.from_numpy(positions), self._attention
-        )
-        return behind, slots
+    def _begin(self, batch: Sequence[SequenceSlice]) -> tuple[LaunchedStep, Sequence[int]]:
+        """Of states that are there already."""
+        self._choose(self._first_rows)
+        self._rows = {}  # their states are overwritten
+        pieces = [
+            piece._replace(sample=piece.draft_samples[0], draft_samples=()) for piece in batch
+        ]
+        step = self._steps.sample_states(pieces, self._states[: len(pieces)])
+        return step, range(len(pieces))
 
-    def _sampled(self, states: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-        alone = len(states) == 1
-        logits = self._head.logits(states.expand(2, -1).contiguous() if alone else states)
-        token_ids, _ = sample(logits[:1] if alone else logits, specs)
-        found: list[int] = token_ids.tolist()
-        return found
+    def _go_on(self, pieces: list[SequenceSlice], rows: Sequence[int]) -> LaunchedStep:
+        if [*rows] != [*range(len(rows))]:
+            self._choose(rows)
+        return self._steps.launch(pieces)
+
+    def _choose(self, rows: Sequence[int]) -> None:
+        """Let the first states be these."""
+        index = upload(np.array(rows, np.int64), self._states.device)
+        self._states[: len(rows)].copy_(self._states.index_select(0, index))
 
 
-def _next(piece: SequenceSlice, depth: int, draft: int) -> SequenceSlice:
-    """Position of the token in front of the draft that was made last."""
-    start = piece.start + len(piece.token_ids) - 2 + depth
-    return SequenceSlice([draft], start, piece.block_table, None)
+def _last(piece: SequenceSlice) -> SequenceSlice:
+    """Its last token, at the position in front: there the head has its KV."""
+    start = piece.start + len(piece.token_ids) - 2
+    return piece._replace(token_ids=piece.token_ids[-1:], start=start)

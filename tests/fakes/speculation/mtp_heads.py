@@ -58,13 +58,15 @@ class ReferenceMtp:
         return found | {f"{PREFIX}.input_proj.weight": self.input}
 
 
-def write_model_with_head(folder: Path) -> ReferenceMtp:
+def write_model_with_head(folder: Path, attention: float = 1.0) -> ReferenceMtp:
+    """The head's attention adds so many times as much as by itself."""
     model = write_target(folder, "Qwen2ForCausalLM")
     torch.manual_seed(4)
     layer = Qwen2DecoderLayer(model.config, 0).eval()
     with torch.no_grad():
         for weight in layer.parameters():
             weight.normal_(1.0 if weight.shape == (HIDDEN,) else 0.0, 0.12)
+        layer.self_attn.o_proj.weight.mul_(attention)
     head = ReferenceMtp(model, layer)
     add_tensors(folder, head.tensors())
     config = json.loads((folder / "config.json").read_text())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, requests
 from tokenizers import Tokenizer
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.engine.speculation.proposer import Context
@@ -62,6 +66,22 @@ def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOut
     return list(found.values()), accepted
 
 
+def check_equal(drafted: list[list[TokenOutput]], plain: list[list[TokenOutput]]) -> None:
+    num_different = 0
+    for one, other in zip(drafted, plain, strict=True):
+        pairs = zip(one, other, strict=True)
+        first = next(((a, b) for a, b in pairs if a.token_id != b.token_id), None)
+        if first is None:
+            continue
+        # Filters and noise hide which two were nearly equal; the distribution must be the same.
+        num_different += 1
+        tops = [dict(each.top) for each in first]
+        shared = tops[0].keys() & tops[1].keys()
+        assert len(shared) >= 3
+        assert all(abs(tops[0][token] - tops[1][token]) < NEAR_TIE for token in shared)
+    assert num_different <= 1 + len(plain) // 20
+
+
 @pytest.mark.parametrize("num_requests", [1, 20, 90])
 @pytest.mark.parametrize("attention", ["triton", "auto"])
 @pytest.mark.parametrize("method", METHODS)
@@ -86,19 +106,7 @@ def test_tokens_are_those_without_speculation(
     )
     drafted, num_accepted = outputs(drafting, num_requests)
     assert num_accepted > 5 * num_requests
-    num_different = 0
-    for one, other in zip(drafted, plain, strict=True):
-        pairs = zip(one, other, strict=True)
-        first = next(((a, b) for a, b in pairs if a.token_id != b.token_id), None)
-        if first is None:
-            continue
-        # Filters and noise hide which two were nearly equal; the distribution must be the same.
-        num_different += 1
-        tops = [dict(each.top) for each in first]
-        shared = tops[0].keys() & tops[1].keys()
-        assert len(shared) >= 3
-        assert all(abs(tops[0][token] - tops[1][token]) < NEAR_TIE for token in shared)
-    assert num_different <= 1 + num_requests // 20
+    check_equal(drafted, plain)
 
 
 @pytest.mark.parametrize("num_requests", [1, 40])
@@ -142,3 +150,49 @@ def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
     same = sum(outputs[request.key] == drafts for request, (_, drafts) in pairs)
     alone.close()
     assert same >= 0.97 * len(asked), "but for near-ties"
+
+
+HEAD_BLOCKS, MOST = 1200, 4
+
+
+@pytest.mark.parametrize("num_requests", [1, 20, 90])
+@pytest.mark.parametrize("attention", ["triton", "auto"])
+@pytest.mark.parametrize("write", [eagle3, mtp])
+def test_a_head_drafts_what_it_does_on_a_cpu(
+    tmp_path: Path, write: Callable[[Path], dict[str, Any]], attention: str, num_requests: int
+) -> None:
+    """With memory for all, then with preemptions; the tokens are those without it."""
+    drafting = json.dumps(write(tmp_path) | {"num_speculative_tokens": MOST})
+
+    def runner(device: str, speculative_config: str | None = drafting) -> ModelRunner:
+        return ModelRunner(
+            EngineConfig(
+                model=str(tmp_path),
+                device=device,
+                dtype="float32",
+                num_kv_blocks=HEAD_BLOCKS,
+                max_num_seqs=100,
+                attention_backend=attention if device == "cuda" else "auto",
+                speculative_config=speculative_config,
+            )
+        )
+
+    asked = requests(num_requests, 60)
+    on_cpu, without, on_gpu = runner("cpu"), runner("cuda", None), runner("cuda")
+    wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
+    limits = {"max_num_seqs": 100, "max_num_batched_tokens": 600}
+    reference = HeadEngine(on_cpu, wanted, HEAD_BLOCKS, **limits)
+    reference.run(asked)
+    plain = HeadEngine(without, None, HEAD_BLOCKS, **limits).run(asked)
+    # A request has at most 100 tokens, 7 blocks.
+    for num_blocks in (HEAD_BLOCKS, 2 + max(8, 3 * num_requests)):
+        drafts = HeadEngine(on_gpu, found, num_blocks, **limits)
+        drafted = drafts.run(asked)
+        check_equal([drafted[one.key] for one in asked], [plain[one.key] for one in asked])
+        is_scarce = num_blocks < HEAD_BLOCKS and num_requests > 1
+        assert bool(drafts.engine.totals().num_preemptions) == is_scarce
+        assert found.share_of(wanted) >= 0.97, "but for near-ties"
+        if not is_scarce:
+            assert drafts.acceptance == pytest.approx(reference.acceptance, rel=0.05)
+    for each in (on_cpu, without, on_gpu):
+        each.close()

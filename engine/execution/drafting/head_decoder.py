@@ -1,0 +1,63 @@
+"""A draft head as steps run a model: its tokens are those that follow, and the states that it reads
+lie in a buffer, where it leaves those behind. Knows no step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....kernels.attention.attention import AttentionBackend
+from ...model.decoder import Decoder
+from ...model.draft_head import DraftHead
+from ...model.layers import Product
+from ...model.stages import LayerRange
+
+
+class HeadDecoder:
+    """A StepModel beside `model`. `states` [most tokens, hidden]: rows are those of the step.
+    Without `has_logits` it is a stage without the last, and its steps sample nothing."""
+
+    has_whole_logits = True
+    kept: Tensor | None = None
+
+    def __init__(
+        self,
+        head: DraftHead,
+        states: Tensor,
+        model: Decoder,
+        *,
+        has_logits: bool,
+    ) -> None:
+        self._head, self._states = head, states
+        self.device, self.dtype = model.device, model.dtype
+        self.communicator, self.vocab_size = model.communicator, model.vocab_size
+        self.range = LayerRange(0, 1, 1 if has_logits else 2)
+
+    @property
+    def lm_head(self) -> HeadDecoder:
+        return self
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """See DraftHead."""
+        states = self._states[: len(token_ids)]
+        behind = self._head.forward(token_ids, states, positions, attention)
+        if behind is not states:
+            states.copy_(behind)
+        return states
+
+    def project(self, x: Tensor) -> Tensor:
+        """See LmHead: a head gives whole logits on each rank."""
+        return self._head.logits(x)
+
+    def project_part(self, x: Tensor) -> Tensor:
+        """See LmHead."""
+        return self.project(x)
+
+    def gather(self, parts: Tensor) -> Tensor:
+        """See LmHead."""
+        return parts
+
+    def products(self) -> list[tuple[int, Product]]:
+        """See StepModel."""
+        return []

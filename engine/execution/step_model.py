@@ -1,0 +1,52 @@
+"""What steps need of what they run: the engine's model, a draft model, or a head beside one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.attention import AttentionBackend
+from ..model.communicator import Communicator
+from ..model.layers import Product
+from ..model.stages import LayerRange
+
+
+class LmHead(Protocol):
+    """Hidden states to logits; of several ranks each may have a part of the vocabulary."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]"""
+        ...
+
+    def project_part(self, x: Tensor) -> Tensor:
+        """Those of this rank, of all unless `StepModel.has_whole_logits`."""
+        ...
+
+    def gather(self, parts: Tensor) -> Tensor:
+        """What `project` gives, of rows of all ranks' `project_part`."""
+        ...
+
+
+class StepModel(Protocol):
+    """See decoder.Decoder."""
+
+    has_whole_logits: bool
+    device: torch.device
+    dtype: torch.dtype
+    communicator: Communicator
+    vocab_size: int
+    range: LayerRange
+    kept: Tensor | None
+
+    @property
+    def lm_head(self) -> LmHead: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
+    ) -> Tensor: ...
+
+    def products(self) -> list[tuple[int, Product]]:
+        """To be timed for the sizes of graphs; none: these are not worth it."""
+        ...

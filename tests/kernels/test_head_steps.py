@@ -1,0 +1,89 @@
+"""A draft head by a GPU's steps, without a GPU: whole engines over interpreted kernels. What is
+played: events, and graphs, which run their step again at each replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, requests
+from kernels.test_steps_by_ranks import Event, Graph
+
+pytest.importorskip("triton")
+
+from baton.core.engine_config import EngineConfig
+from baton.engine.execution import gpu_steps
+from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
+from baton.engine.execution.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
+
+BLOCKS, MOST, MAX_NUM_SEQS = 60, 3, 4
+
+
+class CompletedEvent(Event):
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module", params=[eagle3, mtp])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("head")
+    drafting = json.dumps(request.param(folder) | {"num_speculative_tokens": MOST})
+    return EngineConfig(
+        model=str(folder),
+        device="cpu",
+        num_kv_blocks=BLOCKS,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=100,
+        max_num_batched_tokens=32,
+        mixed_graph_tokens=0,
+        speculative_config=drafting,
+    )
+
+
+@pytest.fixture
+def on_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+    """A runner whose steps are a GPU's, made as on a GPU."""
+    empty = torch.empty
+
+    def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty(*shape, **options).zero_()
+
+    def capture(graphs: StepGraphs, size: int, step: Any, library: str) -> None:
+        graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", CompletedEvent)
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    monkeypatch.setattr(gpu_steps, "measure_products", lambda *args: ProductTimes({}, {}))
+    monkeypatch.setattr(gpu_steps, "_MAX_PROMPT_TOKENS", 24)
+    runner = ModelRunner(config)
+    runner._prefill_attention = "triton"
+    assert runner._head_steps is not None
+    steps = runner._new_gpu_steps(runner.model, runner._head_steps._head, runner.kv.tensor)
+    steps.capture_graphs()
+    assert steps.head is not None
+    steps.head.capture_graphs()
+    runner._steps, runner._head_steps = steps, steps.head
+    yield runner
+    runner.close()
+
+
+def token_ids(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
+    return {key: [token.token_id for token in tokens] for key, tokens in outputs.items()}
+
+
+def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: ModelRunner) -> None:
+    """Prompts in chunks and alone, decodes in graphs and beside prompts, drawn and filtered."""
+    on_cpu, asked = ModelRunner(config), requests(3, 9)
+    wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 100}
+    outputs = HeadEngine(on_gpu, found, BLOCKS, **limits).run(asked)
+    expected = HeadEngine(on_cpu, wanted, BLOCKS, **limits).run(asked)
+    on_cpu.close()
+    assert token_ids(outputs) == token_ids(expected)
+    assert found.share_of(wanted) == 1.0 and sum(map(bool, found.found.values())) > 5
