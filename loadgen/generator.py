@@ -50,6 +50,7 @@ async def run(
     """
     load = Load(driver, start_s)
     asked = [_of_prompt(arrival, vocab_size) for arrival in arrivals]
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # a collection of all that was drawn would be a pause among the samples
     tasks = [
@@ -68,7 +69,8 @@ async def run(
     if tasks:
         await asyncio.wait(tasks, timeout=drain_s)
     await _cancel((*tasks, *around))
-    gc.unfreeze()
+    if not was_frozen:  # what others keep out of collections stays out
+        gc.unfreeze()
     return load.records
 
 
