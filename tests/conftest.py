@@ -88,6 +88,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         starts.start()
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Keep what was loaded out of collections again, if a test of this file let all of it back."""
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is imported stays: to walk it again and again takes time here, and later would be a
