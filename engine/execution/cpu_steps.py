@@ -75,7 +75,7 @@ class CpuSteps:
         return self.model.forward(token_ids, positions, slots, self._attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
+        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `PADDING_SLICE`."""
         if len(hidden) > 1:
             return self.model.lm_head.project(hidden)
         return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
-from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
@@ -46,11 +45,12 @@ from .drafting.head_steps import HeadSteps
 from .gpu_step import GpuStep, device_errors
 from .step_model import StepModel
 from .step_parts import (
+    PADDING_SLICE,
     Extras,
-    Int64s,
     SampledRows,
     awaited_tokens,
     compute_extras,
+    decode_arrays,
     flatten,
     has_drafts,
     is_decode,
@@ -63,7 +63,6 @@ from .step_parts import (
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
-_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 
 class GpuSteps:
@@ -95,9 +94,8 @@ class GpuSteps:
         self._block_size = block_size
         self._device = model.device
         self._part = _part_of_rank(model)
-        if sampled is None:
-            sampled = torch.zeros(num_places, dtype=torch.int64, device=self._device)
-        self.sampled = sampled
+        own = torch.zeros(num_places, dtype=torch.int64, device=self._device)
+        self.sampled = own if sampled is None else sampled
         self._logprobs = torch.zeros(num_places, dtype=torch.float32, device=self._device)
         self._count: CudaStepCount | None = None
         self._decode_sizes = decode_sizes(max_rows)
@@ -140,9 +138,9 @@ class GpuSteps:
 
     def _capture_decodes(self, graphs: StepGraphs, times: ProductTimes) -> None:
         for size in reversed(graphs.sizes):
-            batch = [_PADDING_SLICE] * size
+            batch = [PADDING_SLICE] * size
             inputs = graphs.inputs(size)
-            upload_into(inputs.flatten(), self._decode_arrays(batch, []).ravel())
+            upload_into(inputs.flatten(), decode_arrays(batch, self._block_size, []).ravel())
             self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
             if graphs is self._adapter_graphs and self._adapters is not None:
                 self._adapters.plan([], [], size)
@@ -204,9 +202,10 @@ class GpuSteps:
     def _launch_graph(
         self, graph: StepGraph, batch: Sequence[SequenceSlice], rows: SampledRows
     ) -> GpuStep:
-        padded = [*batch, *[_PADDING_SLICE] * (graph.size - len(rows.specs))]
+        padded = [*batch, *[PADDING_SLICE] * (graph.size - len(rows.specs))]
         inputs = self.graphs.inputs(graph.size)
-        upload_into(inputs.flatten(), self._decode_arrays(padded, rows.specs).ravel())
+        arrays = decode_arrays(padded, self._block_size, rows.specs)
+        upload_into(inputs.flatten(), arrays.ravel())
         self._follow(batch, inputs[0])
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         graph.replay()
@@ -218,15 +217,6 @@ class GpuSteps:
         number = self._let_head_follow(number, batch, rows, at)
         extras = self._extras(batch, rows, graph.output, None)
         return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
-
-    def _decode_arrays(self, batch: Sequence[SequenceSlice], specs: Sequence[SampleSpec]) -> Int64s:
-        """[5, rows]: token ids, positions, slots, keys, bits of the temperatures in float64. Rows
-        behind `specs` are padding, and greedy."""
-        flat = flatten(batch, self._block_size)
-        arrays = np.zeros((5, flat.shape[1]), np.int64)
-        arrays[:3] = flat
-        arrays[3:, : len(specs)] = sampling_arrays(specs)
-        return arrays
 
     def _decode(self, inputs: Tensor) -> Tensor:
         """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
@@ -330,8 +320,7 @@ class GpuSteps:
     # -- both -------------------------------------------------------------------------------------
 
     def _mark(self) -> int:
-        """The number of the step whose KV all that was launched so far will have written; 0 if
-        there will be a head's too."""
+        """The number of the step whose KV this is all of, but 0 if a head's is still to come."""
         return 0 if self._count is None or self.head is not None else self._count.mark()
 
     def _let_head_follow(

@@ -109,3 +109,15 @@ def _expert_loads(
         return None
     first_slot = NUM_RESERVED_BLOCKS * config.block_size
     return ExpertLoads(len(experts.layers), experts.num_experts, first_slot, placement.device)
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The context of an engine, in tokens. Raises StartupFailed if the model has less."""
+    if config.max_model_len is None:
+        return model.max_position_embeddings
+    if not 0 < config.max_model_len <= model.max_context_tokens:
+        raise StartupFailed(
+            f"--max-model-len {config.max_model_len}: "
+            f"the model's context has {model.max_context_tokens} tokens"
+        )
+    return config.max_model_len

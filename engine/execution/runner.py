@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.engine_config import EngineConfig
-from ...core.errors import EngineFailed, StartupFailed
+from ...core.errors import EngineFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
@@ -37,7 +37,7 @@ from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.draft_head import Head
 from ..model.fingerprint import fingerprint_fields
-from ..model.model_config import ModelConfig, read_model_config
+from ..model.model_config import read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
@@ -46,13 +46,11 @@ from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
-from .drafting.head_decoder import HeadDecoder
 from .drafting.head_model import make_draft_model
 from .drafting.head_steps import HeadSteps
 from .expert_loads import ExpertLoadReader
 from .largest_step import largest_batch
-from .model_loading import load_model
-from .step_model import StepModel
+from .model_loading import choose_max_model_len, load_model
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
@@ -82,7 +80,7 @@ class ModelRunner:
         self.model_dir = resolve_model_dir(config.model)
         self.model_config = read_model_config(self.model_dir, config.quantization)
         self.eos_token_ids = eos_token_ids(self.model_dir)
-        self.max_model_len = _choose_max_model_len(config, self.model_config)
+        self.max_model_len = choose_max_model_len(config, self.model_config)
         self._config = config
         self._count: CudaStepCount | None = None
         self._communicator = communicator
@@ -178,17 +176,13 @@ class ModelRunner:
         self._steps = CpuSteps(model, attention, config.block_size, self.adapters)
         if drafting is None:
             return
-        of_drafts = self._make_attention(self.kv.tensor, self._draft_model)
-
-        def new_steps(model: StepModel) -> CpuSteps:
-            return CpuSteps(model, of_drafts, config.block_size)
-
+        attention = self._make_attention(self.kv.tensor, self._draft_model)
         if isinstance(drafting, Decoder):
-            steps = new_steps(drafting)
+            steps = CpuSteps(drafting, attention, config.block_size)
             self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
         else:
             most = self._most_step_tokens
-            self._steps.head = HeadSteps.beside(model, drafting, most, config.block_size, new_steps)
+            self._steps.head = HeadSteps.on_cpu(model, drafting, attention, config.block_size, most)
 
     def _start_gpu(self, model: Decoder, drafting: Decoder | Head | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
@@ -271,16 +265,9 @@ class ModelRunner:
         if head is None:
             return own
         attention = self._make_attention(pool, self._draft_model, config.max_drafts)
-        sizes = (config.block_size, max_num_seqs)
-
-        def new_steps(model: HeadDecoder) -> GpuSteps:
-            if model.range.is_last:
-                return GpuSteps(model, attention, *sizes)
-            most = config.max_drafts
-            return GpuSteps(model, attention, *sizes, max_drafts=most, sampled=own.sampled)
-
+        sizes = (config.block_size, max_num_seqs, config.max_drafts)
         most = max(self._most_step_tokens, own.most_graph_tokens)
-        own.head = HeadSteps.beside(model, head, most, config.block_size, new_steps)
+        own.head = HeadSteps.on_gpu(model, head, attention, *sizes, most, own.sampled)
         return own
 
     def _make_attention(
@@ -409,14 +396,3 @@ class ModelRunner:
         del self._steps, self._draft_steps, self._head_steps
         self.kv.close()
         self._communicator.close()
-
-
-def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position_embeddings
-    if not 0 < config.max_model_len <= model.max_context_tokens:
-        raise StartupFailed(
-            f"--max-model-len {config.max_model_len}: "
-            f"the model's context has {model.max_context_tokens} tokens"
-        )
-    return config.max_model_len

@@ -29,7 +29,7 @@ WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
-_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
 
@@ -37,7 +37,7 @@ _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside
 def padded(batch: Sequence[SequenceSlice]) -> Sequence[SequenceSlice]:
     """With a slice behind it that is nobody's, if it is a single row."""
     is_alone = len(batch) == 1 and batch[0].num_scheduled_tokens == 1
-    return (*batch, _PADDING_SLICE) if is_alone else batch
+    return (*batch, PADDING_SLICE) if is_alone else batch
 
 
 def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
@@ -106,6 +106,18 @@ def sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
     keys = np.array([spec.key for spec in specs], np.uint64)
     temperatures = np.array([spec.params.temperature for spec in specs], np.float64)
     return np.stack([keys.view(np.int64), temperatures.view(np.int64)])
+
+
+def decode_arrays(
+    batch: Sequence[SequenceSlice], block_size: int, specs: Sequence[SampleSpec]
+) -> Int64s:
+    """[5, rows]: what `flatten` and `sampling_arrays` give. Rows behind `specs` are padding, and
+    greedy."""
+    flat = flatten(batch, block_size)
+    arrays = np.zeros((5, flat.shape[1]), np.int64)
+    arrays[:3] = flat
+    arrays[3:, : len(specs)] = sampling_arrays(specs)
+    return arrays
 
 
 def metadata_of(

@@ -262,6 +262,7 @@ class Decoder:
         """From now on `kept` has what a head reads of the last step, of which no one has more
         tokens: side by side the inputs of `kept_layers`, or without any what the last norm gave.
         It stays where it is: CUDA graphs write to it too."""
+        self.kept = None  # first: there may be no memory for both
         width = max(1, len(self.kept_layers)) * self._hidden_size
         self.kept = self._new_residual((most_tokens, width)).zero_()
 

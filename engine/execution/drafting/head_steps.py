@@ -14,13 +14,14 @@ part is launched behind the sampling, whose tokens it finds on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.attention.attention import AttentionBackend
 from ....kernels.upload import upload
 from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
@@ -55,23 +56,42 @@ class HeadSteps(DraftSteps):
         self._rows: dict[tuple[int, int], int] = {}  # of states, by slot and the token behind it
 
     @classmethod
-    def beside(
+    def on_cpu(
         cls,
         model: Decoder,
         head: DraftHead,
-        most_tokens: int,
+        attention: AttentionBackend,
         block_size: int,
-        new_steps: Callable[[HeadDecoder], CpuSteps | GpuSteps],
+        most_tokens: int,
     ) -> HeadSteps:
-        """Of a head that `model` keeps for what it reads; no step has more than `most_tokens`, with
-        padding."""
-        model.keep(most_tokens)
-        shape = (most_tokens, head.hidden_size)
-        states = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        behind, steps = (
-            new_steps(HeadDecoder(head, states, model, has_logits=each)) for each in (False, True)
-        )
-        return cls(head, states, behind, steps, block_size)
+        """Beside `model`, whose steps have at most `most_tokens`, with padding."""
+        from ..cpu_steps import CpuSteps
+
+        states = _states(model, head, most_tokens)
+        behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
+        steps = [CpuSteps(each, attention, block_size) for each in (behind, whole)]
+        return cls(head, states, *steps, block_size)
+
+    @classmethod
+    def on_gpu(
+        cls,
+        model: Decoder,
+        head: DraftHead,
+        attention: AttentionBackend,
+        block_size: int,
+        max_num_seqs: int,
+        max_drafts: int,
+        most_tokens: int,
+        sampled: Tensor,
+    ) -> HeadSteps:
+        """The same; the model's steps leave in `sampled` what they sample."""
+        from ..gpu_steps import GpuSteps
+
+        states = _states(model, head, most_tokens)
+        behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
+        sizes = (block_size, max_num_seqs)
+        follows = GpuSteps(behind, attention, *sizes, max_drafts=max_drafts, sampled=sampled)
+        return cls(head, states, follows, GpuSteps(whole, attention, *sizes), block_size)
 
     def capture_graphs(self) -> None:
         """See GpuSteps."""
@@ -158,6 +178,13 @@ class HeadSteps(DraftSteps):
         """Let the first states be these."""
         index = upload(np.array(rows, np.int64), self._states.device)
         self._states[: len(rows)].copy_(self._states.index_select(0, index))
+
+
+def _states(model: Decoder, head: DraftHead, most_tokens: int) -> Tensor:
+    """Room for them; `model` keeps what they are made of."""
+    model.keep(most_tokens)
+    shape = (most_tokens, head.hidden_size)
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)
 
 
 def _last(piece: SequenceSlice) -> SequenceSlice:
