@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fakes.communicator import ThreadGroup
 from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, requests
 from kernels.test_steps_by_ranks import Event, Graph
+
+from kernels import test_steps_by_ranks
 
 pytest.importorskip("triton")
 
@@ -27,6 +32,8 @@ from baton.kernels.sampling.sample_spec import SampleSpec
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
 
 BLOCKS, MOST, MAX_NUM_SEQS = 60, 3, 3
+
+no_device = test_steps_by_ranks.no_device  # threads may be ranks
 
 
 class CompletedEvent(Event):
@@ -117,3 +124,39 @@ def test_a_step_is_counted_behind_the_heads_part(
     ):
         assert on_gpu.launch([piece]).number == number
     assert launched == ["head", "counted"] * 3
+
+
+def test_two_ranks_draft_what_one_does(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its part of the head, and of a vocabulary that is gathered."""
+    monkeypatch.setattr(decode_shares, "_PROGRAMS_WANTED", 16)
+    alone, spec = ModelRunner(config), SampleSpec(SamplingParams(temperature=0.0), key=1)
+    draw = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 64, (n,), generator=draw).tolist() for n in (20, 7)]
+    batch = [
+        SequenceSlice(prompt, 0, [2 + 3 * index, 3 + 3 * index], spec)
+        for index, prompt in enumerate(prompts)
+    ]
+
+    def drafts(runner: ModelRunner) -> list[list[int]]:
+        drafting = []
+        for piece, token in zip(batch, runner.launch(batch).collect(), strict=True):
+            assert token is not None
+            ids, start = [token.token_id], len(piece.token_ids)
+            drafting.append(
+                piece._replace(token_ids=ids, start=start, draft_samples=(spec,) * MOST)
+            )
+        return runner.draft(drafting)
+
+    def by_gpu_steps(communicator: Any) -> list[list[int]]:
+        runner = ModelRunner(replace(config, tensor_parallel_size=2), None, communicator)
+        runner._prefill_attention = "triton"
+        assert runner._head_steps is not None
+        steps = runner._new_gpu_steps(runner.model, runner._head_steps._head, runner.kv.tensor)
+        runner._steps, runner._head_steps = steps, steps.head
+        return drafts(runner)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(by_gpu_steps, ThreadGroup(2).ranks())]
+    assert found == [drafts(alone)] * 2 and all(len(each) == MOST for each in found[0])

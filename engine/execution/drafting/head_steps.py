@@ -69,8 +69,8 @@ class HeadSteps(DraftSteps):
 
         states = _states(model, head, most_tokens)
         behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
-        steps = [CpuSteps(each, attention, block_size) for each in (behind, whole)]
-        return cls(head, states, *steps, block_size)
+        follows = CpuSteps(behind, attention, block_size)
+        return cls(head, states, follows, CpuSteps(whole, attention, block_size), block_size)
 
     @classmethod
     def on_gpu(
