@@ -114,7 +114,7 @@ class StepCost:
         whole_s, small_s = (
             self.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)
         )
-        token_s = max((whole_s - small_s) / max(1, chunk - small), _LEAST_TOKEN_S)
+        token_s = max(whole_s / max(1, chunk), _LEAST_TOKEN_S)  # as where chunks follow each other
         return PromptSpeed(max(0.0, small_s - small * token_s), token_s, self.pair_s)
 
     @property

@@ -43,7 +43,6 @@ PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
 READ_ADAPTER_S = 0.1  # a LoRA adapter of rank 16 of an 8B model, from files
 _UNMEASURED = PromptSpeed(0.0, 1e-4)
 ALIKE = 1.05  # of the least estimate: what is measured is no more exact
-_LEAST_S = 1e-12
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 # Links below this share of the fastest are another kind of link; above it, measured otherwise.
@@ -261,17 +260,15 @@ class _Pairs:
                     best = pair
         return best and _Pair(best.source, min(self._linked(best.source[3])))
 
-    def alike_sources(self, best: _Pair, ratio: float) -> list[_Source]:
-        """Those as good as the best pair's, with as much of the prompt, but for `ratio` of its
-        seconds."""
-        lacks_credit, seconds, _, _, num_cached = best.source
-        most_s, kind = seconds * ratio, (lacks_credit, num_cached)
+    def alike_sources(self, best: _Pair, most_s: float) -> list[_Source]:
+        """Those as good as the best pair's, with as much of the prompt, but for the seconds."""
+        kind = best.source[0], best.source[4]
         return [one for one in self._sources if one[1] <= most_s and (one[0], one[4]) == kind]
 
-    def alike_pullers(self, source: str, best: _Pair, ratio: float) -> list[EngineState]:
+    def alike_pullers(self, source: str, best: _Pair, most_s: float) -> list[EngineState]:
         """The same, of those that are linked to the source; none if none is as good."""
-        lacks_blocks, seconds, is_slow, *_, decode = best.puller
-        most_s, kind = seconds * ratio, (lacks_blocks, is_slow, decode.cached_tokens)
+        lacks_blocks, _, is_slow, *_, decode = best.puller
+        kind = lacks_blocks, is_slow, decode.cached_tokens
         return [
             one[5]
             for one in self._linked(source)
@@ -307,36 +304,31 @@ def _draw(
     one: _Alone | None,
     chance: random.Random,
 ) -> Plan:
-    """One of the plans that are like the best."""
-    ranks = [(one[:2], one[4])] if one is not None else []
-    if pair is not None:
-        ranks.append((pair.rank, pair.source[4]))
-    (lacks_blocks, least_s), num_cached = min(ranks)
-    most_s, pair_ratio = least_s * ALIKE, 0.0
-    drawn: list[tuple[str, bool]] = []  # who computes the prompt, and whether it goes on
-    if one is not None and (one[0], one[4]) == (lacks_blocks, num_cached) and one[1] <= most_s:
-        ratio, prompt_s = most_s / max(one[1], _LEAST_S), one[5]
-        most_prompt_s, most_rest_s = prompt_s * ratio, (one[1] - prompt_s) * ratio
-        drawn += [
-            (name, True)
-            for lacks, seconds, _, name, cached, prompt_s in ones
-            if prompt_s <= most_prompt_s
-            and seconds - prompt_s <= most_rest_s
-            and (lacks, cached) == (lacks_blocks, num_cached)
-        ]
-    if (
-        pair is not None
-        and (pair.rank[0], pair.source[4]) == (lacks_blocks, num_cached)
-        and pair.rank[1] <= most_s
-    ):
-        pair_ratio = most_s / max(pair.rank[1], _LEAST_S)
-        drawn += [(source[3], False) for source in pairs.alike_sources(pair, pair_ratio)]
+    """One of the plans that are like the best in both parts: where prompts wait, a share of the sum
+    would hide any number of decodes."""
+    is_one = one is not None and (pair is None or one[:2] <= pair.rank)
+    if one is not None and is_one:
+        lacks_blocks, num_cached, prompt_s, rest_s = one[0], one[4], one[5], one[1] - one[5]
+    else:
+        assert pair is not None
+        lacks_blocks, num_cached = pair.puller[0], pair.source[4]
+        prompt_s, rest_s = pair.source[1], pair.puller[1]
+    kind, most_prompt_s, most_rest_s = (lacks_blocks, num_cached), prompt_s * ALIKE, rest_s * ALIKE
+    drawn = [  # who computes the prompt, and whether it goes on
+        (name, True)
+        for lacks, seconds, _, name, cached, prompt_s in ones
+        if prompt_s <= most_prompt_s
+        and seconds - prompt_s <= most_rest_s
+        and (lacks, cached) == kind
+    ]
+    if pair is not None and (pair.puller[0], pair.source[4]) == kind:
+        drawn += [(source[3], False) for source in pairs.alike_sources(pair, most_prompt_s)]
     while True:
         name, is_alone = drawn.pop(chance.randrange(len(drawn)))
         if is_alone:
             return Plan(name, name)
         assert pair is not None
-        if pullers := pairs.alike_pullers(name, pair, pair_ratio):
+        if pullers := pairs.alike_pullers(name, pair, most_rest_s):
             return Plan(name, chance.choice(pullers).incarnation)
 
 

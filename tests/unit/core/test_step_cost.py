@@ -78,6 +78,14 @@ def test_the_speed_of_prompts() -> None:
     )
 
 
+@pytest.mark.parametrize("chunk", [256, 512, 2048])
+def test_what_waits_takes_as_long_as_its_chunks(chunk: int) -> None:
+    """Each of them has the part that no step is without."""
+    speed = GPU.prompt_speed(chunk, StepShape(), None)
+    whole_s = 16 * GPU.seconds(StepShape(num_prompt_tokens=chunk))
+    assert speed.seconds_of(16 * chunk) == pytest.approx(whole_s, rel=0.06)
+
+
 @pytest.mark.parametrize("part", [-1.0, math.nan, math.inf])
 def test_what_cannot_be_is_not_believed(part: float) -> None:
     assert GPU.is_sane

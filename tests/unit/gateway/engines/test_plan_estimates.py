@@ -162,6 +162,14 @@ def test_many_requests_are_not_made_up_for_by_a_long_prompt() -> None:
     assert set(drawn_plans(engines, 50)) == {("d0", "d0")}
 
 
+def test_a_pair_is_not_like_an_engine_alone_by_the_sum() -> None:
+    """Both have the same prompt to wait for, and its decodes would have others beside them."""
+    source = idle("p0", Role.PREFILL, 3)._replace(keeps_promise=True, waiting_tokens=100_000)
+    assert set(drawn_plans([source, idle("d0", Role.DECODE, 20)], 50)) == {("p0", "p0")}
+    source = source._replace(num_requests=20)
+    assert set(drawn_plans([source, idle("d0", Role.DECODE, 3)], 50)) == {("p0", "d0")}
+
+
 def test_a_slow_link_is_not_drawn_beside_a_fast_one() -> None:
     fast = idle("d0", Role.DECODE)._replace(link_gbytes_per_s={"p0": 370.0})
     slow = idle("d1", Role.DECODE)._replace(link_gbytes_per_s={"p0": 12.0})
