@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from . import front
 from .cpu_families import (
+    request_end,
     routing,
     scheduling,
     shm_pull,
@@ -23,6 +24,7 @@ from .floors.figures import ROOT, Figure, machine, table, write
 
 FAMILIES: dict[str, Callable[[], list[Figure]]] = {
     "scheduling": scheduling.measure,
+    "request end": request_end.measure,
     "routing": routing.measure,
     "shm": shm_pull.measure,
     "model": small_model.measure,

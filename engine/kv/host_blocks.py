@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ...core.request.token_ids import BlockHash
@@ -33,12 +34,13 @@ NUM_OLDEST = 4
 
 
 @dataclass(slots=True, eq=False)
-class _Family:
-    """`branches`: how many families branch off behind each of its blocks, by position. `queued`:
-    the age under which it is in the queue of those whose end can go."""
+class Family:
+    """Its insides are this file's. `branches`: how many families branch off behind each of its
+    blocks, by position. `queued`: the age under which it is in the queue of those whose end can
+    go."""
 
     number: int
-    parent: _Family | None
+    parent: Family | None
     position: int  # of the parent's block that it continues
     used: int
     blocks: list[int] = field(default_factory=list)
@@ -63,9 +65,9 @@ class HostBlocks:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = []
         self._generations: list[int] = []
-        self._places: list[tuple[_Family, int] | None] = []
+        self._places: list[tuple[Family, int] | None] = []
         self._free: list[int] = []
-        self._queue: list[tuple[int, int, _Family]] = []  # by age, some of them out of date
+        self._queue: list[tuple[int, int, Family]] = []  # by age, some of them out of date
         self._num_families = self._num_numbers = self._now = 0
 
     def __len__(self) -> int:
@@ -115,19 +117,30 @@ class HostBlocks:
         here = self._block_of
         return [n for n, each in enumerate(hashes) if each not in here and each not in but]
 
-    def use(self, hashes: Iterable[BlockHash]) -> None:
-        """Those of them that are here are used now."""
-        families: set[_Family] = set()
+    def families(self, hashes: Iterable[BlockHash]) -> AbstractSet[Family]:
+        """Of those that are here."""
+        families: set[Family] = set()
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is not None and (place := self._places[block]) is not None:
                 families.add(place[0])
-        self._use(families)
+        return families
 
-    def take(self, n: int, chain: Collection[BlockHash] = ()) -> list[int]:
-        """`n` blocks to write to, or fewer: families of `chain` lose nothing for them."""
+    def use(self, hashes: Iterable[BlockHash]) -> AbstractSet[Family]:
+        """Those of them that are here are used now; returns their families."""
+        families = self.families(hashes)
+        self._use(families)
+        return families
+
+    def room(self, spared: Collection[Family]) -> int:
+        """As many as `take` could give; `spared` are the families of a chain."""
+        num_spared = sum(len(family.blocks) for family in spared)
+        return len(self._free) + len(self._block_of) - num_spared
+
+    def take(self, n: int, spared: Container[Family] = ()) -> list[int]:
+        """`n` blocks to write to, or fewer: those `spared` lose nothing for them."""
         if n > len(self._free):
-            self._evict(n - len(self._free), chain)
+            self._evict(n - len(self._free), spared)
         taken = self._free[: -n - 1 : -1] if n else []
         del self._free[len(self._free) - len(taken) :]
         for block in taken:
@@ -155,9 +168,9 @@ class HostBlocks:
 
     # -- families --------------------------------------------------------------------------------
 
-    def _family_behind(self, parent: BlockHash | None) -> _Family:
+    def _family_behind(self, parent: BlockHash | None) -> Family:
         """The one that a continuation of `parent` joins."""
-        above: tuple[_Family, int] | None = None
+        above: tuple[Family, int] | None = None
         if parent is not None and (block := self._block_of.get(parent)) is not None:
             above = self._places[block]
         if above is not None:
@@ -168,18 +181,18 @@ class HostBlocks:
         self._num_families += 1
         self._num_numbers += 1
         parent_family, position = above or (None, 0)
-        return _Family(self._num_numbers, parent_family, position, self._now)
+        return Family(self._num_numbers, parent_family, position, self._now)
 
-    def _use(self, families: Iterable[_Family]) -> None:
+    def _use(self, families: Iterable[Family]) -> None:
         self._now += 1
         for family in families:
-            each: _Family | None = family
+            each: Family | None = family
             while each is not None and each.used != self._now:
                 each.used = self._now
                 self._enqueue(each)
                 each = each.parent
 
-    def _enqueue(self, family: _Family) -> None:
+    def _enqueue(self, family: Family) -> None:
         if family.queued != family.used and family.can_shrink:
             family.queued = family.used
             heapq.heappush(self._queue, (family.used, family.number, family))
@@ -187,44 +200,38 @@ class HostBlocks:
                 self._queue = [entry for entry in self._queue if _is_valid(entry)]
                 heapq.heapify(self._queue)
 
-    def _evict(self, n: int, chain: Collection[BlockHash]) -> None:
-        own = {
-            place[0]
-            for each in chain
-            if (block := self._block_of.get(each)) is not None
-            and (place := self._places[block]) is not None
-        }
-        spared: list[tuple[int, int, _Family]] = []
+    def _evict(self, n: int, spared: Container[Family]) -> None:
+        set_aside: list[tuple[int, int, Family]] = []
         evicted: list[BlockHash] = []
-        while n > 0 and (candidates := self._oldest(own, spared)):
+        while n > 0 and (candidates := self._oldest(spared, set_aside)):
             largest = max(candidates, key=lambda entry: len(entry[2].blocks))
             for entry in candidates:
                 heapq.heappush(self._queue, entry)
             num_gone = min(n, len(largest[2].blocks) - largest[2].num_fixed)
             evicted += self._shrink(largest[2], num_gone)
             n -= num_gone
-        for entry in spared:
+        for entry in set_aside:
             heapq.heappush(self._queue, entry)
         if evicted and self._on_evict is not None:
             self._on_evict(evicted)
 
     def _oldest(
-        self, own: set[_Family], spared: list[tuple[int, int, _Family]]
-    ) -> list[tuple[int, int, _Family]]:
-        """Taken out of the queue: up to NUM_OLDEST, the oldest first. Those that are `own` go to
-        `spared`."""
-        found: list[tuple[int, int, _Family]] = []
+        self, spared: Container[Family], set_aside: list[tuple[int, int, Family]]
+    ) -> list[tuple[int, int, Family]]:
+        """Taken out of the queue: up to NUM_OLDEST, the oldest first. Those `spared` go to
+        `set_aside`."""
+        found: list[tuple[int, int, Family]] = []
         while self._queue and len(found) < NUM_OLDEST:
             entry = heapq.heappop(self._queue)
             if not _is_valid(entry):
                 continue
-            if entry[2] in own:
-                spared.append(entry)
+            if entry[2] in spared:
+                set_aside.append(entry)
             else:
                 found.append(entry)
         return found
 
-    def _shrink(self, family: _Family, n: int) -> list[BlockHash]:
+    def _shrink(self, family: Family, n: int) -> list[BlockHash]:
         """Give up its last `n` blocks; returns what they held."""
         gone = family.blocks[len(family.blocks) - n :]
         del family.blocks[len(family.blocks) - n :]
@@ -246,7 +253,7 @@ class HostBlocks:
         return hashes
 
 
-def _is_valid(entry: tuple[int, int, _Family]) -> bool:
+def _is_valid(entry: tuple[int, int, Family]) -> bool:
     """Whether the queue's entry holds; if not, its family may get another."""
     used, _, family = entry
     if family.used == used and family.can_shrink:

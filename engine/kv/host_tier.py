@@ -7,26 +7,29 @@ evicts them, and come back when they are cheaper copied than computed.
             has the generation that it had before; a fence keeps the targets until then
 
 Writes are made from the end of a chain, as the device's pool evicts: what is about to go is copied
-first. Belongs to the engine's thread; knows no request.
+first. What a write takes of the host is spread: `write` only takes note of the chain, and with each
+copy that is started room is made for its blocks, not for those of the others.
+Belongs to the engine's thread; knows no request.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ...core.request.token_ids import BlockHash
 from ...core.step_cost import StepCost
 from .block_pool import BlockPool, Fence
 from .generations import Generations
-from .host_blocks import HostBlocks
+from .host_blocks import Family, HostBlocks
 from .host_copies import CopyCost, Direction, HostCopier, HostCopy
 from .prefix_cache import PrefixCache
 
 SLICE_BLOCKS = 64  # of one copy out
-_MOST_COPIES = 4  # out, on the device at a time: to submit one takes a tenth of a millisecond
+MOST_COPIES = 4  # out, on the device at a time: to submit one takes a tenth of a millisecond
 _MOST_WRITTEN = 4096  # blocks that are to be copied out, or are on their way
 
 
@@ -47,13 +50,14 @@ class HostCounts:
 
 @dataclass(slots=True, eq=False)
 class _Slice:
-    """A run of a chain's blocks to be copied out. `parent`: the hash before the first; `copy`: None
-    before it is started; `num_good`: how many of the first were still the same at its end."""
+    """A run of a chain's blocks that is copied out, from its first to as many as have a host block.
+    `parent`: the hash before the first; `copy`: None where there is nothing to copy; `num_good`:
+    how many of the first were still the same at its end."""
 
     parent: BlockHash | None
-    hashes: list[BlockHash]
-    block_ids: list[int]
-    generations: list[int]
+    hashes: Sequence[BlockHash]
+    block_ids: Sequence[int]
+    generations: Sequence[int]
     host_blocks: list[int]
     copy: HostCopy | None = None
     num_good: int = 0
@@ -61,9 +65,16 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Write:
-    """Slices of one chain: `waiting` the deepest last, `ended` the deepest last."""
+    """One chain. `generations` when it was told; `missing`: positions of those that wait, which are
+    planned from the last to the first, slice by slice; `started` and `ended` the deepest last.
+    `spared`: its families in host memory when `num_entered` slices had been entered."""
 
-    waiting: list[_Slice] = field(default_factory=list)
+    hashes: Sequence[BlockHash]
+    block_ids: Sequence[int]
+    generations: list[int]
+    missing: list[int]
+    spared: AbstractSet[Family]
+    num_entered: int
     started: deque[_Slice] = field(default_factory=deque)
     ended: deque[_Slice] = field(default_factory=deque)
     is_whole: bool = True  # of those that were entered nothing was lost
@@ -105,6 +116,7 @@ class HostTier:
         self._writes: deque[_Write] = deque()
         self._loads: deque[Load] = deque()
         self._on_their_way: set[BlockHash] = set()
+        self._num_entered = 0  # slices
         self._bytes = dict.fromkeys(Direction, 0)
         self._num_lost_blocks = 0
 
@@ -134,10 +146,10 @@ class HostTier:
         """Copy what is not here of a chain of full, computed blocks, as much as there is room for,
         the first blocks first."""
         self._blocks.grow(self._copier.num_blocks)
-        self._blocks.use(hashes)
         missing = self._blocks.missing(hashes, self._on_their_way)
-        del missing[max(0, _MOST_WRITTEN - self.num_writing) :]
-        self._write(hashes, block_ids, missing)
+        spared = self._blocks.use(hashes)
+        del missing[max(0, min(self._room(spared), _MOST_WRITTEN - self.num_writing)) :]
+        self._write(hashes, block_ids, missing, spared)
 
     def swap_out(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> bool:
         """The same for the blocks of a preempted sequence: all or none. Whether they are here, or
@@ -150,45 +162,66 @@ class HostTier:
             return False
         if not self.cost.pays(num_bytes, num_tokens, 0, self._step_cost()):
             return False
-        self._blocks.use(hashes)
-        return self._write(hashes, block_ids, missing, is_whole=True)
+        spared = self._blocks.use(hashes)
+        if len(missing) > self._room(spared):
+            return False
+        self._write(hashes, block_ids, missing, spared)
+        return True
+
+    def _room(self, spared: AbstractSet[Family]) -> int:
+        """Beside what waits already."""
+        return self._blocks.room(spared) - sum(len(write.missing) for write in self._writes)
 
     def _write(
         self,
         hashes: Sequence[BlockHash],
         block_ids: Sequence[int],
         missing: list[int],
-        *,
-        is_whole: bool = False,
-    ) -> bool:
-        taken = self._blocks.take(len(missing), hashes)
-        if is_whole and len(taken) < len(missing):
-            self._blocks.give_back(taken)
-            return False
-        write = _Write()
-        for positions, host_blocks in _slices(missing, taken):
-            first, last = positions[0], positions[-1] + 1
-            ids = [*block_ids[first:last]]
-            read = [*map(self._generations.read, ids)]
-            parent = hashes[first - 1] if first else None
-            write.waiting.append(_Slice(parent, [*hashes[first:last]], ids, read, host_blocks))
-            self._on_their_way.update(hashes[first:last])
-        if taken:
-            self._writes.append(write)
-            self._start_writes()
-        return True
+        spared: AbstractSet[Family],
+    ) -> None:
+        if not missing:
+            return
+        read = [*map(self._generations.read, block_ids)]
+        self._on_their_way.update(map(hashes.__getitem__, missing))
+        self._writes.append(_Write(hashes, block_ids, read, missing, spared, self._num_entered))
 
     def _start_writes(self) -> None:
         """As many as may be on the device."""
         num_started = sum(len(write.started) for write in self._writes)
         for write in self._writes:
-            while write.waiting:
-                if num_started >= _MOST_COPIES:
+            while write.missing:
+                if num_started >= MOST_COPIES:
                     return
-                one = write.waiting.pop()
-                one.copy = self._copier.start(Direction.OUT, one.block_ids, one.host_blocks)
-                write.started.append(one)
+                self._start_slice(write)
                 num_started += 1
+
+    def _start_slice(self, write: _Write) -> None:
+        """The last of those that lie side by side, up to SLICE_BLOCKS. What is not the same any
+        more displaces nothing."""
+        missing = write.missing
+        last = missing[-1] + 1
+        n = 1
+        while n < min(SLICE_BLOCKS, len(missing)) and missing[-n - 1] == last - n - 1:
+            n += 1
+        del missing[-n:]
+        run = slice(last - n, last)
+        ids, read = write.block_ids[run], write.generations[run]
+        n = self._num_same(ids, read)
+        if write.num_entered != self._num_entered:
+            write.num_entered = self._num_entered
+            write.spared = self._blocks.families(write.hashes)
+        host_blocks = self._blocks.take(n, write.spared)
+        n = len(host_blocks)
+        parent = write.hashes[run.start - 1] if run.start else None
+        one = _Slice(parent, write.hashes[run], ids[:n], read[:n], host_blocks)
+        if n:
+            one.copy = self._copier.start(Direction.OUT, one.block_ids, host_blocks)
+        write.started.append(one)
+
+    def _num_same(self, block_ids: Sequence[int], generations: Sequence[int]) -> int:
+        """How many of the first have these generations."""
+        is_same = map(operator.eq, map(self._generations.read, block_ids), generations)
+        return [*is_same, False].index(False)
 
     # -- in --------------------------------------------------------------------------------------
 
@@ -221,7 +254,7 @@ class HostTier:
         EngineFailed when the device is lost."""
         num_entered = 0
         while self._writes and self._end_slices(write := self._writes[0]):
-            while write.ended and num_entered < _MOST_COPIES:
+            while write.ended and num_entered < MOST_COPIES:
                 self._enter(write, write.ended.popleft())
                 num_entered += 1
             if write.ended:
@@ -238,15 +271,13 @@ class HostTier:
         """Whether all of them have ended."""
         while write.started:
             one = write.started[0]
-            assert one.copy is not None
-            if (seconds := one.copy.seconds()) is None:
-                return False
-            self._count(Direction.OUT, len(one.block_ids), seconds)
-            now = map(self._generations.read, one.block_ids)
-            is_same = [*map(operator.eq, now, one.generations), False]
-            one.num_good = is_same.index(False)
+            if one.copy is not None:
+                if (seconds := one.copy.seconds()) is None:
+                    return False
+                self._count(Direction.OUT, len(one.block_ids), seconds)
+                one.num_good = self._num_same(one.block_ids, one.generations)
             write.ended.appendleft(write.started.popleft())
-        return not write.waiting
+        return not write.missing
 
     def _enter(self, write: _Write, one: _Slice) -> None:
         """What of it is the same; nothing behind a loss, which is of no use."""
@@ -256,6 +287,7 @@ class HostTier:
         self._num_lost_blocks += len(one.hashes) - n
         self._blocks.give_back(one.host_blocks[n:])
         if n:
+            self._num_entered += 1
             self._blocks.enter(one.host_blocks[:n], one.hashes[:n], one.parent)
             self._cache.entered_host(one.hashes[:n])
 
@@ -274,13 +306,3 @@ class HostTier:
         num_bytes = num_blocks * self._copier.block_bytes
         self._bytes[direction] += num_bytes
         self.cost.observe(num_bytes, seconds)
-
-
-def _slices(positions: list[int], host_blocks: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Of as many positions as there are blocks: those that lie side by side, up to SLICE_BLOCKS."""
-    num, start = len(host_blocks), 0
-    for end in range(1, num + 1):
-        is_last = end == num or positions[end] != positions[end - 1] + 1
-        if is_last or end - start == SLICE_BLOCKS:
-            yield positions[start:end], host_blocks[start:end]
-            start = end

@@ -18,6 +18,7 @@ from fakes.runner import FakeRunner, expected_tokens
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier
 from baton.engine.engine import Engine
+from baton.engine.kv import host_tier
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.host_copies import CopyCost, Direction
@@ -183,6 +184,7 @@ def test_a_second_use_goes_to_host_memory_while_both_run() -> None:
     rig.step()
     rig.add([*PROMPT, 3], 40)
     rig.step()
+    rig.step()
     assert rig.copier.num_copied[Direction.OUT] == 5
     rig.run()
     rig.check(first)
@@ -262,6 +264,22 @@ def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
         rig.engine._stepper.poll_host()
     assert rig.totals["lost"] > 0
     assert rig.serve([*PROMPT, 7]) < 20
+
+
+def test_room_is_made_for_the_copies_of_one_look_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chain displaces many short ones: not all of them in the step in which it ends."""
+    monkeypatch.setattr(host_tier, "SLICE_BLOCKS", 2)
+    rig = Rig(capacity=40, num_host=20, num_looks=range(1))
+    for n in range(20):
+        rig.serve([n] * 4)
+    assert len(rig.engine._host._blocks) == 20
+    key, num_displaced = rig.add([30] * 65), list[int]()
+    while rig.engine.has_work:
+        in_host = {*rig.engine._host._blocks._block_of}
+        rig.step()
+        num_displaced.append(len(in_host - rig.engine._host._blocks._block_of.keys()))
+    rig.check(key)
+    assert sum(num_displaced) == 16 and max(num_displaced) == 2 * host_tier.MOST_COPIES
 
 
 def test_a_preempted_request_is_swapped() -> None:

@@ -88,9 +88,11 @@ class Oracle:
 
 def write(blocks: HostBlocks, prefix: Prefix) -> None:
     chain = chain_of(prefix)
-    blocks.use(chain)
+    families = blocks.use(chain)
     missing = [n for n, each in enumerate(chain) if each not in blocks]
-    taken = blocks.take(len(missing), chain)
+    room = blocks.room(families)
+    taken = blocks.take(len(missing), families)
+    assert len(taken) == min(len(missing), room)
     for n, block in zip(missing, taken, strict=False):
         blocks.enter([block], [chain[n]], chain[n - 1] if n else None)
 
@@ -163,7 +165,7 @@ def test_writing_takes_microseconds_a_block(num_chats: int) -> None:
     for _ in range(num_chats):
         root = rng.randbytes(12)
         chain = [BlockHash(root + n.to_bytes(4)) for n in range(rng.randrange(1, 120))]
-        taken = blocks.take(len(chain), chain)
+        taken = blocks.take(len(chain))
         blocks.enter(taken, chain[: len(taken)], None)
         num_written += len(chain)
     assert (time.perf_counter() - began_s) / num_written < 30e-6
