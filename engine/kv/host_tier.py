@@ -4,7 +4,8 @@ evicts them, and come back when they are cheaper copied than computed.
     write   a copy out of blocks that somebody holds or that are cached; nothing waits for it. A
             block that got new content before the copy's end, by its generation, is not entered
     load    a copy in, to blocks that a sequence has taken. At its end those count whose host block
-            has the generation that it had before; a fence keeps the targets until then
+            has the generation that it had before; a fence keeps the targets until then. A second
+            sequence that begins alike refers to the same targets and waits for the same copy
 
 Writes are made from the end of a chain, as the device's pool evicts: what is about to go is copied
 first. What a write takes of the host is spread: `write` only takes note of the chain, and with each
@@ -14,11 +15,13 @@ Belongs to the engine's thread; knows no request.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import eq, itemgetter
+from typing import NamedTuple
 
 from ...core.request.token_ids import BlockHash
 from ...core.step_cost import StepCost
@@ -80,16 +83,51 @@ class _Write:
     is_whole: bool = True  # of those that were entered nothing was lost
 
 
-@dataclass(slots=True)
-class Load:
+@dataclass(slots=True, eq=False)
+class _CopyIn:
     """Blocks on their way in. `num_good`: how many of the first are in place once it has ended;
     None: it has not."""
 
+    hashes: Sequence[BlockHash]
     host_blocks: Sequence[int]
     generations: list[int]
-    fence: Fence
+    fence: Fence  # of the targets
     copy: HostCopy
     num_good: int | None = None
+
+
+class HostMatch(NamedTuple):
+    """What goes on behind the cached blocks of a prompt: `coming` are on the device, where a copy
+    for others fills them; `host_blocks` go on behind those."""
+
+    coming: list[int]
+    host_blocks: list[int]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.coming) + len(self.host_blocks)
+
+
+@dataclass(slots=True)
+class Load:
+    """What one sequence waits for: of each copy the blocks from one place to another, in the order
+    of its own. Others may have begun those of the first `num_shared` blocks."""
+
+    num_blocks: int
+    num_shared: int
+    parts: list[tuple[_CopyIn, int, int]]
+
+    @property
+    def num_good(self) -> int | None:
+        """How many of the first are in place; None: some copy has not ended."""
+        num_good, is_whole = 0, True
+        for copy, first, last in self.parts:
+            if copy.num_good is None:
+                return None
+            if is_whole:
+                num_good += max(0, min(copy.num_good, last) - first)
+                is_whole = copy.num_good >= last
+        return num_good
 
 
 class HostTier:
@@ -114,7 +152,8 @@ class HostTier:
         self._step_cost = step_cost
         self._block_size = block_size
         self._writes: deque[_Write] = deque()
-        self._loads: deque[Load] = deque()
+        self._loads: deque[_CopyIn] = deque()
+        self._coming: dict[BlockHash, tuple[_CopyIn, int]] = {}  # and where in the copy
         self._on_their_way: set[BlockHash] = set()
         self._num_entered = 0  # slices
         self._bytes = dict.fromkeys(Direction, 0)
@@ -220,7 +259,7 @@ class HostTier:
 
     def _num_same(self, block_ids: Sequence[int], generations: Sequence[int]) -> int:
         """How many of the first have these generations."""
-        is_same = map(operator.eq, map(self._generations.read, block_ids), generations)
+        is_same = map(eq, map(self._generations.read, block_ids), generations)
         return [*is_same, False].index(False)
 
     # -- in --------------------------------------------------------------------------------------
@@ -229,23 +268,48 @@ class HostTier:
         """The host blocks of the longest beginning of `hashes`."""
         return self._blocks.match(hashes)
 
+    def match_coming(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The device's blocks that are being filled with the longest beginning of `hashes`."""
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            if (found := self._coming.get(block_hash)) is None:
+                break
+            copy, place = found
+            block_ids.append(copy.fence.block_ids[place])
+        return block_ids
+
     def pays(self, num_blocks: int, num_before: int) -> bool:
         """Whether to copy so many blocks takes less than to compute them behind others."""
         num_bytes, size = num_blocks * self._copier.block_bytes, self._block_size
         return self.cost.pays(num_bytes, num_blocks * size, num_before * size, self._step_cost())
 
-    def load(
-        self, hashes: Sequence[BlockHash], host_blocks: Sequence[int], block_ids: Sequence[int]
-    ) -> Load:
-        """Copy host blocks, which have these hashes, to `block_ids`, which somebody holds."""
-        assert self._blocks.match(hashes) == host_blocks, "what was found is not here any more"
+    def load(self, hashes: Sequence[BlockHash], match: HostMatch, block_ids: Sequence[int]) -> Load:
+        """Wait for what is coming, and copy the host blocks behind it to `block_ids`, which
+        somebody holds; the hashes are of both."""
+        num_shared = len(match.coming)
         self._blocks.use(hashes)
+        places = map(self._coming.__getitem__, hashes[:num_shared])
+        parts = list[tuple[_CopyIn, int, int]]()
+        for copy, run in groupby(places, key=itemgetter(0)):
+            taken = [place for _, place in run]
+            parts.append((copy, taken[0], taken[-1] + 1))
+        if match.host_blocks:
+            own = self._copy_in(hashes[num_shared:], match.host_blocks, block_ids)
+            parts.append((own, 0, len(match.host_blocks)))
+        return Load(match.num_blocks, num_shared, parts)
+
+    def _copy_in(
+        self, hashes: Sequence[BlockHash], host_blocks: Sequence[int], block_ids: Sequence[int]
+    ) -> _CopyIn:
+        assert self._blocks.match(hashes) == host_blocks, "what was found is not here any more"
         generations = [*map(self._blocks.generation, host_blocks)]
         fence = self._pool.open_fence(block_ids)
-        copy = self._copier.start(Direction.IN, block_ids, host_blocks)
-        load = Load(host_blocks, generations, fence, copy)
-        self._loads.append(load)
-        return load
+        started = self._copier.start(Direction.IN, block_ids, host_blocks)
+        copy = _CopyIn(hashes, host_blocks, generations, fence, started)
+        self._loads.append(copy)
+        for place, block_hash in enumerate(hashes):
+            self._coming.setdefault(block_hash, (copy, place))
+        return copy
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -291,13 +355,16 @@ class HostTier:
             self._blocks.enter(one.host_blocks[:n], one.hashes[:n], one.parent)
             self._cache.entered_host(one.hashes[:n])
 
-    def _end_load(self, load: Load) -> bool:
+    def _end_load(self, load: _CopyIn) -> bool:
         if (seconds := load.copy.seconds()) is None:
             return False
         self._count(Direction.IN, len(load.host_blocks), seconds)
         load.fence.close()
+        for block_hash in load.hashes:
+            if self._coming.get(block_hash, (None,))[0] is load:
+                del self._coming[block_hash]
         now = map(self._blocks.generation, load.host_blocks)
-        is_same = [*map(operator.eq, now, load.generations), False]
+        is_same = [*map(eq, now, load.generations), False]
         load.num_good = is_same.index(False)
         self._num_lost_blocks += len(load.host_blocks) - load.num_good
         return True

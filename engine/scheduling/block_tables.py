@@ -16,11 +16,12 @@ from itertools import chain, count, repeat
 from ...core.request.token_ids import BlockHash
 from ..kv.block_pool import BlockPool, BlockRef, Fence
 from ..kv.generations import Generations
-from ..kv.host_tier import HostTier, Load
+from ..kv.host_tier import HostMatch, HostTier, Load
 from ..kv.prefix_cache import PrefixCache
 from .sequence import Sequence
 
 _SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
+_NO_MATCH = HostMatch([], [])
 
 
 class StepFence:
@@ -78,13 +79,17 @@ class BlockTables:
             return []
         return self._match(sequence, 0, num_tokens, self._cache.match)
 
-    def match_host(self, sequence: Sequence, num_tokens: int, num_matched: int) -> list[int]:
-        """Host blocks that go on behind `num_matched` cached ones, if it pays to copy them; limits
-        as of `match`."""
+    def match_host(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch:
+        """What goes on behind `num_matched` cached blocks, if it pays to copy it; limits as of
+        `match`."""
         if self._host is None or sequence.owes_prompt_logprobs:
-            return []
-        matched = self._match(sequence, num_matched, num_tokens, self._host.match)
-        return matched if matched and self._host.pays(len(matched), num_matched) else []
+            return _NO_MATCH
+        coming = self._match(sequence, num_matched, num_tokens, self._host.match_coming)
+        num_before = num_matched + len(coming)
+        matched = HostMatch(coming, self._match(sequence, num_before, num_tokens, self._host.match))
+        if not matched.num_blocks or not self._host.pays(matched.num_blocks, num_matched):
+            return _NO_MATCH
+        return matched
 
     def _match(
         self,
@@ -106,20 +111,21 @@ class BlockTables:
     def num_to_compute(self, sequence: Sequence) -> int:
         """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
         num_matched = len(self.match(sequence, sequence.num_tokens - 1))
-        num_matched += len(self.match_host(sequence, sequence.num_tokens - 1, num_matched))
+        num_matched += self.match_host(sequence, sequence.num_tokens - 1, num_matched).num_blocks
         return sequence.num_tokens - num_matched * self._block_size
 
-    def take(self, sequence: Sequence, matched: Row[int]) -> bool:
+    def take(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
         """Give an empty-handed sequence blocks for all its slots, or none.
 
-        `matched` come first and count as computed.
+        `matched` come first and count as computed, then those that are `coming` for others too.
         """
         assert not sequence.block_ids
-        self._pool.acquire(matched)  # first: the allocation could evict them
-        sequence.block_ids = array("i", matched)
+        shared = [*matched, *coming]
+        self._pool.acquire(shared)  # first: the allocation could evict them
+        sequence.block_ids = array("i", shared)
         if not self.grow(sequence):
             sequence.block_ids = array("i")
-            self._pool.release(matched)
+            self._pool.release(shared)
             return False
         sequence.num_stored_blocks = len(matched)
         sequence.num_cached_tokens = len(matched) * self._block_size
@@ -129,13 +135,14 @@ class BlockTables:
         sequence.num_launched_tokens = sequence.num_cached_tokens
         return True
 
-    def load(self, sequence: Sequence, host_blocks: list[int]) -> Load:
+    def load(self, sequence: Sequence, match: HostMatch) -> Load:
         """Begin to copy what goes on behind its cached blocks; its blocks are taken."""
         assert self._host is not None
         first = sequence.num_stored_blocks
-        last = first + len(host_blocks)
+        last = first + match.num_blocks
         hashes = sequence.block_hashes(last, self._block_size)
-        return self._host.load(hashes[first:], host_blocks, sequence.block_ids[first:last])
+        own = sequence.block_ids[first + len(match.coming) : last]
+        return self._host.load(hashes[first:], match, own)
 
     def loaded(self, sequence: Sequence, num_blocks: int) -> None:
         """The copy has ended: so many blocks count as computed beside the cached ones."""

@@ -75,6 +75,14 @@ class Preemption:
         self.wait_again(sequence)
         self.num_preemptions += 1
 
+    def turn_back(self, sequence: Sequence) -> None:
+        """It was admitted, and cannot run: its blocks did not come. It is next, for others."""
+        if sequence.group is not None:
+            self._queues.groups.remove(sequence.group)
+        self._tables.give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        self.wait_again(sequence)
+
     def _take_blocks(self, sequence: Sequence) -> None:
         self._queues.running.remove(sequence)
         self._tables.store(sequence)  # what was pulled for it may not be there yet

@@ -121,7 +121,7 @@ class Queues:
             if num_tokens > 0:
                 waiting[sequence.request.caller_id] += num_tokens
         for sequence, load in self.loading.items():
-            num_loaded = len(load.host_blocks) * self._limits.block_size
+            num_loaded = load.num_blocks * self._limits.block_size
             num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
             waiting[sequence.request.caller_id] += num_tokens
         return waiting

@@ -148,13 +148,17 @@ class Scheduler:
         self._tables.end(sequence)
 
     def finish_loads(self) -> None:
-        """Let those run whose blocks have come from host memory; what has not come is computed."""
+        """Let those run whose blocks have come from host memory; what has not come is computed, by
+        one of those that refer to it: the others are next, and take other blocks."""
         loads = self.queues.loading.items()
-        ended = [(one, n) for one, load in loads if (n := load.num_good) is not None]
-        for sequence, num_blocks in ended:
+        ended = [(one, load, n) for one, load in loads if (n := load.num_good) is not None]
+        for sequence, load, num_blocks in ended:
             del self.queues.loading[sequence]
-            self._tables.loaded(sequence, num_blocks)
-            self.queues.run(sequence)
+            if num_blocks >= load.num_shared:
+                self._tables.loaded(sequence, num_blocks)
+                self.queues.run(sequence)
+            else:
+                self.preemption.turn_back(sequence)
 
     def schedule(self) -> Schedule:
         """Plan a step; sequences that are not in it wait for budget or memory."""
@@ -266,7 +270,7 @@ class Scheduler:
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
             in_host = self._tables.match_host(sequence, sequence.num_tokens - 1, len(matched))
-            num_matched = len(matched) + len(in_host)
+            num_matched = len(matched) + in_host.num_blocks
             num_tokens = sequence.num_tokens - num_matched * self._limits.block_size
             if schedule.would_stretch(sequence.request.caller_id, num_tokens):
                 if before is None:
@@ -282,14 +286,14 @@ class Scheduler:
                 return
             if beside is None:
                 beside = self._admission.footprints(self.queues.owners())
-            if not self._try_admit(sequence, matched, beside):
+            if not self._try_admit(sequence, matched, in_host.coming, beside):
                 self.queues.waiting.pin_head()
                 self.queues.refused_at = self.queues.opportunities
                 return
             self.queues.waiting.pop(num_tokens)
             self.queues.take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
-            if in_host:
+            if in_host.num_blocks:
                 sequence.state = SequenceState.LOADING
                 self.queues.loading[sequence] = self._tables.load(sequence, in_host)
             else:
@@ -310,10 +314,16 @@ class Scheduler:
         served = self.queues.waiting.served
         return served(caller_id) + num_tokens <= served(other_id)
 
-    def _try_admit(self, sequence: Sequence, matched: list[int], beside: list[Footprint]) -> bool:
-        admission = self._admission
-        if sequence.is_held and not admission.has_credit(sequence, matched, self.queues.holders()):
+    def _try_admit(
+        self,
+        sequence: Sequence,
+        matched: list[int],
+        coming: list[int],
+        beside: list[Footprint],
+    ) -> bool:
+        admission, shared = self._admission, matched + coming
+        if sequence.is_held and not admission.has_credit(sequence, shared, self.queues.holders()):
             return False
-        if not admission.fits(sequence, matched, beside):
+        if not admission.fits(sequence, shared, beside):
             return False
-        return self._tables.take(sequence, matched)
+        return self._tables.take(sequence, matched, coming)

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from fakes.clock import TickingClock
@@ -16,12 +17,13 @@ from fakes.host_copier import FakeCopier
 from fakes.runner import FakeRunner, expected_tokens
 
 from baton.core.request.request import Request, SamplingParams
-from baton.core.request.token_ids import BlockHash, Tier
+from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.kv import host_tier
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.host_copies import CopyCost, Direction
+from baton.engine.kv.host_tier import Load
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 
@@ -85,9 +87,25 @@ class Rig:
             cache_observer=self.observer,
             host_copier=self.copier,
         )
+        self.num_shared = 0  # blocks that were coming for others
+        self.watch_loads()
         self.tokens: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.cached: dict[str, int] = {}
+
+    def watch_loads(self) -> None:
+        assert self.engine._host is not None
+        load = self.engine._host.load
+
+        def watched(*args: Any) -> Load:
+            started = load(*args)
+            self.num_shared += started.num_shared
+            return started
+
+        self.engine._host.load = watched  # type: ignore[method-assign]
+
+    def hashes(self, prompt: list[int]) -> list[BlockHash]:
+        return block_hashes(root_hash("f"), prompt, BLOCK_SIZE)
 
     def add(self, prompt: list[int], max_tokens: int = 1, *, hold: bool = False) -> str:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
@@ -139,6 +157,7 @@ class Rig:
             host_hits=totals.host_hit_tokens,
             preemptions=totals.num_preemptions,
             lost=totals.host.num_lost_blocks,
+            shared=self.num_shared,
         )
 
 
@@ -226,6 +245,97 @@ def test_an_aborted_loads_blocks_are_free_when_its_copy_has_ended(runs_ahead: bo
     assert rig.serve([*PROMPT, 7]) == 20
 
 
+def loading_rig(capacity: int = 30) -> Rig:
+    """PROMPT and a block behind it are in host memory alone; copies take a while."""
+    rig = Rig(capacity=capacity)
+    rig.serve([*PROMPT, 5, 5, 5, 5])
+    fill(rig)
+    rig.num_looks = range(20, 21)
+    return rig
+
+
+def test_two_that_begin_alike_are_copied_once() -> None:
+    rig = loading_rig()
+    keys = [rig.add([*PROMPT, 7]), rig.add([*PROMPT, 8])]
+    rig.step()
+    rig.step()
+    assert rig.engine.load().num_waiting == 2 and rig.engine.load().waiting_tokens == 2
+    assert rig.engine.pool.counts.held == 5 + 2
+    rig.run()
+    for key in keys:
+        rig.check(key)
+        assert rig.cached[key] == 20
+    assert rig.copier.num_copied[Direction.IN] == 5 and rig.num_shared == 5
+    rig.engine.check_integrity()
+
+
+def test_behind_what_comes_for_another_host_memory_goes_on() -> None:
+    rig = loading_rig()
+    short = rig.add([*PROMPT, 7])
+    rig.step()
+    long = [rig.add([*PROMPT, 5, 5, 5, 5, last]) for last in (6, 7)]
+    rig.run()
+    for key in (short, *long):
+        rig.check(key)
+    assert rig.copier.num_copied[Direction.IN] == 6 and rig.num_shared == 5 + 6
+    assert rig.cached[short] == 20 and [rig.cached[key] for key in long] == [24, 24]
+
+
+def test_one_that_shares_only_the_beginning() -> None:
+    rig = loading_rig()
+    keys = [rig.add([*PROMPT, 7]), rig.add([*PROMPT[:12], 8])]
+    rig.run()
+    for key in keys:
+        rig.check(key)
+    assert rig.copier.num_copied[Direction.IN] == 5 and rig.cached[keys[1]] == 12
+
+
+def test_a_copy_outlives_the_one_it_was_begun_for() -> None:
+    rig = loading_rig()
+    first, second = rig.add([*PROMPT, 7]), rig.add([*PROMPT, 8])
+    rig.step()
+    known = dict(rig.observer.tiers)
+    rig.engine.abort(first)
+    rig.engine.check_integrity()
+    assert rig.observer.tiers == known, "what is being copied cannot be seen"
+    rig.run()
+    rig.check(second)
+    assert rig.cached[second] == 20 and rig.copier.num_copied[Direction.IN] == 5
+
+
+def test_a_copy_that_nobody_waits_for_any_more_is_not_seen() -> None:
+    rig = loading_rig()
+    keys = [rig.add([*PROMPT, 7]), rig.add([*PROMPT, 8])]
+    rig.step()
+    known = dict(rig.observer.tiers)
+    for key in keys:
+        rig.engine.abort(key)
+    rig.run()
+    assert rig.observer.tiers == known and rig.engine.pool.counts.held == 0
+    third = rig.add([*PROMPT, 9])
+    rig.run()
+    rig.check(third)
+    assert rig.copier.num_copied[Direction.IN] == 10 and rig.cached[third] == 20
+
+
+def test_of_two_that_wait_for_a_lost_block_one_computes_it_in_its_own() -> None:
+    rig = loading_rig()
+    keys = [rig.add([*PROMPT, 7], 4), rig.add([*PROMPT, 8], 4)]
+    rig.step()
+    blocks = rig.engine._host._blocks
+    load, shared = rig.engine._scheduler.queues.loading.values()
+    assert not load.num_shared and shared.num_shared == 5
+    [lost] = blocks.match(rig.hashes(PROMPT))[4:]
+    while lost not in blocks.take(1):
+        pass
+    rig.copier.memory[lost] = bytes(rig.copier.block_bytes)
+    rig.run()
+    for key in keys:
+        rig.check(key)
+    assert rig.totals["lost"] and rig.cached[keys[0]] == 16
+    rig.engine.check_integrity()
+
+
 def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
     rig = Rig()
     rig.serve(PROMPT)
@@ -239,16 +349,17 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
             break
         rig.step()
     [load] = rig.engine._scheduler.queues.loading.values()
-    last = load.host_blocks[-1]
+    host_blocks = load.parts[0][0].host_blocks
+    last = host_blocks[-1]
     taken: list[int] = []
     while last not in taken:  # the family that was used longest ago first, then of its own the end
         taken += blocks.take(1)
     evicted = taken[-1]
-    assert load.host_blocks[-2] not in taken
+    assert host_blocks[-2] not in taken
     rig.copier.memory[evicted] = bytes(rig.copier.block_bytes)
     rig.run()
     rig.check(key)
-    assert rig.cached[key] == 4 * (len(load.host_blocks) - 1)
+    assert rig.cached[key] == 4 * (len(host_blocks) - 1)
     assert rig.totals["lost"] > 0
 
 
@@ -387,6 +498,8 @@ def play(seed: int) -> Counter[str]:
                 is_held = rng.random() < 0.2
                 key = rig.add([*chat], rng.randrange(1, 12), hold=is_held)
                 held += [key] * is_held
+                if rng.random() < 0.3:
+                    rig.add([*chat, rng.randrange(3)], rng.randrange(1, 12))
                 chat += [rng.randrange(3) for _ in range(rng.randrange(6))]
             case 2:
                 if rig.requests:
@@ -428,7 +541,7 @@ def test_tokens_are_the_same_in_any_schedule() -> None:
     totals: Counter[str] = Counter()
     for seed in range(400):
         totals += play(seed)
-    assert all(totals[each] > 20 for each in ("swaps", "host_hits", "lost")), totals
+    assert all(totals[each] > 20 for each in ("swaps", "host_hits", "lost", "shared")), totals
 
 
 @pytest.mark.slow
