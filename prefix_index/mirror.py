@@ -160,6 +160,13 @@ class PrefixMirror:
         fresh = self._fresh(incarnations)
         return {incarnation: _length_in(cached, hashes) for incarnation, cached in fresh}
 
+    def counts(self, incarnation: str) -> tuple[int, int] | None:
+        """Blocks on this engine's device, and in its host memory alone; None: it is not known."""
+        copy = self._copies.get(incarnation)
+        if copy is None:
+            return None
+        return len(copy.hashes) - len(copy.in_host), len(copy.in_host)
+
     def first_in_host(self, incarnation: str, hashes: Sequence[BlockHash]) -> int | None:
         """The first position of `hashes`, which this engine has, that is in its host memory alone:
         from there on they must be copied to its device, and others cannot fetch them."""

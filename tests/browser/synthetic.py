@@ -22,6 +22,7 @@ from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
+from baton.core.request.token_ids import BlockHash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
@@ -37,6 +38,7 @@ from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.metrics.tally import MetricStore
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.pages import Contents
 
 BLOCK_BYTES = 2 << 20
 
@@ -106,11 +108,20 @@ class SyntheticGateway:
         self.members[incarnation] = member
         free = self._random.randrange(4_000, 22_000)
         engine = LinkedEngine(member, outbox=None)  # type: ignore[arg-type]  # nothing is sent
+        engine.block_bytes = 2 << 20
         is_prefill = role is Role.PREFILL
         running, waiting = (2, 1) if is_prefill else (self._random.randrange(20, 60), 0)
         engine.load = ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
         self.table.add(engine)
+        self._cache(incarnation, num_blocks=self._random.randrange(800, 2_000))
         return member
+
+    def _cache(self, incarnation: str, num_blocks: int) -> None:
+        """A quarter of what is on the device is in host memory alone beside."""
+        hashes = [BlockHash(self._random.randbytes(16)) for _ in range(num_blocks * 5 // 4)]
+        in_host = set(hashes[num_blocks:])
+        contents = Contents(incarnation, 1, 1, num_blocks, len(in_host), 0)
+        self.table.mirror.install(contents, set(hashes), in_host)
 
     def add_usual_engines(self) -> None:
         sources = [self.add_engine(f"prefill-0.{i}", Role.PREFILL) for i in range(2)]
@@ -243,18 +254,31 @@ class SyntheticGateway:
         waiting = min(6, max(0, load.num_waiting + self._drawn())) if is_prefill else 0
         credit = load.credit_blocks
         engine.load = ReportedLoad(
-            running, waiting, 4_000 * waiting, free, credit, False, load.links
+            *(running, waiting, 4_000 * waiting, free, credit, False, load.links),
+            counters=self._counted(load.counters),
         )
         if engine.name != "prefill-0.0":  # which promises nothing
             self._promise(engine, load.counters)
 
+    def _counted(self, before: EngineCounters) -> EngineCounters:
+        """One more prompt: half of it found, a quarter of that in host memory."""
+        return replace(
+            before,
+            prefix_query_tokens=before.prefix_query_tokens + 3_200,
+            prefix_hit_tokens=before.prefix_hit_tokens + 1_600,
+            host_hit_tokens=before.host_hit_tokens + 400,
+            fetched_blocks=before.fetched_blocks + 5,
+        )
+
     def _promise(self, engine: LinkedEngine, before: EngineCounters) -> None:
         """Forty steps, of which nearly all keep it."""
         kept = before.num_kept_steps + 40 - (self._random.random() < 0.3)
-        counters = EngineCounters(
-            num_promised_steps=before.num_promised_steps + 40, num_kept_steps=kept
-        )
         assert engine.load is not None
+        counters = replace(
+            engine.load.counters,
+            num_promised_steps=before.num_promised_steps + 40,
+            num_kept_steps=kept,
+        )
         engine.load = replace(
             engine.load, tbt_target_s=0.025, decode_step_p99_s=0.0247, counters=counters
         )

@@ -47,6 +47,21 @@ def test_figures_come_and_change(busy: PageServer, open_page: Callable[..., Any]
     assert len(page.locator("tr.call").all()) == 20
 
 
+def test_what_engines_have_cached_by_tier_and_source(
+    busy: PageServer, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(busy.url)
+    wait_text(page, "#index", "prefill-0.0")
+    rows = [row.split("\t") for row in page.locator("#index tbody tr").all_inner_texts()]
+    assert [row[0] for row in rows] == ["prefill-0.0", "prefill-0.1", "decode-0.0", "decode-0.1"]
+    engine = next(e for e in busy.gateway.table.engines.values() if e.name == "decode-0.1")
+    on_device, in_host = busy.gateway.table.mirror.counts(engine.incarnation)
+    assert rows[3][1].startswith(f"{on_device:,} blocks, ")
+    assert rows[3][2].startswith(f"{in_host:,} blocks, ")
+    wait_text(page, "#index tbody tr", "12\\.5 %")  # of hits: from host memory
+    wait_text(page, "#index tbody tr", "2\\.5 %")
+
+
 def test_one_call_opens_to_its_timeline(busy: PageServer, open_page: Callable[..., Any]) -> None:
     page = open_page(busy.url)
     page.wait_for_selector("tr.call")

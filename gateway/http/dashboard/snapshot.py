@@ -20,6 +20,7 @@ from ....core import metrics
 from ....core.membership import Member
 from ....core.ports import Clock
 from ...engines.engine_table import EngineTable
+from ...engines.linked_engine import LinkedEngine
 from ...telemetry.calls.call_record import STAGES, SloTargets
 from ...telemetry.window.snapshot import window_snapshot
 from ...telemetry.window.window import TelemetryWindow
@@ -173,6 +174,7 @@ _OF_LOAD = (
     *("host_blocks", "tbt_target_s", "is_promise_withdrawn"),
 )
 _KEPT_OVER = 30  # looks, of which there is one a second
+_HITS_OVER = 300
 
 
 @dataclass(slots=True)
@@ -186,6 +188,7 @@ class _Seen:
     kept: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
 
     drafts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
+    hits: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER + 1))
 
     @property
     def draft_means(self) -> tuple[float, float] | None:
@@ -197,6 +200,22 @@ class _Seen:
             b - a for a, b in zip(self.drafts[0], self.drafts[-1], strict=True)
         )
         return (drafted / steps, accepted / steps) if steps > 0 else None
+
+    @property
+    def hit_tokens(self) -> dict[str, int] | None:
+        """Tokens of what was given blocks lately, by where their KV came from. What was fetched
+        from another engine is a hit of the device once it is used; None: nothing is known."""
+        if not self.hits:
+            return None
+        first, last = self.hits[0], self.hits[-1]
+        queried, hit, host, fetched = (max(0, b - a) for a, b in zip(first, last, strict=True))
+        device = max(0, hit - host - fetched)
+        return {
+            "device": device,
+            "host": host,
+            "fetched": hit - host - device,
+            "missed": max(0, queried - hit),
+        }
 
     @property
     def kept_share(self) -> float | None:
@@ -239,6 +258,9 @@ class EngineRoster:
                 seen.kept.append((counters.num_promised_steps, counters.num_kept_steps))
                 accepted = sum(counters.accepted_drafts)
                 seen.drafts.append((counters.num_drafts, counters.num_draft_tokens, accepted))
+                fetched = counters.fetched_blocks * seen.member.block_size
+                hits = (counters.prefix_query_tokens, counters.prefix_hit_tokens)
+                seen.hits.append((*hits, counters.host_hit_tokens, fetched))
         self._join_restarted()
         self._forget_old(now_unix_s)
 
@@ -273,8 +295,23 @@ class EngineRoster:
             **{name: getattr(load, name, None) for name in _OF_LOAD},
             "kept_share": seen.kept_share,
             "draft_means": seen.draft_means,
+            "cached": self._cached(engine),
+            "hit_tokens": seen.hit_tokens,
             "step_p99_s": (load.decode_step_p99_s or None) if load is not None else None,
             "links": sorted(load.links) if load is not None else [],
+        }
+
+    def _cached(self, engine: LinkedEngine | None) -> dict[str, int] | None:
+        """What the prefix index lists of it."""
+        counts = None if engine is None else self._table.mirror.counts(engine.incarnation)
+        if engine is None or counts is None:
+            return None
+        on_device, in_host = counts
+        return {
+            "device_blocks": on_device,
+            "device_bytes": on_device * engine.block_bytes,
+            "host_blocks": in_host,
+            "host_bytes": in_host * engine.block_bytes,
         }
 
     def _join_restarted(self) -> None:

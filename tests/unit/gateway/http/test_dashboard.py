@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from fakes.clock import FakeClock
 
 from baton.core.errors import InvalidRequest
 from baton.core.membership import Member, Role
+from baton.core.request.token_ids import BlockHash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed, View, definitions
@@ -24,6 +26,7 @@ from baton.gateway.http.protocol.errors import Refusal
 from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.pages import Contents
 
 TARGETS = SloTargets(0.5, 0.05)
 IDLE = ReportedLoad(0, 0, 0, 90, 40, False, frozenset())
@@ -92,6 +95,41 @@ def test_an_engine_never_vanishes_silently(cluster: Cluster) -> None:
     cluster.states()
     cluster.clock.advance(3601)
     assert cluster.states() == {}
+
+
+def test_what_an_engine_has_cached_and_where_hits_came_from(cluster: Cluster) -> None:
+    def counted(queried: int, hit: int, host: int, fetched_blocks: int) -> ReportedLoad:
+        counters = EngineCounters(
+            prefix_query_tokens=queried,
+            prefix_hit_tokens=hit,
+            host_hit_tokens=host,
+            fetched_blocks=fetched_blocks,
+        )
+        return replace(IDLE, counters=counters)
+
+    cluster.join("a", "1", load=counted(1000, 500, 100, 5))
+    engine = cluster.table.engines["1" * 32]
+    engine.block_bytes = 1 << 20
+    hashes = [BlockHash(bytes([n]) * 16) for n in range(7)]
+    contents = Contents("1" * 32, 1, 1, 5, 2, 0)
+    cluster.table.mirror.install(contents, set(hashes), set(hashes[5:]))
+    cluster.tick()
+    engine.load = counted(1900, 900, 200, 10)  # blocks of 16
+    cluster.tick()
+    [row] = cluster.roster.rows()
+    assert row["cached"] == {
+        "device_blocks": 5,
+        "device_bytes": 5 << 20,
+        "host_blocks": 2,
+        "host_bytes": 2 << 20,
+    }
+    assert row["hit_tokens"] == {"device": 220, "host": 100, "fetched": 80, "missed": 500}
+    for _ in range(301):
+        cluster.tick()
+    assert not any(cluster.roster.rows()[0]["hit_tokens"].values()), "of the last five minutes"
+    cluster.unlink("1")
+    cluster.tick()
+    assert cluster.roster.rows()[0]["cached"] is None
 
 
 def test_two_engines_of_one_name_are_two(cluster: Cluster) -> None:

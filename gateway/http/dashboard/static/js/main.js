@@ -5,6 +5,7 @@ import { Cluster } from "./cluster.js";
 import { Connection } from "./connection.js";
 import { byId, element, setText } from "./dom.js";
 import { timeOfDay } from "./format.js";
+import { IndexTable } from "./index_table.js";
 import { makeCharts } from "./panels.js";
 import { Plans } from "./plans.js";
 import { States } from "./states.js";
@@ -16,7 +17,7 @@ import { setUpTheme } from "./theme.js";
 const store = new Store();
 const states = new States();
 const targets = new Targets(() => connection.open());
-const panels = [targets, new Stats(byId("stats")), ...makeCharts(), new Cluster(byId("cluster")), new Plans(byId("plans")), new Calls(byId("calls"))];
+const panels = [targets, new Stats(byId("stats")), ...makeCharts(), new Cluster(byId("cluster")), new Plans(byId("plans")), new IndexTable(byId("index")), new Calls(byId("calls"))];
 
 function render() {
   const state = store.now;
