@@ -229,6 +229,8 @@ def main(argv: list[str]) -> int:
         if (not options.only or point.name in options.only)
         and (not options.cards or point.num_cards in options.cards)
     ]
+    if not points:
+        parser.error("there is no such point")
     # The longest first: both cores have something to do to the end.
     order = sorted(range(len(points)), key=lambda index: -points[index].num_cards)
     rows: list[list[dict[str, Any]]] = [[] for _ in points]
