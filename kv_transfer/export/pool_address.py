@@ -102,11 +102,11 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> PoolDescription:
+    @staticmethod
+    def unpack(packed: bytes) -> PoolDescription:
         """Raises HandoffFailed if it is not a description of this version."""
         try:
-            return msgspec.msgpack.decode(packed, type=cls)
+            return _decoder.decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise HandoffFailed(f"the exporter hung up or has another version: {error}") from error
 
@@ -117,6 +117,10 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
             raise HandoffFailed(f"the exporter is {self.incarnation}")
         if block_bytes not in (None, self.block_bytes):
             raise HandoffFailed(f"a block has {self.block_bytes} bytes there, {block_bytes} here")
+
+
+# Made once, here: two threads that meet a type for the first time crash msgspec.
+_decoder = msgspec.msgpack.Decoder(PoolDescription)
 
 
 def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescription, list[int]]:

@@ -137,6 +137,10 @@ class Opened:
             raise HandoffFailed(f"rank {rank}: {self.error}")
 
 
+# Made once, here: two threads that meet a type for the first time crash msgspec.
+_opened_decoder = msgspec.msgpack.Decoder(Opened)
+
+
 def pack_number(number: int) -> bytes:
     return _NUMBER.pack(number)
 
@@ -292,7 +296,7 @@ class RankedTransport:
     ) -> tuple[int, list[Opened]]:
         payloads = [msgspec.msgpack.encode(pieces) for pieces in by_rank]
         number, answers = followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
-        return number, [msgspec.msgpack.decode(answer, type=Opened) for answer in answers]
+        return number, [_opened_decoder.decode(answer) for answer in answers]
 
 
 class RankedWindow(JoinedWindow):
