@@ -41,7 +41,7 @@ from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.network_address import RemotePool, pair_key
 
-PURPOSE = b"pool 5"  # of the handshake, with the description's version
+PURPOSE = b"pool 6"  # of the handshake, with the description's version
 ADDRESS = "this host"  # the same everywhere: the name has the rest
 MAX_DESCRIPTION_BYTES = 4096
 _MAX_FDS = 2
@@ -66,7 +66,7 @@ class PoolPart(msgspec.Struct, frozen=True, array_like=True):
     """One rank's pool: KV heads [first_kv_head, first_kv_head + num_kv_heads) of all blocks.
 
     `port`: where it is served to other hosts, as far as the sender knows. `layers`: (the first, how
-    many) of them; None: all.
+    many) of them; None: all. `host`: where it is, if not on rank 0's.
     """
 
     pool: _PoolName
@@ -74,6 +74,7 @@ class PoolPart(msgspec.Struct, frozen=True, array_like=True):
     num_kv_heads: _Count
     port: _Count = 0
     layers: tuple[_Count, _Count] | None = None
+    host: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True):

@@ -281,12 +281,13 @@ class RankedTransport:
         layers = (0, max(ends)) if ends else None
         theirs = described.parts or (PoolPart(incarnation, 0, num_heads, layers=layers),)
 
-        def locate(piece: HeadPiece) -> SourcePiece:
+        def locate(piece: HeadPiece, mine: PoolPart) -> SourcePiece:
             there = theirs[piece.source_rank]
-            return SourcePiece(there.pool, piece, remote.at_port(there.port))
+            at = remote.of_rank(there.host, there.port, is_apart=bool(mine.host))
+            return SourcePiece(there.pool, piece, at)
 
         return [
-            [locate(piece) for piece in pieces_of(theirs, mine, rank)]
+            [locate(piece, mine) for piece in pieces_of(theirs, mine, rank)]
             for rank, mine in enumerate(self._parts)
         ]
 
