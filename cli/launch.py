@@ -73,9 +73,11 @@ def _node(role: Role) -> int:
     arguments = node_parser(role).parse_args()
 
     def start() -> Coroutine[Any, Any, int]:
-        from ..node.supervisor import supervisor
+        from ..node.supervisor import rank_host, supervisor
 
-        return supervisor.run(role, *flags.parse_all(arguments, *_NODE))
+        engine, node, cluster = flags.parse_all(arguments, *_NODE)
+        run = rank_host.run if engine.node_rank else supervisor.run
+        return run(role, engine, node, cluster)
 
     return run_reporting(start)
 

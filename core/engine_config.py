@@ -57,6 +57,12 @@ class EngineConfig:
         "own",
         aliases=("pp",),
     )
+    nnodes: int = flag(1, "hosts of an engine, each with as many of its stages")
+    node_rank: int = flag(
+        0, "which of --nnodes this host is; on the first one the engine listens for the others"
+    )
+    master_addr: str | None = flag(None, "address of the first of --nnodes, as the others dial it")
+    master_port: int = flag(29501, "port of --master-addr")
     rank_timeout_s: float = flag(
         20.0, "a GPU's process that takes no step for so long is taken for hung"
     )
@@ -130,6 +136,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            "nnodes",
             "prefill_chunk_tokens",
         ):
             if (number := getattr(self, name)) is not None and number < 1:
@@ -158,6 +165,25 @@ class EngineConfig:
                 "--speculative-config is not for engines with --pipeline-parallel-size above 1",
                 hint="--tensor-parallel-size",
             )
+        if self.pipeline_parallel_size % self.nnodes:
+            raise StartupFailed(
+                f"--nnodes {self.nnodes} does not divide --pipeline-parallel-size "
+                f"{self.pipeline_parallel_size}: a stage is on one host"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise StartupFailed(f"--node-rank must lie in [0, {self.nnodes}): there are --nnodes")
+        if self.nnodes > 1 and not self.master_addr:
+            raise StartupFailed("--nnodes above 1 needs --master-addr")
+
+    @property
+    def master(self) -> str:
+        """--master-addr and --master-port as they are dialled."""
+        host = self.master_addr or ""
+        return f"[{host}]:{self.master_port}" if ":" in host else f"{host}:{self.master_port}"
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.num_ranks // self.nnodes
 
     @property
     def num_ranks(self) -> int:

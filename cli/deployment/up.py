@@ -7,6 +7,7 @@ from typing import Any
 
 from ...core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from ...core.engine_config import EngineConfig
+from ...core.errors import StartupFailed
 from ...gateway.process.startup_message import READY, TRY
 from ..host.certs import ca_of
 from ..host.gpu_choice import choose_here
@@ -24,6 +25,10 @@ def start(
 ) -> Coroutine[Any, Any, int]:
     """Print which GPUs are used and why; returns what then starts everything, prints what runs
     where, and stops it all on SIGINT or SIGTERM. Raises StartupFailed."""
+    if engine.nnodes > 1:
+        raise StartupFailed(
+            "--nnodes is for launch_prefill and launch_decode: `baton up` starts this host's parts"
+        )
     choice = choose_here(up, engine, node)
     print(choice.line, flush=True)
     deployment = Deployment(choice.up, choice.engine, node, gateway, _print_line, cluster)

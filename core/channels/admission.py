@@ -101,8 +101,7 @@ def _introduce(connection: socket.socket, ours: Dialer) -> None:
     try:
         connection.sendall(ours.opening)
         connection.sendall(ours.answer(_read(connection, CHALLENGE_BYTES, until_s)))
-        length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, MAX_REFUSAL_BYTES)
-        refusal = _read(connection, length, until_s)
+        refusal = read_frame(connection, until_s, MAX_REFUSAL_BYTES)
     except OSError as error:
         raise NodeLost(f"the connection broke within the handshake: {error}") from error
     check_verdict(refusal)
@@ -133,6 +132,12 @@ def refuse(connection: socket.socket, reason: str) -> None:
     """Send a dialer that has proven itself why it is not accepted."""
     with suppress(OSError):
         connection.sendall(encode_payload(reason.encode()[:MAX_REFUSAL_BYTES]))
+
+
+def read_frame(connection: socket.socket, until_s: float, max_bytes: int) -> bytes:
+    """One frame's payload, and not a byte behind it. Raises OSError."""
+    length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, max_bytes)
+    return _read(connection, length, until_s)
 
 
 def _read(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:

@@ -23,11 +23,11 @@ _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def devices_of_ranks(config: EngineConfig) -> list[str]:
-    """The device of each rank; `cuda:2,3` are the GPUs of two.
+    """The device of each rank of this host; `cuda:2,3` are the GPUs of two.
 
     Raises StartupFailed if there are not as many as ranks.
     """
-    size, device = config.num_ranks, config.device
+    size, device = config.ranks_per_host, config.device
     if device == "cpu" or not torch.cuda.is_available():
         return [device] * size
     _, _, numbers = device.partition(":")

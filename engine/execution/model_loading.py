@@ -16,10 +16,11 @@ from ..model.decoder import Decoder
 from ..model.experts import is_merged_name
 from ..model.model_config import ARCHITECTURES, ModelConfig
 from ..model.stages import LayerRange
-from ..model.weights.checkpoint import check_weights, load_weights, tensor_names, weights_identity
+from ..model.weights.checkpoint import check_weights, load_weights, tensor_names
 from ..model.weights.dummy_weights import fill_dummy_weights
 from ..model.weights.filling import OnProgress
 from ..model.weights.placement import Placement
+from ..model.weights.weight_files import weights_identity
 
 # Tokens that differ more than what attention adds to all of them choose different experts.
 _DUMMY_STDS = {"model.embed_tokens.weight": 8.0}

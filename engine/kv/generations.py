@@ -71,6 +71,12 @@ class SharedGenerations:
         for block_id, generation in zip(block_ids, drawn, strict=True):
             values[block_id] = generation or 1
 
+    def take_over(
+        self, block_ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+    ) -> None:
+        """What the owner on another host has drawn, of whose page this is a copy."""
+        np.frombuffer(self._values, np.uint64)[block_ids] = generations
+
     def read(self, block_id: int) -> int:
         return self._values[block_id]
 

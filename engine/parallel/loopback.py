@@ -12,9 +12,12 @@ _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
-def make_store() -> c10d.TCPStore:
-    """Rank 0's: listens on a free port of the loopback, and nowhere else."""
-    with socket.create_server((_LOOPBACK, 0)) as listener:
+def make_store(fd: int | None = None) -> c10d.TCPStore:
+    """Rank 0's: listens on a free port of the loopback, and nowhere else. `fd`: of a socket that
+    listens there already."""
+    with (
+        socket.create_server((_LOOPBACK, 0)) if fd is None else socket.socket(fileno=fd) as listener
+    ):
         port = listener.getsockname()[1]
         return c10d.TCPStore(
             _LOOPBACK,

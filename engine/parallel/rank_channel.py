@@ -1,15 +1,18 @@
-"""Messages between rank 0 and the other ranks of an engine, over one socket pair each.
+"""Messages between rank 0 and the other ranks of an engine, over one socket pair each, or one TCP
+connection to a rank of another host.
 
     | kind, order: uint32 | length: uint64 | payload |      perhaps with file descriptors
 
-An order has a number that its answer carries; 0 stands for what nobody answers. Both ends are of
-one engine and one user. Owns the framing; what the payloads mean is for whoever sends them.
+No descriptor reaches another host. An order has a number that its answer carries; 0 stands for what
+nobody answers. Both ends are of one engine and one user. Owns the framing; what the payloads mean
+is for whoever sends them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import socket
 import struct
 import threading
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 _HEADER = struct.Struct("<IIQ")
 _MAX_FDS = 4
+_CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class MessageKind(enum.IntEnum):
@@ -39,12 +43,14 @@ class MessageKind(enum.IntEnum):
     LOAD_ADAPTER = 13
     DROP_ADAPTER = 14
     DRAFT = 15  # as STEP
+    GENERATIONS = 16  # int64 ids [n], uint64 [n]; kv_transfer/ranks/mirrored_generations.py
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people
     FAILED = 22  # JSON: the error that ends this rank
     LOADING = 23  # it has come further
     RESULT = 24  # of a step: pipeline_runner.py
+    TAKEN = 25  # uint64: how many messages it has taken; of another host's, a few times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,10 @@ class RankMessage:
 
 
 class RankChannel:
-    """One end: one thread receives, any thread sends."""
+    """One end: one thread receives, any thread sends. `host`: the other one, if it is not this."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, host: str = "") -> None:
+        self.host = host
         self._socket = sock
         self._sending = threading.Lock()
 
@@ -77,7 +84,7 @@ class RankChannel:
         """Raises OSError when the other end is gone, or does not read."""
         header = _HEADER.pack(kind, order, len(payload))
         with self._sending:
-            if fds:
+            if fds and not self.host:
                 # The header is far smaller than the buffer: it goes out whole or not at all.
                 socket.send_fds(self._socket, [header], list(fds))
                 self._socket.sendall(payload)
@@ -90,19 +97,28 @@ class RankChannel:
             header, fds, _, _ = socket.recv_fds(
                 self._socket, _HEADER.size, _MAX_FDS, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
             )
-            if len(header) < _HEADER.size:
+            whole = bytearray(_HEADER.size)
+            whole[: len(header)] = header
+            if not (header and self._fill(memoryview(whole)[len(header) :])):
                 return None
-            kind, order, length = _HEADER.unpack(header)
+            kind, order, length = _HEADER.unpack(whole)
             payload = bytearray(length)
-            rest = memoryview(payload)
-            while rest:
-                count = self._socket.recv_into(rest)
-                if count == 0:
-                    return None
-                rest = rest[count:]
-        except ConnectionError:
+            if not self._fill(memoryview(payload)):
+                return None
+        except OSError as error:
+            if not (isinstance(error, ConnectionError) or error.errno in _CUT_OFF):
+                raise
             return None
         return RankMessage(MessageKind(kind), order, memoryview(payload), tuple(fds))
+
+    def _fill(self, rest: memoryview) -> bool:
+        """False: the stream ends before."""
+        while rest:
+            count = self._socket.recv_into(rest)
+            if count == 0:
+                return False
+            rest = rest[count:]
+        return True
 
     def close(self) -> None:
         """The other end finds it over, and so does whoever receives here."""

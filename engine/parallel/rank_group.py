@@ -4,8 +4,9 @@
     watch thread  ◄─ answers, lines, failures; end of a channel; no progress for too long
 
 A rank that fails, dies or hangs takes the engine down: `on_lost` is called once, on the watch
-thread, because the engine's own may be waiting on a device that will never be done. Knows no
-process: a channel is all there is of a rank.
+thread, because the engine's own may be waiting on a device that will never be done. Ranks of other
+hosts say a few times a second that they live: who is silent has stopped or cannot be reached. Knows
+no process: a channel is all there is of a rank.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 _LOOKS_PER_TIMEOUT = 4
 _LOOK_S = 0.1  # how often who waits for an answer looks whether there can be one
 _LAST_MESSAGE_S = 2.0  # how long a loss may take to be noticed once a step has failed over it
+
+# Of a rank of another host, and how often it is looked for that.
+SILENT_S, BEAT_S = 1.2, 0.2
 
 _WORD_BYTES = 8
 
@@ -67,6 +71,10 @@ class RankProgress:
     def add(self, rank: int) -> None:
         """One more message was taken by `rank`, which alone writes its count."""
         self._counts[rank - 1] += 1
+
+    def set(self, rank: int, num_taken: int) -> None:
+        """What a rank of another host says of itself."""
+        self._counts[rank - 1] = num_taken
 
     def read(self, rank: int) -> int:
         return self._counts[rank - 1]
@@ -124,6 +132,10 @@ class RankGroup:
         self._progress = RankProgress.create(len(channels))
         now_s = time.monotonic()
         self._looked = {rank: _Looked(0, now_s, now_s) for rank in self._channels}
+        self._heard: dict[int, float] = {}  # when a rank of another host, which serves, last spoke
+        self._look_s = min(timeout_s, start_timeout_s) / _LOOKS_PER_TIMEOUT
+        if any(channel.host for channel in channels):
+            self._look_s = min(self._look_s, BEAT_S)
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
         for channel in channels:
             channel.set_timeout(timeout_s)
@@ -134,6 +146,11 @@ class RankGroup:
     def num_ranks(self) -> int:
         """How many there are beside rank 0."""
         return len(self._channels)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Of each of them; empty: this one."""
+        return tuple(channel.host for channel in self._channels.values())
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -228,7 +245,8 @@ class RankGroup:
                 for rank, payload in payloads.items():
                     self._channels[rank].send(kind, payload, order=order, fds=fds)
         except OSError as error:
-            raise self.explain(EngineFailed(f"rank {rank} cannot be reached: {error}")) from error
+            lost = EngineFailed(f"{self._name(rank)} cannot be reached: {error}")
+            raise self.explain(lost) from error
 
     # -- watching ---------------------------------------------------------------------------------
 
@@ -240,25 +258,27 @@ class RankGroup:
             self._lose(EngineFailed(f"{type(error).__name__}: {error}"))
 
     def _receive_all(self) -> None:
-        look_s = min(self._timeout_s, self._start_timeout_s) / _LOOKS_PER_TIMEOUT
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             selector.register(self._wake, selectors.EVENT_READ)
             while not self._is_over.is_set():
-                for key, _ in selector.select(look_s):
+                asked_s = time.monotonic()
+                for key, _ in selector.select(self._look_s):
                     if key.data is not None:
                         self._receive(key.data)
+                if time.monotonic() - asked_s > self._look_s + BEAT_S:  # we stood still ourselves
+                    self._heard.clear()
                 self._look()
 
     def _receive(self, rank: int) -> None:
         try:
             message = self._channels[rank].receive()
         except (OSError, ValueError) as error:
-            self._lose(EngineFailed(f"rank {rank} is not understood: {error}"))
+            self._lose(EngineFailed(f"{self._name(rank)} is not understood: {error}"))
             return
         if message is None:
-            self._lose(EngineFailed(f"rank {rank} ended"))
+            self._lose(EngineFailed(f"{self._name(rank)} ended"))
             return
         if rank in self._starting:
             self._starting[rank] = time.monotonic()
@@ -268,9 +288,18 @@ class RankGroup:
         elif message.kind is MessageKind.RESULT:
             self.on_result(message.payload)
         elif message.kind is MessageKind.LINE:
-            self._on_line(f"rank {rank}: {bytes(message.payload).decode()}")
+            self._on_line(f"{self._name(rank)}: {bytes(message.payload).decode()}")
+        elif message.kind is MessageKind.TAKEN:
+            num_taken = int.from_bytes(message.payload, "little")
+            self._progress.set(rank, num_taken)
+            if num_taken:  # it serves: nothing keeps its interpreter for long any more
+                self._heard[rank] = time.monotonic()
         elif message.kind is MessageKind.FAILED:
-            self._lose(_read_failure(rank, message))
+            self._lose(_read_failure(self._name(rank), message))
+
+    def _name(self, rank: int) -> str:
+        host = self._channels[rank].host
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def _answer(self, rank: int, message: RankMessage) -> None:
         order = self._orders[message.order]
@@ -302,6 +331,9 @@ class RankGroup:
             since_s = max([looked.since_s, *(self._looked[other].moved_s for other in before)])
             if now_s - since_s > self._timeout_s / 2:
                 standing.append((stage, since_s, rank))
+        for rank, heard_s in self._heard.items():
+            if now_s - heard_s > SILENT_S:
+                self._lose(EngineFailed(f"{self._name(rank)} says nothing for {SILENT_S} s"))
         if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
             _, since_s, rank = min(standing)
             self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))
@@ -338,9 +370,9 @@ def _start_failure(rank: int, timeout_s: float) -> StartupFailed:
     )
 
 
-def _read_failure(rank: int, message: RankMessage) -> BatonError:
+def _read_failure(name: str, message: RankMessage) -> BatonError:
     fields = json.loads(bytes(message.payload))
-    text = f"rank {rank}: {fields['message']}"
+    text = f"{name}: {fields['message']}"
     if fields["code"] == StartupFailed.code:
         return StartupFailed(text, hint=fields["hint"])
     return errors.from_code(fields["code"], text)

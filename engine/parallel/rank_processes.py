@@ -1,4 +1,5 @@
-"""Rank 0 starts the others: a process each, which lives no longer than its channel or rank 0.
+"""Rank 0 starts the others: a process each, which lives no longer than its channel or rank 0. Those
+of other hosts come by themselves.
 
     start_ranks ─► processes ─► configured, loading ─► (this rank loads) ─► connect ─► serve
 
@@ -10,16 +11,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...core.engine_config import EngineConfig
+from ...core.errors import StartupFailed
 from ...core.process.children import bound_to_us
 from ..execution.device import devices_of_ranks
+from ..hosts.head import ClusterTrust, JoinedRank, gather
+from ..hosts.joining import HostSettings
+from ..hosts.tcp_stages import StageLink
 from ..model.communicator import Communicator
 from .loopback import make_store
 from .rank_channel import RankChannel
@@ -36,7 +43,12 @@ class Ranks:
     config: EngineConfig  # rank 0's own
     communicator: Communicator
     followers: RankGroup | None
-    processes: tuple[subprocess.Popen[bytes], ...] = ()
+    processes: tuple[subprocess.Popen[bytes], ...] = ()  # of this host
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where each rank is, rank 0's first; empty: on rank 0's host."""
+        return ("",) if self.followers is None else ("", *self.followers.hosts)
 
     def kill(self) -> None:
         """End the other ranks at once, whatever they wait for."""
@@ -60,19 +72,31 @@ class Ranks:
 
 
 def start_ranks(
-    config: EngineConfig, module: str, on_lost: OnLost, on_line: Callable[[str], None]
+    config: EngineConfig,
+    module: str,
+    on_lost: OnLost,
+    on_line: Callable[[str], None],
+    trust: ClusterTrust | None = None,
 ) -> Ranks:
-    """Start what `config` has beside rank 0, each as `python -m module FD`. Raises StartupFailed.
+    """Start what `config` has beside rank 0 on this host, each as `python -m module FD`; with
+    --nnodes wait for those of the other hosts, by `trust`. Raises StartupFailed.
 
     `on_lost` is called at most once, from another thread, when the engine cannot go on.
     """
     devices = devices_of_ranks(config)
     configs = [dataclasses.replace(config, device=device) for device in devices]
-    if len(configs) == 1:
+    if config.num_ranks == 1:
         return Ranks(configs[0], Communicator(), None)
+    joined: dict[int, JoinedRank] = {}
+    if config.nnodes > 1:
+        if trust is None:
+            raise StartupFailed("--nnodes above 1 is for launch_prefill and launch_decode")
+        joined = gather(trust, on_line)
     started = [_start(module) for _ in configs[1:]]
+    channels = [channel for _, channel in started]
+    channels += [RankChannel(each.connection, each.host) for _, each in sorted(joined.items())]
     followers = RankGroup(
-        [channel for _, channel in started],
+        channels,
         config.rank_timeout_s,
         config.rank_start_timeout_s,
         on_lost,
@@ -81,13 +105,21 @@ def start_ranks(
     )
     processes = tuple(process for process, _ in started)
     try:
-        store = make_store()
+        store, link = make_store(), None
+        common: dict[str, Any] = {"store_port": store.port}
+        if trust is not None and joined:
+            key = secrets.token_bytes(32)
+            host = config.master_addr or ""
+            here = HostSettings(host, config.model, config.device, None, trust.tls, store.port)
+            link = StageLink(0, config.tensor_parallel_size, host, key, trust.tls)
+            common |= {"stage_key": key.hex(), "here": dataclasses.asdict(here)}
+        configs += [configs[0]] * len(joined)  # each has its own device
         settings = [
-            {"engine": dataclasses.asdict(each), "rank": rank, "store_port": store.port}
+            {"engine": dataclasses.asdict(each), "rank": rank, **common}
             for rank, each in enumerate(configs)
         ]
         followers.configure([json.dumps(each).encode() for each in settings[1:]])
-        communicator = make_communicator(configs[0], 0, store, followers.meet)
+        communicator = make_communicator(configs[0], 0, store, followers.meet, link)
     except BaseException:  # a Ctrl-C too: nobody else would end the processes
         Ranks(configs[0], Communicator(), followers, processes).close()
         raise

@@ -4,34 +4,39 @@
 
 `python -m baton.engine.parallel.rank_worker FD` is such a rank of an engine that passes its
 KV to nobody; nodes have their own, with more orders. Rank 0 gets what goes wrong, and ends the
-engine.
+engine. A rank of another host has settings of its own (HostSettings, JSON) behind FD.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
+from torch._C import _distributed_c10d as c10d
 
 from ...core import flags
 from ...core.engine_config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
+from ..hosts.joining import HostSettings
+from ..hosts.tcp_stages import StageLink
 from ..model.weights.filling import OnProgress
-from .loopback import connect_store
+from .loopback import connect_store, make_store
 from .parallel_runner import decode
 from .pipeline_runner import ResultSender
 from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_group import RankProgress, pack_failure
+from .rank_group import BEAT_S, RankProgress, pack_failure
 from .ranked_adapters import AdapterOrders
 from .ranked_copies import HostOrders
 from .torch_communicator import make_communicator
@@ -39,28 +44,36 @@ from .torch_communicator import make_communicator
 log = logging.getLogger(__name__)
 
 Handlers = Mapping[MessageKind, Callable[[RankMessage], None]]
-BuildHandlers = Callable[[ModelRunner, RankChannel], Handlers]
+BuildHandlers = Callable[[ModelRunner, RankChannel, HostSettings | None], Handlers]
 
 _NUM_START_MESSAGES = 2  # configure, connect
 _PROGRESS_S = 0.5  # between two reports while loading
 
 
-def main(build_handlers: BuildHandlers = lambda runner, channel: {}) -> int:
+def main(build_handlers: BuildHandlers = lambda runner, channel, here: {}) -> int:
     """Run until rank 0 is gone; returns the exit code. `build_handlers` are for further orders."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's, which ends rank 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
+    here = None
+    if len(sys.argv) > 2:
+        here = msgspec.json.decode(sys.argv[2], type=HostSettings)
+    channel = RankChannel(
+        socket.socket(fileno=int(sys.argv[1])), "" if here is None else "rank 0's"
+    )
     try:
-        follow(channel, build_handlers)
+        follow(channel, build_handlers, here)
     except OSError as error:
         log.warning("rank 0 is gone: %s", error)
     return 0
 
 
-def follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
-    """Be the rank at the other end of `channel` until that is gone; report what goes wrong."""
+def follow(
+    channel: RankChannel, build_handlers: BuildHandlers, here: HostSettings | None = None
+) -> None:
+    """Be the rank at the other end of `channel` until that is gone; report what goes wrong.
+    `here`: of a rank that is not on rank 0's host."""
     try:
-        _follow(channel, build_handlers)
+        _follow(channel, build_handlers, here)
     except ConnectionError:
         raise
     except Exception as error:
@@ -72,14 +85,25 @@ def follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
         channel.close()
 
 
-def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
+def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSettings | None) -> None:
     first = channel.receive()
     if first is None:
         return
     assert first.kind is MessageKind.CONFIGURE
     settings = json.loads(bytes(first.payload))
     config, rank = flags.from_json(EngineConfig, settings["engine"]), settings["rank"]
-    progress = RankProgress(first.fds[0], config.num_ranks - 1)
+    progress: RankProgress | Beats
+    if here is None:
+        progress = RankProgress(first.fds[0], config.num_ranks - 1)
+    else:
+        config, progress = here.of_this_host(config), Beats(channel)
+    if here is None and "here" in settings:
+        here = msgspec.convert(settings["here"], HostSettings)
+    link = None
+    if here is not None:
+        key = bytes.fromhex(settings["stage_key"])
+        link = StageLink(rank, config.tensor_parallel_size, here.host, key, here.tls)
+    store = connect_store(settings["store_port"]) if here is None else _store_on(here)
 
     def meet(handle: bytes) -> list[bytes]:
         channel.send(MessageKind.ANSWER, handle, order=first.order)
@@ -89,11 +113,11 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
         assert message.kind is MessageKind.CONNECT
         return msgspec.msgpack.decode(message.payload, type=list[bytes])
 
-    communicator = make_communicator(config, rank, connect_store(settings["store_port"]), meet)
+    communicator = make_communicator(config, rank, store, meet, link)
     runner = ModelRunner(config, _progress_to(channel), communicator)
     for note in runner.startup_notes:
         channel.send(MessageKind.LINE, note.encode())
-    handlers = {**build_handlers(runner, channel)}
+    handlers = {**build_handlers(runner, channel, here)}
     if runner.host_copier is not None:
         host = HostOrders(runner.host_copier, channel)
         handlers |= {MessageKind.HOST_MEMORY: host.pin, MessageKind.COPY_HOST: host.copy}
@@ -111,6 +135,35 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
         _serve(channel, runner, handlers, lambda: progress.add(rank), results)
     finally:
         progress.close()
+
+
+def _store_on(here: HostSettings) -> c10d.Store:
+    """Where the ranks of this host find each other; nobody looks where each is a stage."""
+    if here.store_fd is not None:
+        return make_store(here.store_fd)
+    return connect_store(here.store_port) if here.store_port else c10d.HashStore()
+
+
+class Beats:
+    """`RankProgress` of a rank of another host, which tells rank 0 a few times a second."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+        self._num_taken = 0
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, name="beats", daemon=True).start()
+
+    def add(self, rank: int) -> None:
+        """One more message was taken."""
+        self._num_taken += 1
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # rank 0 is gone
+            while not self._is_over.wait(BEAT_S):
+                self._channel.send(MessageKind.TAKEN, self._num_taken.to_bytes(8, "little"))
+
+    def close(self) -> None:
+        self._is_over.set()
 
 
 def _progress_to(channel: RankChannel) -> OnProgress:

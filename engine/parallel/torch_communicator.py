@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
@@ -22,6 +23,7 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
+from ..hosts.tcp_stages import StageLink, TcpStages
 from ..kv.cuda_memory import export_handle
 from ..model.communicator import Communicator, Sent, Stages, Summand
 from .loopback import gloo_options
@@ -36,9 +38,14 @@ Meet = Callable[[bytes], list[bytes]]
 
 
 def make_communicator(
-    config: EngineConfig, rank: int, store: c10d.TCPStore, meet: Meet
+    config: EngineConfig,
+    rank: int,
+    store: c10d.Store,
+    meet: Meet,
+    link: StageLink | None = None,
 ) -> Communicator:
-    """What suits the device of this rank. Raises StartupFailed."""
+    """What suits the device of this rank; `link`: of an engine on several hosts, where `store` is
+    this host's. Raises StartupFailed."""
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, rank = divmod(rank, size)
     of_stage = c10d.PrefixStore(f"stage {stage}", store)
@@ -48,11 +55,19 @@ def make_communicator(
         return meet(handle)[stage * size : (stage + 1) * size]
 
     stages, communicator = Stages(), Communicator()
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if link is not None and not _computes_on_cpus(config):
+        raise StartupFailed(
+            "--nnodes above 1 is for engines on CPUs",
+            hint="--device cpu; GPUs of one host: --pipeline-parallel-size without --nnodes",
+        )
+    if _computes_on_cpus(config):
         # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
         to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
         timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
-        if num_stages > 1:
+        if link is not None:
+            stages = tcp = TcpStages(link, stage, num_stages, timeouts_s)
+            meet = _meet_with_addresses(tcp, meet)
+        elif num_stages > 1:
             stages = GlooStages(of_column, stage, num_stages, timeouts_s)
         if size > 1:
             communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
@@ -66,6 +81,22 @@ def make_communicator(
         communicator = StageOfOne(meet_stage)
     communicator.stages = stages
     return communicator
+
+
+def _computes_on_cpus(config: EngineConfig) -> bool:
+    return config.device == "cpu" or not torch.cuda.is_available()
+
+
+def _meet_with_addresses(stages: TcpStages, meet: Meet) -> Meet:
+    """Also tells all where each rank waits for the stage behind it."""
+
+    def meet_all(handle: bytes) -> list[bytes]:
+        packed = meet(msgspec.msgpack.encode((stages.address, handle)))
+        told = [msgspec.msgpack.decode(each, type=tuple[str, bytes]) for each in packed]
+        stages.addresses = [address for address, _ in told]
+        return [handle for _, handle in told]
+
+    return meet_all
 
 
 class StageOfOne(Communicator):

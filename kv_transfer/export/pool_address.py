@@ -41,7 +41,7 @@ from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.network_address import RemotePool, pair_key
 
-PURPOSE = b"pool 5"  # of the handshake, with the description's version
+PURPOSE = b"pool 6"  # of the handshake, with the description's version
 ADDRESS = "this host"  # the same everywhere: the name has the rest
 MAX_DESCRIPTION_BYTES = 4096
 _MAX_FDS = 2
@@ -66,7 +66,7 @@ class PoolPart(msgspec.Struct, frozen=True, array_like=True):
     """One rank's pool: KV heads [first_kv_head, first_kv_head + num_kv_heads) of all blocks.
 
     `port`: where it is served to other hosts, as far as the sender knows. `layers`: (the first, how
-    many) of them; None: all.
+    many) of them; None: all. `host`: where it is, if not on rank 0's.
     """
 
     pool: _PoolName
@@ -74,6 +74,7 @@ class PoolPart(msgspec.Struct, frozen=True, array_like=True):
     num_kv_heads: _Count
     port: _Count = 0
     layers: tuple[_Count, _Count] | None = None
+    host: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
@@ -102,11 +103,11 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> PoolDescription:
+    @staticmethod
+    def unpack(packed: bytes) -> PoolDescription:
         """Raises HandoffFailed if it is not a description of this version."""
         try:
-            return msgspec.msgpack.decode(packed, type=cls)
+            return _decoder.decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise HandoffFailed(f"the exporter hung up or has another version: {error}") from error
 
@@ -117,6 +118,10 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
             raise HandoffFailed(f"the exporter is {self.incarnation}")
         if block_bytes not in (None, self.block_bytes):
             raise HandoffFailed(f"a block has {self.block_bytes} bytes there, {block_bytes} here")
+
+
+# Made once, here: two threads that meet a type for the first time crash msgspec.
+_decoder = msgspec.msgpack.Decoder(PoolDescription)
 
 
 def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescription, list[int]]:

@@ -137,6 +137,10 @@ class Opened:
             raise HandoffFailed(f"rank {rank}: {self.error}")
 
 
+# Made once, here: two threads that meet a type for the first time crash msgspec.
+_opened_decoder = msgspec.msgpack.Decoder(Opened)
+
+
 def pack_number(number: int) -> bytes:
     return _NUMBER.pack(number)
 
@@ -277,12 +281,13 @@ class RankedTransport:
         layers = (0, max(ends)) if ends else None
         theirs = described.parts or (PoolPart(incarnation, 0, num_heads, layers=layers),)
 
-        def locate(piece: HeadPiece) -> SourcePiece:
+        def locate(piece: HeadPiece, mine: PoolPart) -> SourcePiece:
             there = theirs[piece.source_rank]
-            return SourcePiece(there.pool, piece, remote.at_port(there.port))
+            at = remote.of_rank(there.host, there.port, is_apart=bool(mine.host))
+            return SourcePiece(there.pool, piece, at)
 
         return [
-            [locate(piece) for piece in pieces_of(theirs, mine, rank)]
+            [locate(piece, mine) for piece in pieces_of(theirs, mine, rank)]
             for rank, mine in enumerate(self._parts)
         ]
 
@@ -292,7 +297,7 @@ class RankedTransport:
     ) -> tuple[int, list[Opened]]:
         payloads = [msgspec.msgpack.encode(pieces) for pieces in by_rank]
         number, answers = followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
-        return number, [msgspec.msgpack.decode(answer, type=Opened) for answer in answers]
+        return number, [_opened_decoder.decode(answer) for answer in answers]
 
 
 class RankedWindow(JoinedWindow):

@@ -54,9 +54,11 @@ class RemotePool:
         """Where it is dialled over a network."""
         return f"{self.host}:{self.port}"
 
-    def at_port(self, port: int) -> RemotePool:
-        """Another rank's pool of the same engine."""
-        return replace(self, port=port)
+    def of_rank(self, host: str, port: int, *, is_apart: bool) -> RemotePool:
+        """Another rank's pool of the same engine; `host`: if not on rank 0's. `is_apart`: the rank
+        that reads it is not on the host of its own engine's rank 0."""
+        is_elsewhere = self.is_elsewhere or bool(host) or is_apart
+        return replace(self, host=host or self.host, port=port, is_elsewhere=is_elsewhere)
 
 
 class Routes:

@@ -30,6 +30,7 @@ from ...core.process.logs import set_up_logging
 from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
+from ...engine.hosts.head import ClusterTrust
 from ...engine.kv.generations import SharedGenerations
 from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
@@ -43,6 +44,7 @@ from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
+from ...kv_transfer.ranks.mirrored_generations import generations_of
 from ...kv_transfer.ranks.ranked import RankedTransport
 from ...kv_transfer.window.network_address import Routes
 from ...proto import codec
@@ -117,7 +119,8 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
         frames.end()
         os._exit(1)  # the loop's thread may wait for a device that will never be done
 
-    ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line)
+    trust = ClusterTrust(plan.name.value, settings.engine, settings.keys.accepted, settings.tls)
+    ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line, trust)
     try:
         _serve(plan, frames, ranks, settings, report, links)
     except BaseException:  # a Ctrl-C too: ranks in a step would not notice a close
@@ -150,6 +153,7 @@ def _serve(
         engine_config.pipeline_parallel_size,
         incarnation,
         SystemEntropy(),
+        ranks.hosts,
     )
     offered = contextlib.ExitStack()
     access = offered.enter_context(
@@ -175,7 +179,7 @@ def _serve(
     engine = Engine(
         join_ranks(runner, ranks.followers, engine_config.pipeline_parallel_size),
         limits,
-        generations,
+        generations_of(generations, ranks.followers),
         fingerprint=fingerprint.short(runner.fingerprint),
         eos_token_ids=runner.eos_token_ids,
         enable_prefix_caching=engine_config.enable_prefix_caching,

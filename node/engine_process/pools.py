@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, product
 
@@ -19,6 +19,7 @@ from ...cluster.exposure import is_loopback
 from ...core.channels.addresses import engine_addresses_of, host_id, host_of
 from ...core.channels.engine_tls import EngineTls
 from ...core.config import NodeConfig
+from ...core.errors import StartupFailed
 from ...core.ports import Entropy
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import GenerationsReader
@@ -50,16 +51,25 @@ class ExportOrder:
 
 
 def pool_parts(
-    model: ModelConfig, size: int, num_stages: int, incarnation: str, entropy: Entropy
+    model: ModelConfig,
+    size: int,
+    num_stages: int,
+    incarnation: str,
+    entropy: Entropy,
+    hosts: Iterable[str],
 ) -> tuple[PoolPart, ...]:
-    """The pools of all ranks, `size` of each stage; rank 0's is named by the engine's
-    incarnation."""
+    """The pools of all ranks, `size` of each stage, on `hosts` (empty: rank 0's); rank 0's is named
+    by the engine's incarnation."""
     names = chain([incarnation], (entropy.new_id() for _ in count()))
     heads = [heads_of_rank(model, rank, size) for rank in range(size)]
     places = product(layer_ranges(model, num_stages), heads)
     return tuple(
-        PoolPart(name, of.first_kv_head, of.num_kv_heads, layers=(layers.first, len(layers)))
-        for (layers, of), name in zip(places, names, strict=False)
+        PoolPart(
+            *(name, of.first_kv_head, of.num_kv_heads),
+            layers=(layers.first, len(layers)),
+            host=host,
+        )
+        for (layers, of), name, host in zip(places, names, hosts, strict=False)
     )
 
 
@@ -78,7 +88,7 @@ def exported(
     """
     key = secrets.token_bytes(KEY_BYTES)
     with contextlib.ExitStack() as offered:
-        mine = Offer(runner, node, tls, key)
+        mine = Offer(runner, node, tls, key, is_spread=any(part.host for part in parts))
         offered.callback(mine.close)
         ports = [mine.port]
         if followers is not None:
@@ -97,16 +107,28 @@ class Offer:
     """One rank's pool as others reach it: by its memory, over a network, or both."""
 
     def __init__(
-        self, runner: ModelRunner, node: NodeConfig, tls: EngineTls | None, key: bytes
+        self,
+        runner: ModelRunner,
+        node: NodeConfig,
+        tls: EngineTls | None,
+        key: bytes,
+        *,
+        is_spread: bool = False,
     ) -> None:
-        """Listen for other hosts, if that can be needed; nobody answers yet."""
+        """Listen for other hosts, if that can be needed, as where the engine `is_spread` over
+        several; nobody answers yet. Raises StartupFailed."""
         self._runner = runner
         self._key = key
         self._by_memory = node.kv_transport in _BY_MEMORY
         self._exporter: PoolExporter | None = None
         self._server: DataServer | None = None
         self._is_serving = False
-        if _needs_port(runner, node):
+        if is_spread and node.kv_transport not in ("auto", "tcp"):
+            raise StartupFailed(
+                f"--kv-transport {node.kv_transport} is not for engines on several hosts",
+                hint="--kv-transport tcp",
+            )
+        if is_spread or _needs_port(runner, node):
             names = [host_of(address) for address in engine_addresses_of(node, 0)]
             wrap = {} if tls is None else {"wrap": tls.source_wrap()}
             self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)

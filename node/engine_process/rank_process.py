@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
 from ...core.process.children import end_waits_on_time
 from ...engine.execution.runner import ModelRunner
+from ...engine.hosts.joining import HostSettings
+from ...engine.kv.generations import SharedGenerations
 from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ...engine.parallel.rank_worker import Handlers, main
 from ...kv_transfer.device_transports import transports
+from ...kv_transfer.ranks.mirrored_generations import unpack_generations
 from ...kv_transfer.ranks.ranked import RankPulls
 from .pools import ExportOrder, Offer
 
@@ -22,19 +26,39 @@ from .pools import ExportOrder, Offer
 class PoolOrders:
     """This rank's pool, and its windows onto others: there once the pool was exported."""
 
-    def __init__(self, runner: ModelRunner, channel: RankChannel) -> None:
+    def __init__(
+        self, runner: ModelRunner, channel: RankChannel, here: HostSettings | None
+    ) -> None:
+        """`here`: of an engine on several hosts."""
+        self._here = here
         self._runner = runner
         self._channel = channel
         self._offer: Offer | None = None
         self._pulls: RankPulls | None = None
+        self._mirror: SharedGenerations | None = None  # of a rank on another host than rank 0
 
     def export(self, message: RankMessage) -> None:
         order = msgspec.msgpack.decode(message.payload, type=ExportOrder)
-        self._offer = Offer(self._runner, order.node, order.tls, order.key)
-        self._offer.begin(order.pool, os.dup(message.fds[0]), order.parts)
+        node, tls, num_blocks = order.node, order.tls, self._runner.kv.num_blocks
+        if message.fds:
+            page = os.dup(message.fds[0])
+        else:  # rank 0 is on another host
+            assert self._here is not None
+            host = self._here.host
+            node = replace(node, host=host, advertise=None, advertise_engine=None)
+            tls = self._here.tls
+            self._mirror = SharedGenerations(num_blocks, order.parts[0].pool)
+            page = self._mirror.fd
+        self._offer = Offer(self._runner, node, tls, order.key, is_spread=self._here is not None)
+        self._offer.begin(order.pool, page, order.parts)
         port = self._offer.port
-        self._pulls = RankPulls(transports(self._runner.kv, order.node, order.tls), self._channel)
+        self._pulls = RankPulls(transports(self._runner.kv, node, tls), self._channel)
         self._channel.send(MessageKind.ANSWER, str(port).encode(), order=message.order)
+
+    def mirror(self, message: RankMessage) -> None:
+        """Rank 0 has drawn generations: before any step that overwrites these blocks here."""
+        if self._mirror is not None:
+            self._mirror.take_over(*unpack_generations(message.payload))
 
     def handlers(self) -> Handlers:
         def through(act: Callable[[RankPulls, RankMessage], None]) -> Callable[[RankMessage], None]:
@@ -46,6 +70,7 @@ class PoolOrders:
 
         return {
             MessageKind.EXPORT_POOL: self.export,
+            MessageKind.GENERATIONS: self.mirror,
             MessageKind.OPEN_WINDOW: through(RankPulls.open),
             MessageKind.PULL: through(RankPulls.pull),
             MessageKind.CANCEL_PULL: through(RankPulls.cancel),
@@ -53,8 +78,10 @@ class PoolOrders:
         }
 
 
-def build_handlers(runner: ModelRunner, channel: RankChannel) -> Handlers:
-    return PoolOrders(runner, channel).handlers()
+def build_handlers(
+    runner: ModelRunner, channel: RankChannel, here: HostSettings | None
+) -> Handlers:
+    return PoolOrders(runner, channel, here).handlers()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...cluster.tls import GATEWAY, ClusterTls, role_name
+from ...core.channels.engine_tls import EngineTls
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
+from ...core.membership import Role
 
 
 def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]:
@@ -24,21 +27,39 @@ def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]
         num_engines = 1 if node.num_engines is None else node.num_engines
         if num_engines < 1:
             raise StartupFailed("--num-engines must be at least 1")
-        return [engine] * num_engines
+        return _one_of([engine] * num_engines)
     gpus = [gpu.strip() for gpu in node.gpus.split(",")]
     if not all(gpu.isdecimal() for gpu in gpus) or len(set(gpus)) < len(gpus):
         raise StartupFailed(f"--gpus {node.gpus}: not a list of different GPUs", hint="--gpus 0,1")
     if engine.device == "cpu":
         raise StartupFailed("--gpus and --device cpu exclude each other")
-    size = engine.num_ranks
+    size = engine.ranks_per_host
     if len(gpus) % size:
         raise StartupFailed(
             f"--gpus {node.gpus} are {len(gpus)}, which {engine.size_flags} does not divide"
         )
     groups = [gpus[first : first + size] for first in range(0, len(gpus), size)]
-    return [dataclasses.replace(engine, device=f"cuda:{','.join(group)}") for group in groups]
+    return _one_of(
+        [dataclasses.replace(engine, device=f"cuda:{','.join(group)}") for group in groups]
+    )
+
+
+def _one_of(engines: list[EngineConfig]) -> list[EngineConfig]:
+    """Raises StartupFailed: of engines on several hosts a node has one."""
+    if len(engines) > 1 and engines[0].nnodes > 1:
+        raise StartupFailed(
+            f"--nnodes with {len(engines)} engines on this host",
+            hint="a node for each, at a --master-port of its own",
+        )
+    return engines
 
 
 def engine_environment(engine: EngineConfig) -> dict[str, str]:
     """What an engine process needs around it."""
     return {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(engine.num_threads or 1)}
+
+
+def engine_tls(tls: ClusterTls) -> EngineTls:
+    """Who may do what, by certificate, and this process's own."""
+    names = map(role_name, (GATEWAY, Role.PREFILL.value, Role.DECODE.value))
+    return EngineTls(str(tls.ca), str(tls.chain), str(tls.key), *names)

@@ -22,9 +22,8 @@ from ...cluster.exposure import check_exposure, check_secret
 from ...cluster.known_nodes import KnownNodes, MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
-from ...cluster.tls import GATEWAY, ClusterTls, role_name, watch_ends
+from ...cluster.tls import ClusterTls, watch_ends
 from ...core.channels.addresses import addresses_of, engine_addresses_of
-from ...core.channels.engine_tls import EngineTls
 from ...core.config import ClusterConfig, NodeConfig
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
@@ -38,7 +37,7 @@ from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
 from .engine_handle import EngineCommand, EngineHandle, EngineSlot
-from .placement import engine_configs, engine_environment
+from .placement import engine_configs, engine_environment, engine_tls
 from .rpc import Callers, NodeHealth, NodeServicer, make_server
 
 ENTRY_TTL_S = 6.0
@@ -60,7 +59,8 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     resolve_model_dir(engine.model)  # a wrong path is reported before an engine process is started
     tls = ClusterTls.of(cluster)
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
-    check_exposure(f"{role.value} node", node.host, missing, is_accepted=node.insecure_bind)
+    for host in {node.host, engine.master_addr or node.host}:
+        check_exposure(f"{role.value} node", host, missing, is_accepted=node.insecure_bind)
     check_secret(f"{role.value} node", cluster)
     server, port = _listen(node, tls)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
@@ -322,12 +322,6 @@ def _listed_engine(member: Member) -> engine_pb2.ListedEngine:
         model=member.model,
         fingerprint=member.fingerprint,
     )
-
-
-def engine_tls(tls: ClusterTls) -> EngineTls:
-    """Who may do what, by certificate, and this process's own."""
-    names = map(role_name, (GATEWAY, Role.PREFILL.value, Role.DECODE.value))
-    return EngineTls(str(tls.ca), str(tls.chain), str(tls.key), *names)
 
 
 def report(line: str) -> None:

@@ -53,7 +53,18 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
     "kernels": ("lora", "sampling", "layers", "experts", "attention", "kv", "products", ""),
     "engine": (
-        *("", "beams", "speculation", "parallel", "scheduling", "execution", "lora", "model", "kv"),
+        *(
+            "",
+            "beams",
+            "speculation",
+            "parallel",
+            "hosts",
+            "scheduling",
+            "execution",
+            "lora",
+            "model",
+            "kv",
+        ),
     ),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),

@@ -22,9 +22,9 @@ from ...model.weights.checkpoint import (
     load_weights,
     read_integers,
     tensor_names,
-    weights_identity,
 )
 from ...model.weights.placement import Placement
+from ...model.weights.weight_files import weights_identity
 from .draft_model import DraftModel
 
 _ARCHITECTURES = {"LlamaForCausalLMEagle3": ARCHITECTURES["LlamaForCausalLM"]}

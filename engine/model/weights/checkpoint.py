@@ -7,9 +7,7 @@ part of them; of a part no more than that is read.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +29,6 @@ from .weight_files import weight_files
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _FP8 = "F8_E4M3"
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def load_weights(
@@ -151,26 +148,6 @@ def read_integers(model_dir: Path, name: str, size: int, most: int) -> Tensor:
             raise StartupFailed(f"{name} in {path} has numbers of {most} or more")
         return found.long()
     raise StartupFailed(f"{model_dir} lacks the tensor {name}")
-
-
-def weights_identity(model_dir: Path) -> str:
-    """A hex digest that distinguishes checkpoints without reading them whole.
-
-    Of each file: name, size, header (names, types, shapes, offsets) and evenly spread samples.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in weight_files(model_dir):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            digest.update(prefix + file.read(min(header_bytes, size)))
-            first = file.tell()
-            for i in range(_NUM_SAMPLES):
-                file.seek(first + max(0, size - first - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 @contextmanager

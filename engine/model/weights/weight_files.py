@@ -6,6 +6,7 @@ is checkpoint.py's to read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -33,6 +34,7 @@ _UNREADABLE = (
 )
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP8 = "F8_E4M3"
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -151,3 +153,23 @@ def _hint_for_no_weights(model_dir: Path) -> str:
             "checkpoint to safetensors (transformers: model.save_pretrained(DIR))"
         )
     return "download the *.safetensors files, or try --load-format dummy"
+
+
+def weights_identity(model_dir: Path) -> str:
+    """A hex digest that distinguishes checkpoints without reading them whole.
+
+    Of each file: name, size, header (names, types, shapes, offsets) and evenly spread samples.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in weight_files(model_dir):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            digest.update(prefix + file.read(min(header_bytes, size)))
+            first = file.tell()
+            for i in range(_NUM_SAMPLES):
+                file.seek(first + max(0, size - first - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

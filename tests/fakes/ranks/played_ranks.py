@@ -26,7 +26,7 @@ class PlayedProcess:
         self._thread.start()
 
     def _follow(self) -> None:
-        def keep(runner: ModelRunner, channel: RankChannel) -> rank_worker.Handlers:
+        def keep(runner: ModelRunner, channel: RankChannel, here: object) -> rank_worker.Handlers:
             self._runner = runner
             self._has_loaded.set()
             return {}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fakes.node.namespaces import Wire, second_host
 from node_driver import NodeProcess, launch_program, wait_idle, write_tiny_model
 
 from baton.cli.host.certs import make_certificates
@@ -28,41 +27,15 @@ from baton.engine.local import LocalEngine
 GATEWAY_S = 1.5  # until a gateway has noticed that an engine is gone
 PEERS_S = 2.0  # and engines, that their peers are
 ENGINE_S = 7.0  # of a gateway: it leaves much unread where it stands still for seconds
-HERE, THERE = "10.231.77.1", "10.231.77.2"
+SUBNET = "10.231.77"
+HERE, THERE = f"{SUBNET}.1", f"{SUBNET}.2"
 VOCAB_SIZE = 253
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """To another namespace of this `name`; its ends by their devices, ours is `near`."""
-
-    name: str
-    near: str
-    far: str
 
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[Wire]:
-    name = f"baton-{os.getpid()}"
-    near, far = f"bt{os.getpid() % 10**6}a", f"bt{os.getpid() % 10**6}b"
-    try:
-        ip("netns", "add", name)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"NOT TESTED: no network namespaces for this user: {error}")
-    try:
-        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        ip("addr", "add", f"{HERE}/30", "dev", near)
-        ip("link", "set", near, "up")
-        for device in (far, "lo"):
-            ip("-n", name, "link", "set", device, "up")
-        ip("-n", name, "addr", "add", f"{THERE}/30", "dev", far)
-        yield Wire(name, near, far)
-    finally:
-        ip("netns", "del", name)  # and with it both ends of the wire
+    with second_host(SUBNET) as wire:
+        yield wire
 
 
 @dataclass
@@ -183,21 +156,6 @@ async def until_linked(cluster: Cluster) -> None:
             await asyncio.sleep(0.02)
 
 
-@contextlib.contextmanager
-def cut(wire: Wire) -> Iterator[None]:
-    """Nothing passes between the hosts, and nobody is told: each takes the other for a machine that
-    is not there."""
-    ends = ((("-n", wire.name), HERE, wire.far), ((), THERE, wire.near))
-    nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
-    for where, address, device in ends:
-        ip(*where, "neigh", "replace", address, *nobody, "dev", device)
-    try:
-        yield
-    finally:
-        for where, address, device in ends:
-            ip(*where, "neigh", "del", address, "dev", device)
-
-
 @pytest.mark.parametrize(
     "has_tls",
     [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.slow)],
@@ -216,7 +174,7 @@ async def test_a_partition_is_noticed_on_both_sides_and_heals(
             expected = (await client.generate(max_tokens=8, **request).finish()).token_ids
             stream = client.generate(max_tokens=1900, timeout_s=20.0, **request)
             await anext(aiter(stream))
-            with cut(wire):
+            with wire.cut():
                 began_s = time.monotonic()
 
                 waits = {

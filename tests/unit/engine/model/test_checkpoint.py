@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.model_dir import resolve_model_dir
-from baton.engine.model.weights.checkpoint import load_weights, weights_identity
+from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.dummy_weights import fill_dummy_weights
 from baton.engine.model.weights.targets import Cut, Target
-from baton.engine.model.weights.weight_files import weight_files, weights_bytes
+from baton.engine.model.weights.weight_files import weight_files, weights_bytes, weights_identity
 
 DEMO = resolve_model_dir("demo")
 TENSORS = {

@@ -1,0 +1,165 @@
+"""Rank 0's end of the other hosts: listens at --master-addr until their ranks are there.
+
+In whichever order hosts are started, they wait for each other. A rank that is gone before all have
+come makes room for the next; one that is not of this engine is refused and told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...core.channels.accept_thread import AcceptThread, Newcomers
+from ...core.channels.admission import ADMIT_S, accept, admit, refuse, tune
+from ...core.channels.engine_tls import EngineTls, plain_end
+from ...core.channels.handshake import Listener, Opening
+from ...core.engine_config import EngineConfig
+from ...core.errors import BatonError, PermissionDenied, StartupFailed
+from .joining import PURPOSE, id_of, read_request, refusal_of, request_of
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 64
+_LOOK_S = 0.25  # how often it is looked whether who has come is still there
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTrust:
+    """Who may join an engine: `keys` by id, one of which must be proven; `flags` are the engine's
+    as its host was given them, before its role adjusts them."""
+
+    role: str
+    flags: EngineConfig
+    keys: Mapping[bytes, bytes]
+    tls: EngineTls | None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRank:
+    """A rank of another host. `host`: where its peers dial it."""
+
+    connection: socket.socket
+    host: str
+
+
+def gather(trust: ClusterTrust, on_line: Callable[[str], None]) -> dict[int, JoinedRank]:
+    """Wait for the ranks of all other hosts. Raises StartupFailed: there is no such address."""
+    gathering = _Gathering(trust)
+    try:
+        return gathering.wait(on_line)
+    finally:
+        gathering.close()
+
+
+class _Gathering:
+    """Accepts until `close`."""
+
+    def __init__(self, trust: ClusterTrust) -> None:
+        self._trust = trust
+        config = trust.flags
+        assert config.master_addr is not None
+        self._ours = request_of(config, trust.role, 0, config.master_addr)
+        self._ranks = range(config.ranks_per_host, config.num_ranks)
+        self._address = config.master
+        self._changed = threading.Condition()
+        self._joined: dict[int, JoinedRank] = {}
+        self._is_closed = False
+        self._secure = None if trust.tls is None else trust.tls.source_wrap()
+        address = (config.master_addr, config.master_port)
+        family = socket.AF_INET6 if ":" in config.master_addr else socket.AF_INET
+        try:
+            listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise StartupFailed(
+                f"--master-addr: cannot listen at {config.master}: {error}",
+                hint="an address of this host; or --node-rank, if it is not the first",
+            ) from error
+        self._newcomers = Newcomers()
+        self._accepting = AcceptThread(listener, "other hosts", self._newcomers, self._attend)
+
+    def wait(self, on_line: Callable[[str], None]) -> dict[int, JoinedRank]:
+        """Until all have come."""
+        told: list[int] = []
+        with self._changed:
+            while missing := [rank for rank in self._ranks if rank not in self._joined]:
+                if missing != told:
+                    names = ", ".join(map(str, missing))
+                    on_line(f"waiting at {self._address} for ranks of other hosts: {names}")
+                    told = missing
+                self._changed.wait(_LOOK_S)
+                self._drop_ended()
+            joined, self._joined = self._joined, {}
+            return joined
+
+    def close(self) -> None:
+        self._accepting.close()
+        self._newcomers.close(0.0)
+        with self._changed:
+            self._is_closed = True
+            for each in self._joined.values():
+                each.connection.close()
+
+    def _drop_ended(self) -> None:
+        """Nobody sends anything yet: what can be read is an end."""
+        poll = select.poll()
+        for each in self._joined.values():
+            poll.register(each.connection, select.POLLIN)
+        ended = {fd for fd, _ in poll.poll(0)}
+        for rank, each in [*self._joined.items()]:
+            if each.connection.fileno() in ended:
+                log.warning("rank %d on %s is gone before all have come", rank, each.host)
+                del self._joined[rank]
+                each.connection.close()
+
+    def _attend(self, connection: socket.socket) -> None:
+        """One connection's thread."""
+        ends = [connection]  # the last one is what is to be used
+        try:
+            connection.settimeout(ADMIT_S)
+            if self._secure is not None:
+                ends.append(self._secure(connection))
+            opening = admit(ends[-1], Listener(self._key_of, (PURPOSE,), (self._address,)))
+            accept(ends[-1])
+            self._newcomers.proven()
+            self._join(ends[-1], opening)
+        except (OSError, BatonError) as error:
+            text = error.message if isinstance(error, BatonError) else str(error)
+            log.warning("who came to %s is refused: %s", self._address, text)
+            if isinstance(error, PermissionDenied):
+                refuse(ends[-1], text)
+            for end in ends:
+                with contextlib.suppress(OSError):
+                    end.close()
+
+    def _join(self, connection: socket.socket, opening: Opening) -> None:
+        """Raises OSError, PermissionDenied."""
+        request = read_request(connection, opening)
+        if refusal := refusal_of(request, self._ours):
+            raise PermissionDenied(refusal)
+        if request.rank not in self._ranks:
+            raise PermissionDenied(f"rank {request.rank} is none of another host")
+        with self._changed:
+            self._drop_ended()
+            if self._is_closed:
+                raise OSError("all ranks have come")
+            if request.rank in self._joined:
+                raise PermissionDenied(
+                    f"--node-rank: rank {request.rank} has come already, from "
+                    f"{self._joined[request.rank].host}"
+                )
+            accept(connection)
+            tune(connection, PURPOSE)
+            plain = plain_end(connection) if isinstance(connection, ssl.SSLSocket) else connection
+            plain.settimeout(None)
+            self._joined[request.rank] = JoinedRank(plain, request.host)
+            self._changed.notify_all()
+
+    def _key_of(self, opening: Opening) -> bytes | None:
+        is_ours = opening.listener == id_of(0)
+        return self._trust.keys.get(opening.key_id) if is_ours else None

@@ -1,0 +1,157 @@
+"""How a rank of another host comes to rank 0: a connection each, accepted or refused by name.
+
+    the other host                            rank 0, at --master-addr
+      │ ── (TLS), handshake ─────────────────►   │ of this cluster?   core/channels/admission.py
+      │ ── a frame: JoinRequest ─────────────►   │ the same version, model and flags?
+      │ ◄─ a frame: empty, or the refusal ────   │
+      │ ◄─ rank 0's messages ─────────────────   │ once the ranks of all hosts are there
+
+What follows belongs to parallel/rank_channel.py. Never imports torch: the other host's ranks are
+processes of whoever asks here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...core.channels.admission import (
+    ADMIT_S,
+    MAX_REFUSAL_BYTES,
+    Secure,
+    check_verdict,
+    dial,
+    read_frame,
+)
+from ...core.channels.channel import encode_payload
+from ...core.channels.engine_tls import EngineTls
+from ...core.channels.handshake import Opening
+from ...core.engine_config import EngineConfig
+from ...core.errors import NodeLost, PermissionDenied
+from ...core.model_dir import resolve_model_dir
+from ...core.version import version
+from ..model.weights.weight_files import weights_identity
+
+PURPOSE = b"ranks 1"  # of the handshake; the number is the version of all that ranks send
+_MAX_REQUEST_BYTES = 64 << 10
+# What each host has for itself; the rest must be the same on all.
+_OF_ONE_HOST = frozenset({"model", "served_model_name", "device", "num_threads", "node_rank"})
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    """A rank of another host, and what it was started for. `host`: where its peers dial it."""
+
+    version: str
+    role: str
+    rank: int
+    host: str
+    model: str
+    flags: dict[str, Any]
+
+
+_decoder = msgspec.json.Decoder(JoinRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What a rank's process gets from its own host, not from rank 0. `host`: where its peers reach
+    it; `store_fd`: where the ranks of its host find each other, if this one is to listen there."""
+
+    host: str
+    model: str
+    device: str
+    num_threads: int | None
+    tls: EngineTls | None
+    store_port: int = 0
+    store_fd: int | None = None
+
+    def of_this_host(self, config: EngineConfig) -> EngineConfig:
+        """Rank 0's `config` as this host's ranks take it."""
+        return dataclasses.replace(
+            config, model=self.model, device=self.device, num_threads=self.num_threads
+        )
+
+
+def request_of(config: EngineConfig, role: str, rank: int, host: str) -> JoinRequest:
+    """What the ranks of an engine must have in common, by this host's flags. Reads a little of the
+    weights. Raises StartupFailed."""
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    flags = {name: value for name, value in values.items() if name not in _OF_ONE_HOST}
+    return JoinRequest(version(), role, rank, host, _identity(config), flags)
+
+
+def _identity(config: EngineConfig) -> str:
+    """Of the model that `config` names."""
+    folder = resolve_model_dir(config.model)
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    if config.load_format != "dummy":
+        digest.update(weights_identity(folder).encode())
+    return digest.hexdigest()
+
+
+def refusal_of(theirs: JoinRequest, ours: JoinRequest) -> str:
+    """Why a rank that sends `theirs` is none of the engine of `ours`; empty if it is."""
+    who = f"the host of rank {theirs.rank}"
+    for name in ("version", "role"):
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            return f"{name}: {there or 'none'} on {who}, {here or 'none'} on that of rank 0"
+    for name in sorted(ours.flags.keys() | theirs.flags.keys()):
+        there, here = theirs.flags.get(name), ours.flags.get(name)
+        if there != here:
+            flag = name.replace("_", "-")
+            return f"--{flag}: {there} on {who}, {here} on that of rank 0"
+    return "" if theirs.model == ours.model else f"--model: another model on {who} than on rank 0's"
+
+
+def dial_head(
+    config: EngineConfig, key: bytes, request: JoinRequest, secure: Secure | None
+) -> socket.socket:
+    """A connection to rank 0 that was accepted for the rank of `request`.
+
+    Raises OSError: nobody is there yet; NodeLost: who is there hangs up within the handshake, as
+    on another secret; Unauthenticated, PermissionDenied: it refuses, or is to be refused.
+    """
+    connection = dial(
+        PURPOSE,
+        key,
+        dialer=id_of(request.rank),
+        listener=id_of(0),
+        address=config.master,
+        secure=secure,
+    )
+    try:
+        connection.sendall(encode_payload(msgspec.json.encode(request)))
+        verdict = read_frame(connection, time.monotonic() + ADMIT_S, MAX_REFUSAL_BYTES)
+        check_verdict(verdict)
+    except PermissionDenied:
+        connection.close()
+        raise
+    except OSError as error:
+        connection.close()
+        raise NodeLost(f"rank 0 hung up: {error}") from error
+    return connection
+
+
+def read_request(connection: socket.socket, opening: Opening) -> JoinRequest:
+    """Of a dialer that has proven itself. Raises OSError, PermissionDenied."""
+    payload = read_frame(connection, time.monotonic() + ADMIT_S, _MAX_REQUEST_BYTES)
+    try:
+        request = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PermissionDenied(f"it is not understood: {error}") from error
+    if id_of(request.rank) != opening.dialer:
+        raise PermissionDenied("it is another rank than it proved to be")
+    return request
+
+
+def id_of(rank: int) -> str:
+    """Who a rank is in handshakes."""
+    return f"{rank % (1 << 64):032x}"

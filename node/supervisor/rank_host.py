@@ -1,0 +1,214 @@
+"""A host of --nnodes other than the first: its ranks, who are the engine's and decide nothing.
+
+    dial rank 0 for each rank ─► a process each, on its connection ─► one ends ─► end all, again
+
+No gateway and no Redis knows of it: the first host's node is that of the whole engine. What rank 0
+refuses ends it; a rank 0 that is not there yet, or not any more, is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ...cluster.exposure import check_exposure, check_secret
+from ...cluster.secret import ClusterSecret
+from ...cluster.tls import ClusterTls
+from ...core.channels.engine_tls import EngineTls, plain_end
+from ...core.config import ClusterConfig, NodeConfig
+from ...core.engine_config import EngineConfig
+from ...core.errors import NodeLost, PermissionDenied, StartupFailed, Unauthenticated
+from ...core.membership import Role
+from ...core.process.children import bound_to_us
+from ...core.process.event_loop import StopSignals
+from ...core.process.logs import set_up_logging
+from ...engine.hosts.joining import HostSettings, JoinRequest, dial_head, request_of
+from .placement import engine_configs, engine_environment, engine_tls
+
+_MODULE = "baton.node.engine_process.rank_process"
+_AGAIN_S = 0.5
+_HANG_UPS = 4  # within the handshake, one after the other: it is no restart of rank 0
+_LOOK_S = 0.25  # how often it is looked whether rank 0 is gone
+
+
+async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartupFailed if rank 0 refuses
+    this host."""
+    signals = StopSignals()
+    set_up_logging(f"{role.value} ranks", as_json=node.log_json)
+    tls = ClusterTls.of(cluster)
+    check_secret(f"host of {role.value} ranks", cluster)
+    (config,) = engine_configs(engine, node)
+    missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
+    host = await _own_address(config, node)
+    check_exposure(f"host of {role.value} ranks", host, missing, is_accepted=node.insecure_bind)
+    ranks = RankHost(
+        config,
+        [request_of(config, role.value, rank, host) for rank in _ranks_of(config)],
+        ClusterSecret.of(cluster).dialing_key,
+        None if tls is None else engine_tls(tls),
+    )
+    stopping = asyncio.create_task(signals.stop.wait())
+    running = asyncio.create_task(ranks.run())
+    try:
+        await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(running, return_exceptions=True)
+        stopping.cancel()
+    return 0
+
+
+def _ranks_of(config: EngineConfig) -> range:
+    first = config.node_rank * config.ranks_per_host
+    return range(first, first + config.ranks_per_host)
+
+
+async def _own_address(config: EngineConfig, node: NodeConfig) -> str:
+    """Where other hosts dial this one: --host, or else what this host is to the first one."""
+    if node.host not in (NodeConfig().host, "0.0.0.0", "::"):
+        return node.host
+
+    def look() -> str:
+        family = socket.AF_INET6 if ":" in (config.master_addr or "") else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect((config.master_addr, config.master_port))
+            return str(probe.getsockname()[0])
+
+    try:
+        return await asyncio.to_thread(look)
+    except OSError as error:
+        raise StartupFailed(f"--master-addr {config.master_addr}: {error}") from error
+
+
+class RankHost:
+    """This host's ranks, as often as rank 0 takes them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        requests: Sequence[JoinRequest],
+        key: bytes,
+        tls: EngineTls | None,
+    ) -> None:
+        self._config = config
+        self._requests = requests
+        self._key = key
+        self._tls = tls
+        self._said = ""
+
+    async def run(self) -> None:
+        """Until cancelled. Raises StartupFailed."""
+        num_hang_ups = 0
+        while True:
+            with contextlib.ExitStack() as connections:
+                try:
+                    joined = [await self._dial(each, connections) for each in self._requests]
+                    num_hang_ups = 0
+                    await self._live(joined)
+                    self._say(f"the engine at {self._config.master} is over")
+                except (Unauthenticated, PermissionDenied) as error:
+                    raise StartupFailed(
+                        f"{self._config.master} refuses this host: {error.message}",
+                        hint="the same command on all hosts, but for --node-rank and --host",
+                    ) from error
+                except NodeLost as error:
+                    num_hang_ups += 1
+                    if num_hang_ups == _HANG_UPS:
+                        raise StartupFailed(
+                            f"{self._config.master} hangs up within the handshake: {error.message}",
+                            hint="the same BATON_CLUSTER_SECRET, and TLS on all hosts or on none",
+                        ) from error
+                except OSError as error:
+                    self._say(f"waiting for rank 0 at {self._config.master}: {error}")
+            await asyncio.sleep(_AGAIN_S)
+
+    def _say(self, line: str) -> None:
+        """To people, once."""
+        if line != self._said:
+            self._said = line
+            with contextlib.suppress(OSError):
+                print(line, flush=True)
+
+    async def _dial(self, request: JoinRequest, opened: contextlib.ExitStack) -> socket.socket:
+        """A connection as a rank uses it. Raises as `dial_head`."""
+        secure = None if self._tls is None else self._tls.puller_wrap()
+        connection = await asyncio.to_thread(dial_head, self._config, self._key, request, secure)
+        if isinstance(connection, ssl.SSLSocket):
+            connection = plain_end(connection)
+        connection.setblocking(True)
+        return opened.enter_context(connection)
+
+    async def _live(self, connections: Sequence[socket.socket]) -> None:
+        """Start the ranks; end them all once one has ended, or this is cancelled."""
+        processes: list[asyncio.subprocess.Process] = []
+        try:
+            with _store(len(connections)) as store:
+                for connection, request in zip(connections, self._requests, strict=True):
+                    processes.append(await self._start(connection, request, store))
+            numbers = ", ".join(str(request.rank) for request in self._requests)
+            self._say(f"joined: ranks {numbers} of the engine at {self._config.master}")
+            ends = [asyncio.ensure_future(process.wait()) for process in processes]
+            # Rank 0 may also have given up a process that stands still.
+            while not (any(end.done() for end in ends) or any(map(_is_over, connections))):
+                await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(*(process.wait() for process in processes))
+
+    async def _start(
+        self, connection: socket.socket, request: JoinRequest, store: socket.socket | None
+    ) -> asyncio.subprocess.Process:
+        """`store`: where the ranks of this host find each other; the first one listens there."""
+        config, index = self._config, self._requests.index(request)
+        store_port = 0 if store is None else store.getsockname()[1]
+        store_fd = store.fileno() if store is not None and index == 0 else None
+        settings = HostSettings(
+            *(request.host, config.model, _device(config.device, index), config.num_threads),
+            *(self._tls, store_port, store_fd),
+        )
+        command = [sys.executable, "-m", _MODULE, str(connection.fileno())]
+        fds = [connection.fileno(), *([] if store_fd is None else [store_fd])]
+        return await asyncio.create_subprocess_exec(
+            *bound_to_us([*command, msgspec.json.encode(settings).decode()], signal.SIGKILL),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=fds,
+            env=os.environ | engine_environment(config),
+        )
+
+
+def _is_over(connection: socket.socket) -> bool:
+    """Whether rank 0 is gone from its end; what it has sent is the rank's to read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)  # and errors, which always come
+    return bool(poll.poll(0))
+
+
+@contextlib.contextmanager
+def _store(num_ranks: int) -> Iterator[socket.socket | None]:
+    """A socket of the loopback that listens, where ranks have to find each other."""
+    if num_ranks == 1:
+        yield None
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def _device(device: str, index: int) -> str:
+    """Of one of this host's ranks: `cuda:2,3` are the GPUs of two."""
+    kind, _, numbers = device.partition(":")
+    return f"{kind}:{numbers.split(',')[index]}" if numbers else device
