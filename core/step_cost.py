@@ -114,8 +114,9 @@ class StepCost:
         whole_s, small_s = (
             self.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)
         )
-        token_s = max(whole_s / max(1, chunk), _LEAST_TOKEN_S)  # as where chunks follow each other
-        return PromptSpeed(max(0.0, small_s - small * token_s), token_s, self.pair_s)
+        token_s = max((whole_s - small_s) / max(1, chunk - small), _LEAST_TOKEN_S)
+        step_s = max(0.0, small_s - small * token_s)
+        return PromptSpeed(step_s, token_s, self.pair_s, whole_s / max(1, chunk))
 
     @property
     def is_sane(self) -> bool:
@@ -129,15 +130,17 @@ class StepCost:
 @dataclass(frozen=True, slots=True)
 class PromptSpeed:
     """How fast an engine computes prompts now: `step_s`, and `token_s` for each of their tokens;
-    `pair_s`: more for each (query, key) pair. In seconds."""
+    `pair_s`: more for each (query, key) pair; `steady_token_s`: for each token of many, in steps
+    that follow each other. In seconds."""
 
     step_s: float
     token_s: float
     pair_s: float = 0.0
+    steady_token_s: float = 0.0
 
     def seconds_of(self, num_tokens: float) -> float:
         """Of many prompts' tokens, whatever their contexts."""
-        return self.step_s + num_tokens * self.token_s
+        return max(self.step_s + num_tokens * self.token_s, num_tokens * self.steady_token_s)
 
     def prompt_seconds(self, num_tokens: int, context: int) -> float:
         """Of one prompt with `num_tokens` to compute, behind `context`."""
@@ -146,4 +149,7 @@ class PromptSpeed:
     def tokens_in(self, seconds: float) -> int:
         """What a step as long as this computes."""
         left_s = seconds - self.step_s
-        return int(left_s / self.token_s) if left_s > 0 else 0
+        if left_s <= 0:
+            return 0
+        tokens = left_s / self.token_s
+        return int(min(tokens, seconds / self.steady_token_s) if self.steady_token_s else tokens)

@@ -123,10 +123,10 @@ class EngineState(NamedTuple):
         speed = self.speed or _UNMEASURED
         num_left = max(1, num_tokens - cached_tokens)
         pairs_s = speed.pair_s * pairs_of(num_left, num_tokens - num_left)
-        computed_s = (self.waiting_tokens + num_left) * speed.token_s + pairs_s
+        computed_s = speed.seconds_of(self.waiting_tokens + num_left) + pairs_s
         if self.in_flight_tokens > cached_tokens:
             computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
-        return speed.step_s + computed_s
+        return computed_s
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""

@@ -98,7 +98,7 @@ def test_a_wait_is_what_is_ahead_and_its_own_by_the_engines_cost() -> None:
     assert cluster.wait_s(500, p=400) == pytest.approx(1.6)
     cluster.costs["p"] = linear_cost(0.25, 0.001)
     cluster.beat("p", 3500, by_caller={ME: 3500})  # other gateways' too
-    assert cluster.wait_s(500) == pytest.approx(4.25)
+    assert cluster.wait_s(500) == pytest.approx(4000 * (0.25 + 2.048) / 2048)  # two steps
 
 
 def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> None:
