@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
 from rounding import assert_same_but_for_rounding
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
@@ -214,12 +215,13 @@ def test_dynamic_rope_is_what_decoding_token_by_token_computes(
     tokens, table = pair.prompt(rng, length), Blocks(rng).table(160)
     for piece in chunks(tokens, table, size):
         (sampled,) = pair.ours.execute([piece])
-    cache, unseen = None, tokens
+    is_renamed = "cache" in inspect.signature(theirs.forward).parameters  # as of transformers 5.24
+    cache = {"cache" if is_renamed else "past_key_values": DynamicCache()}
+    unseen = tokens
     for _ in range(30):
         for token_id in unseen:
             with torch.inference_mode():
-                out = theirs(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+                out = theirs(torch.tensor([[token_id]]), use_cache=True, **cache)
         assert sampled is not None
         assert sampled.token_id == int(out.logits[0, -1].argmax())
         assert sampled.logprob == pytest.approx(
