@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.speculation.eagle3_heads import head_tensors, make_head, write_head, write_target
-from fakes.speculation.mtp_heads import write_model_with_head
+from fakes.speculation.eagle3_heads import write_target
+from fakes.speculation.head_engines import eagle3, mtp
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
@@ -22,18 +22,7 @@ def with_draft_model(folder: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(folder)}  # the model itself: all is accepted
 
 
-def with_eagle3(folder: Path) -> dict[str, Any]:
-    write_target(folder)
-    write_head(folder / "head", head_tensors(make_head()))
-    return {"method": "eagle3", "model": str(folder / "head")}
-
-
-def with_mtp(folder: Path) -> dict[str, Any]:
-    write_model_with_head(folder)
-    return {"method": "mtp"}
-
-
-@pytest.mark.parametrize("write", [with_draft_model, with_eagle3, with_mtp])
+@pytest.mark.parametrize("write", [with_draft_model, eagle3, mtp])
 def test_two_ranks_draft_and_give_the_tokens_of_one(
     tmp_path: Path, write: Callable[[Path], dict[str, Any]]
 ) -> None:
