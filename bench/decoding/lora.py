@@ -145,6 +145,7 @@ def main(argv: list[str]) -> int:
         load_format="dummy",
         enable_prefix_caching=False,
         gpu_memory_utilization=0.45,  # two engines
+        max_model_len=4096,
         max_num_seqs=128,
         enable_lora=True,
         max_loras=arguments.adapters + 1,

@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +30,8 @@ from .stream import ConnectionBroken, Deadline, Recovery
 
 _log = logging.getLogger(__name__)
 
-_MEASURED_BYTES = 8 << 20
+_MEASURED_BYTES, _MOST_MEASURED_BYTES = 8 << 20, 64 << 20
+_MEASURED_S = 0.01  # beside which a request's own latency is little
 _TRIES = 2  # a block that is damaged on the way is requested once more
 
 
@@ -87,19 +87,32 @@ class RemoteWindow(PullThread):
         super().__init__(incarnation)
 
     def _check_and_measure(self, recovery: Recovery) -> float:
-        """GB/s of the canary block, many times over, once it is found to be right."""
-        canary, request = np.array([CANARY_BLOCK]), partial(self._request, recovery)
-        if request(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
+        """GB/s of the canary block, many times over, once it is found to be right.
+
+        Requests grow until one takes long: a carrier that is quick would be taken for a slow one
+        by its latency, or by the first transfer of a size.
+        """
+
+        def request(num_blocks: int) -> PullOutcome:
+            ids = np.full(num_blocks, CANARY_BLOCK)
+            return self._request(recovery, ids, np.zeros(num_blocks, np.uint64), None)
+
+        if request(1) is not PullOutcome.OK:
             raise HandoffFailed("the canary block cannot be read")
         expected = canary_bytes(self._incarnation, self._cut.source_block_bytes)
         if self._carrier.first_piece() != self._cut.of_source(expected):
             raise HandoffFailed("the canary block is wrong: another layout or another memory")
         piece_bytes = self._cut.piece_bytes
-        most = self._carrier.max_request_blocks
-        num_blocks = min(max(1, _MEASURED_BYTES // piece_bytes), most)
-        begin_s = time.perf_counter()
-        request(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
-        return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
+        best, num_bytes, took_s = 0.0, _MEASURED_BYTES, 0.0
+        while took_s < _MEASURED_S and num_bytes <= _MOST_MEASURED_BYTES:
+            num_blocks = max(1, num_bytes // piece_bytes)
+            num_blocks = min(num_blocks, self._carrier.max_request_blocks)
+            begin_s = time.perf_counter()
+            request(num_blocks)
+            took_s = time.perf_counter() - begin_s
+            best = max(best, num_blocks * piece_bytes / took_s / 1e9)
+            num_bytes *= 2
+        return best
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
         if pull.started_s < self._failed_s:
