@@ -97,7 +97,7 @@ def _system(arguments: argparse.Namespace) -> Iterator[str]:
             yield target
     else:
         up, node = flags.parse(UpConfig, arguments), flags.parse(NodeConfig, arguments)
-        with systems.disaggregated(engine, up, node) as target:
+        with systems.over_grpc(engine, up, node) as target:
             yield target
 
 
