@@ -6,8 +6,8 @@ All chats begin at once; each turn is all that was said, the last answer among i
 Told for each mode of `baton up`: prompt tokens that were computed over those that are new, and
 TTFT of the first turn and of the later ones.
 
-`aggregated` also tells what a prefix from a peer costs: streams of one prompt begin one after the
-other until the router takes the other engine, which has nothing of it and fetches its KV.
+`auto` also tells what a prefix from a peer costs: streams of one prompt begin one after the other
+until the router takes the other engine, which has nothing of it and fetches its KV.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Bench:
             if not number:
                 continue  # links are opened
             computed.append(_ttft_ms(results[0]))
-            seen = {results[0].decode_node or results[0].prefill_node}
+            seen = {results[0].prefill_node}
             for result in results[1:]:
-                node = result.decode_node or result.prefill_node
+                node = result.prefill_node
                 if node in seen:
                     local.append(_ttft_ms(result))
                 elif result.cached_tokens:
@@ -168,7 +168,7 @@ async def measure(address: str, mode: str, vocab_size: int, lengths: Lengths) ->
     async with AsyncClient(address) as client:
         bench = Bench(client, vocab_size, lengths)
         figures = await bench.chats(mode)
-        return figures + (await bench.peers() if mode == "aggregated" else [])
+        return figures + (await bench.peers() if mode == "auto" else [])
 
 
 def main(argv: list[str]) -> int:

@@ -41,7 +41,7 @@ from .floors.gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
 _NUM_KERNELS, _NAME_CHARS = 20, 80
-_QUEUED_BATCHES = 8
+_QUEUED_BATCHES, _QUEUED_REPEATS = 20, 3
 _PAUSE_S = 1.0  # in which the card cools down from a prefill
 # What the project wants on an H200 with the 8B shape, in ms.
 _TARGETS = {
@@ -207,7 +207,8 @@ class Bench:
         if num_prompts > 1:
             num_queued = _QUEUED_BATCHES * num_prompts
             queued = [
-                self._prefill_ms(num_queued, num_tokens) / _QUEUED_BATCHES for _ in range(_REPEATS)
+                self._prefill_ms(num_queued, num_tokens) / _QUEUED_BATCHES
+                for _ in range(_QUEUED_REPEATS)
             ]
             yield self._figure(f"{name}, queued", queued, floor_ms, num_summed)
 
