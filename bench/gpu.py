@@ -36,7 +36,7 @@ from baton.engine.local import LocalEngine
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
-from .floors.gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
+from .floors.gpu_shapes import FLOPS, LINK_BYTES_PER_S, SHAPES, Shape, bytes_per_s
 from .floors.gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
@@ -243,7 +243,9 @@ class Bench:
             engine.abort(request.key)
         while engine.has_work:
             engine.step()
-        figures = [self._figure(name, samples, self._shape.decode_floor_ms(batch, context), batch)]
+        parts = self._num_stages  # each of them reads the weights
+        floor_ms = parts * self._shape.decode_floor_ms(batch // parts, context)
+        figures = [self._figure(name, samples, floor_ms, batch)]
         if self._num_stages == 1:
             off_gpu = tuple(sample - clock.median_ms() for sample in samples)
             target = 0.03 * min(samples)
@@ -318,7 +320,8 @@ class Bench:
         """`floor_ms` is that of one GPU."""
         num_gpus = self._tp * self._num_stages
         kind = (self._shape.name, self._shape.quantization, self._kv_dtype, num_gpus)
-        targets = _TARGETS_OF.get(kind, {}) if self._num_stages == 1 else {}
+        has_targets = self._num_stages == 1 and "H200" in torch.cuda.get_device_name()
+        targets = _TARGETS_OF.get(kind, {}) if has_targets else {}
         floor_ms /= num_gpus
         floor_ms += self._shape.sums_floor_ms(num_tokens, self._tp)
         bound = "bytes and operations" + (", links" if self._tp > 1 else "")
@@ -356,6 +359,7 @@ def main(argv: list[str]) -> int:
         SHAPES[arguments.shape].part(arguments.part_of),
         quantization=arguments.quantization,
         is_kv_8bit=arguments.kv_cache_dtype != "auto",
+        bytes_per_s=bytes_per_s(torch.cuda.get_device_name()),
     )
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
@@ -414,7 +418,7 @@ def main(argv: list[str]) -> int:
         "gpus": arguments.tp * arguments.pp,
         "stages": arguments.pp,
         "floors_from": {
-            "bytes_per_s": BYTES_PER_S,
+            "bytes_per_s": shape.bytes_per_s,
             "flops": FLOPS,
             "link_bytes_per_s": LINK_BYTES_PER_S,
         },
