@@ -3,8 +3,11 @@ lies in front of and behind their graphs, whose memory the next replay overwrite
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from kernels.test_steps_by_ranks import Ranks
+from fakes.ranks.tcp_columns import tcp_stages
+from kernels.test_steps_by_ranks import Graph, Ranks
 
 from kernels import test_steps_by_ranks
 
@@ -20,10 +24,14 @@ pytest.importorskip("triton")
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
+from baton.engine.execution import gpu_steps, runner
 from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.hosts.tcp_stages import TcpStages
+from baton.engine.kv.kv_memory import CpuKvMemory
+from baton.engine.parallel.torch_communicator import StageOfOne
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
@@ -98,3 +106,64 @@ def test_steps_in_flight_do_not_meet(tmp_path: Path) -> None:
     for each in graphs:
         assert sum(graph.num_replays for graph in each) == 4 + 3 * len(lens)
     ranks.close()
+
+
+def test_stages_start_at_their_own_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a GPU's start does: the largest step, least of the blocks that it leaves, one choice
+    of graphs for all, captures. The tokens are then those of one process."""
+    write_checkpoint(tmp_path, seed=1, has_varied_vectors=True, vocab_size=40, num_hidden_layers=3)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", num_kv_blocks=60, max_num_seqs=3, mixed_graph_tokens=0
+    )
+    alone = ModelRunner(config)
+    as_on_a_gpu(monkeypatch)
+    shared: list[torch.Tensor] = []
+
+    def measure(products: Any, rows: Any, like: Any, share: Callable[..., None]) -> ProductTimes:
+        shared.append(torch.rand(2, 3))
+        share(shared[-1])
+        return ProductTimes({}, {})
+
+    monkeypatch.setattr(gpu_steps, "measure_products", measure)
+    config = dataclasses.replace(config, pipeline_parallel_size=NUM_STAGES)
+
+    def start(stages: TcpStages) -> ModelRunner:
+        communicator = StageOfOne(lambda handle: [handle])
+        communicator.stages = stages
+        return ModelRunner(config, None, communicator)
+
+    with ThreadPoolExecutor(NUM_STAGES) as threads:
+        started = list(threads.map(start, tcp_stages(NUM_STAGES, is_on_gpu=True)))
+        assert [each.kv.num_blocks for each in started] == [60 - NUM_STAGES] * NUM_STAGES
+        assert len(shared) == NUM_STAGES and all(torch.equal(x, shared[0]) for x in shared)
+        for ids, start_at in (([3, 4, 5, 6], 0), ([7], 4), ([8], 5)):
+            batch = [SequenceSlice(ids, start_at, [2], GREEDY)]
+            launched = list(threads.map(lambda each, batch=batch: each.launch(batch), started))
+            ((found,), (expected,)) = launched[-1].collect(), alone.launch(batch).collect()
+            assert found is not None and expected is not None
+            assert found.token_id == expected.token_id
+        for each in started:
+            each.close()
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners start so from now on, with fewer blocks the later their stage."""
+
+    def start(self: ModelRunner, model: Any, drafting: Any) -> None:
+        self._start_gpu(model, drafting, self.kv.layout)
+
+    def choose(*args: Any) -> int:
+        *_, run_largest_step = args
+        run_largest_step()
+        return 60 - next(nums_fewer)
+
+    def capture(graphs: StepGraphs, size: int, step: Any, library: str) -> None:
+        step()
+        graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
+
+    nums_fewer = itertools.count(1)
+    monkeypatch.setattr(ModelRunner, "_start_cpu", start)
+    monkeypatch.setattr(runner, "choose_num_gpu_blocks", choose)
+    monkeypatch.setattr(runner, "CudaKvMemory", lambda layout, n, device: CpuKvMemory(layout, n))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    monkeypatch.setattr(StepGraphs, "capture", capture)
