@@ -162,7 +162,6 @@ class TcpStages(Stages):
             x.zero_()
 
     def send(self, x: Tensor) -> None:
-        """x may be written to again behind what is launched on a GPU's stream; not on a CPU."""
         assert self._behind is not None
         if self._has_begun:
             self._behind.send(x)

@@ -44,7 +44,8 @@ class Stages:
         raise AssertionError("the first stage has nobody to receive from")
 
     def send(self, x: Tensor) -> None:
-        """To the stage behind; x must not be written to any more."""
+        """To the stage behind; x must not be written to any more, on a GPU but in the order of the
+        stream."""
         raise AssertionError("the last stage has nobody to send to")
 
     def least(self, value: int) -> int:
