@@ -202,7 +202,8 @@ def _serve(
         host_copier.begin()  # no sooner: steps would take longer beside it
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
-    mine, hello = transports(runner.kv, node_config, tls), Hello(incarnation, runner.fingerprint)
+    hello = Hello(incarnation, runner.fingerprint)
+    mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
     routes = Routes(host_id(), incarnation)
     ranked = RankedTransport(mine, parts, ranks.followers, routes, wrapping(tls))
     fetches = PrefixFetches(
