@@ -1,6 +1,6 @@
 """Chats of several turns, and prompts whose prefix another card has, through a whole deployment.
 
-python -m baton.bench.chats [--shape NAME --gpus 0,1 --device cuda] [--modes MODE...] [--out FILE]
+python -m baton.bench.serve.chats [--shape NAME --gpus 0,1 --device cuda] [--modes MODE...] [--out FILE]
 
 All chats begin at once; each turn is all that was said, the last answer among it, and new tokens.
 Told for each mode of `baton up`: prompt tokens that were computed over those that are new, and
@@ -30,10 +30,10 @@ from baton.core import flags
 from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 
-from .floors.figures import ROOT, Figure, command_line, commit, machine, table
-from .floors.gpu_shapes import SHAPES
-from .goodput.__main__ import write_model
-from .serve import systems
+from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
+from ..floors.gpu_shapes import SHAPES
+from ..goodput.__main__ import write_model
+from . import systems
 
 _MODES = ("disaggregated", "aggregated", "auto")
 _PAUSE_S = 0.5  # of a person, at most
@@ -110,14 +110,14 @@ class Bench:
             if not number:
                 continue  # links are opened
             computed.append(_ttft_ms(results[0]))
-            seen = {results[0].prefill_node}
+            have_it = {results[0].prefill_node, results[0].decode_node}  # by a hand-off, too
             for result in results[1:]:
                 node = result.prefill_node
-                if node in seen:
+                if node in have_it:
                     local.append(_ttft_ms(result))
                 elif result.cached_tokens:
                     fetched.append(_ttft_ms(result))
-                seen.add(node)
+                have_it |= {node, result.decode_node}
                 print(f"{node}: {result.cached_tokens} cached, TTFT {_ttft_ms(result):.1f} ms")
         length = self._lengths.shared_prompt
         figures = [
@@ -174,7 +174,7 @@ async def measure(address: str, mode: str, vocab_size: int, lengths: Lengths) ->
 def main(argv: list[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
-        prog="python -m baton.bench.chats",
+        prog="python -m baton.bench.serve.chats",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -213,7 +213,7 @@ def main(argv: list[str]) -> int:
             print(table(figures), flush=True)
     result = {
         "commit": arguments.commit or commit(),
-        "command": command_line("chats", argv),
+        "command": command_line("serve.chats", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "figures": [figure.as_dict() for figure in figures],
