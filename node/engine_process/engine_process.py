@@ -31,6 +31,7 @@ from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.hosts.head import ClusterTrust
+from ...engine.kv.disk.disk_thread import make_disk
 from ...engine.kv.generations import SharedGenerations
 from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
@@ -175,6 +176,7 @@ def _serve(
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
     host_copier = host_copier_of(runner, ranks.followers)
+    disk = make_disk(engine_config, runner.host_copier, welcome.fingerprint)
     adapters = adapters_of(runner.adapters, ranks.followers)
     engine = Engine(
         join_ranks(runner, ranks.followers, engine_config.pipeline_parallel_size),
@@ -186,6 +188,7 @@ def _serve(
         cache_observer=outbox,
         grammars=grammars,
         host_copier=host_copier,
+        disk=disk,
         adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
         proposer=make_proposer(engine_config.speculation, drafter_of(runner, ranks.followers)),
     )
@@ -200,6 +203,9 @@ def _serve(
         report.line(f"first steps measured in {took_s:.1f} s")
     if host_copier is not None:
         host_copier.begin()  # no sooner: steps would take longer beside it
+    if disk is not None:
+        disk.begin()
+        offered.callback(disk.close)
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     hello = Hello(incarnation, runner.fingerprint)
