@@ -1,6 +1,6 @@
 """Chats of several turns, and prompts whose prefix another card has, through a whole deployment.
 
-python -m baton.bench.serve.chats [--shape NAME --gpus 0,1 --device cuda] [--modes MODE...] [--out FILE]
+python -m baton.bench.serve.chats [--shape NAME --gpus 0,1 --device cuda] [--modes MODE...]
 
 All chats begin at once; each turn is all that was said, the last answer among it, and new tokens.
 Told for each mode of `baton up`: prompt tokens that were computed over those that are new, and
