@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("--commit", help="what is measured, where git does not know")
     flags.add_flags(parser, EngineConfig, NodeConfig, UpConfig)
+    parser.set_defaults(mode="disaggregated")
     return parser
 
 

@@ -239,6 +239,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--commit", help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=Path("serve-results"))
     flags.add_flags(parser, EngineConfig, NodeConfig, UpConfig)
+    parser.set_defaults(mode="disaggregated")
     arguments = parser.parse_args(argv)
     suite = Suite(arguments, argv)
     for part in arguments.parts.split(","):
