@@ -29,6 +29,7 @@ class CpuSteps:
         adapters: RankAdapters | None = None,
     ) -> None:
         self.model = model
+        self._is_last_stage = model.range.is_last
         self._adapters = adapters
         self._attention = attention
         self._block_size = block_size
@@ -40,7 +41,7 @@ class CpuSteps:
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         pieces = padded(batch)
         hidden = self._forward(pieces)
-        if not self.model.range.is_last:
+        if not self._is_last_stage:
             return CompletedStep([None] * len(batch))
         return self._sample(batch, pieces, hidden)
 

@@ -192,6 +192,7 @@ class Decoder:
     ) -> None:
         self.loads = loads
         self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
+        self._is_first_stage = self.range.is_first
         self._new_residual = partial(torch.empty, dtype=placement.dtype, device=placement.device)
         self._hidden_size = config.hidden_size
         self.device, self.dtype = placement.device, placement.dtype
@@ -279,7 +280,7 @@ class Decoder:
 
     def _begin(self, token_ids: Tensor) -> Tensor:
         """The residual stream in front of this stage's layers, [tokens, hidden]."""
-        if self.range.is_first:
+        if self._is_first_stage:
             return self.embed(token_ids)
         residual = self._new_residual((len(token_ids), self._hidden_size))
         self.communicator.stages.receive(residual)
