@@ -213,7 +213,9 @@ class Stepper:
             if is_waited_for:  # the device had nothing to do meanwhile
                 launched_s += took_s
                 self._speculator.waited(launched_s - self._collected_s)
-        promise_s = self._scheduler.promise.target_s if shape.num_decodes else None
+        promise, promise_s = self._scheduler.promise, None
+        if promise.tbt_target_s is not None and shape.num_decodes:
+            promise_s = promise.target_s
         step = StepInFlight(
             planned, fence, launched, shape, launched_s, took_s, promise_s, has_drafts
         )

@@ -71,10 +71,11 @@ class EngineRole(ABC):
                 self.fail(sample.key, error)
 
     def _admit(self, entry: Entry, samples: Sequence[Request], work: node_pb2.Work) -> None:
-        if entry.request.may_refuse and work != node_pb2.WORK_PREFILL:
-            if work == node_pb2.WORK_LOCAL and not self._engine.promise.is_promising:
+        promise, may_refuse = self._engine.promise, entry.request.may_refuse
+        if promise.tbt_target_s is not None and may_refuse and work != node_pb2.WORK_PREFILL:
+            if work == node_pb2.WORK_LOCAL and not promise.is_promising:
                 raise PromiseRefused("this engine promises nothing now")
-            self._engine.promise.check(entry.request, self._num_coming)
+            promise.check(entry.request, self._num_coming)
         is_half = work == self.ticket_work and entry.ticket is not None
         if work != node_pb2.WORK_LOCAL and not is_half:
             name = node_pb2.Work.Name(self.ticket_work)
