@@ -71,9 +71,8 @@ class AdapterGate:
         return len(self._dispatches)
 
     def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it can go on now; if not, `was_read` returns it."""
-        room = self._room
-        if room is None or not dispatch.HasField("adapter") or self._hold(dispatch):
+        """Whether one that names an adapter can go on now; if not, `was_read` returns it."""
+        if self._room is None or self._hold(dispatch):
             return True  # where no adapters are served the engine refuses it
         self._dispatches[dispatch.request_id, dispatch.attempt] = gateway
         adapter = dispatch.adapter

@@ -276,7 +276,8 @@ class EngineLoop:
         match message.WhichOneof("body"):
             case "dispatch":
                 dispatch = message.dispatch
-                if self._gate.admits(gateway, dispatch):
+                has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
+                if not has_constraint or self._gate.admits(gateway, dispatch):
                     self._dispatch(gateway, dispatch)
             case "load_adapter":
                 self._adapters.load(gateway, message.load_adapter)
@@ -288,7 +289,7 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if self._adapters.admits(gateway, dispatch):
+        if not dispatch.HasField("adapter") or self._adapters.admits(gateway, dispatch):
             self._role.dispatch(gateway, dispatch)
 
     def _blame(self, item: Item, error: Exception) -> None:

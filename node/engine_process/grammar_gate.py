@@ -49,9 +49,10 @@ class GrammarGate:
         return len(self._waiting)
 
     def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it can go on now; if not it comes back as a CompiledDispatch."""
+        """Whether one with a constraint can go on now; if not it returns as a CompiledDispatch."""
         constraint = constraint_from_wire(dispatch.sampling)
-        if constraint is None or self._grammars.is_kept(constraint):
+        assert constraint is not None
+        if self._grammars.is_kept(constraint):
             return True
         self._waiting[dispatch.request_id, dispatch.attempt] = gateway
         self._pool.submit(self._compile, CompiledDispatch(gateway, dispatch), constraint)

@@ -1,8 +1,8 @@
 """What this engine pulls from others: hand-offs, for which a role waits, and prefixes.
 
     Puller ─┬─► StartPull, OpenWindow ─► windows ─► copies
-            └─► Reserve, Complete, Failed, DropReservation ─┬─► `handoffs`: the role
-                                                            └─► `fetches`: prefixes
+            └─► Reserve, Complete, Failed, DropReservation ─► a receiver: `handoffs`, of the role,
+                                                              or `fetches`, of prefixes
 
 Glue: `kv_transfer.protocol.puller` decides about transfers.
 """
@@ -51,8 +51,8 @@ from .windows import Windows
 log = logging.getLogger(__name__)
 
 
-class Handoffs(Protocol):
-    """Who takes up what is handed off to this engine."""
+class Receiver(Protocol):
+    """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
 
     def reserve(self, transfer_id: str, key: str) -> None: ...
 
@@ -79,11 +79,11 @@ class PullerSide:
         self._outbox = outbox
         self.windows = windows
         self.fetches = fetches
-        self.handoffs: Handoffs | None = None
+        self.handoffs: Receiver | None = None
 
     @property
     def is_idle(self) -> bool:
-        return not (self.fetches or self.windows.num_pulls)
+        return not (self.fetches.by_transfer or self.windows.num_pulls)
 
     # -- prefixes ------------------------------------------------------------------------------
 
@@ -156,35 +156,25 @@ class PullerSide:
                 log.warning("refused source %s: %s", incarnation, error.message)
                 self._outbox.close_peer(Kind.SOURCE, incarnation, error)
             case Reserve() | Complete() | Failed() | DropReservation():
-                if effect.transfer_id in self.fetches:
-                    self._tell_fetches(effect)
-                else:
-                    self._tell_handoffs(effect)
+                is_prefix = effect.transfer_id in self.fetches.by_transfer
+                self._pass_on(effect, self.fetches if is_prefix else self.handoffs)
             case _:
                 assert_never(effect)
 
-    def _tell_fetches(self, effect: Reserve | Complete | Failed | DropReservation) -> None:
-        match effect:
-            case Complete():
-                self.fetches.complete(effect)
-            case Failed(transfer_id, _, error):
-                self.fetches.failed(transfer_id, error)
-            case DropReservation(transfer_id):
-                self.fetches.dropped(transfer_id)
-            case _:
-                raise AssertionError("a prefix has its room before it is intended")
-
-    def _tell_handoffs(self, effect: Reserve | Complete | Failed | DropReservation) -> None:
-        assert self.handoffs is not None, "nothing is handed off to this engine"
+    @staticmethod
+    def _pass_on(
+        effect: Reserve | Complete | Failed | DropReservation, receiver: Receiver | None
+    ) -> None:
+        assert receiver is not None, "nothing is handed off to this engine"
         match effect:
             case Reserve(transfer_id, key):
-                self.handoffs.reserve(transfer_id, key)
+                receiver.reserve(transfer_id, key)
             case Complete():
-                self.handoffs.complete(effect)
+                receiver.complete(effect)
             case Failed():
-                self.handoffs.failed(effect)
+                receiver.failed(effect)
             case DropReservation(transfer_id):
-                self.handoffs.dropped(transfer_id)
+                receiver.dropped(transfer_id)
 
     def _open_window(self, incarnation: str, link: int) -> None:
         def opened(error: BatonError | None) -> None:
