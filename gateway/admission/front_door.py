@@ -333,7 +333,8 @@ class FrontDoor:
                     yield RunningCall(record, request, queue, self._clock, self._feed, self._ends)
                 finally:
                     for session in sessions:
-                        self._sessions.cancel(session, Cancelled("the client went away"))
+                        if not session.is_over:
+                            self._sessions.cancel(session, Cancelled("the client went away"))
                     self._end(record, queue.error, sessions[0])
         except TimeoutError:
             raise public_error(queue.error or Cancelled("the stream was ended")) from None

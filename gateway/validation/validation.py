@@ -52,7 +52,7 @@ from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
 from ..text.special_tokens import Spans
 from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
-from .beams import complete_search
+from .beams import OF_SEARCHES, complete_search
 
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
@@ -118,7 +118,10 @@ def check_request(
     prompt = _prompt(wire, limits.vocab_size)
     options = RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size))
     sampling = check_sampling(wire.sampling, limits.vocab_size)
-    sampling = complete_search(sampling, wire.sampling, options.n)
+    if OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
+        sampling = replace(sampling, best_of=options.n)
+    else:
+        sampling = complete_search(sampling, wire.sampling, options.n)
     adapter = adapters.get(wire.model)
     if adapter is not None and sampling.use_beam_search:
         raise InvalidRequest(
