@@ -18,7 +18,6 @@ from ...cluster.tls import ClusterTls
 from ...core.errors import BatonError
 from ...core.membership import Member
 from ...core.ports import Clock, Directory
-from ..request.engine_link import EngineOutput, PlainToken
 from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection
 from .engine_table import EngineTable
@@ -123,7 +122,7 @@ class ClusterView:
 
     # -- engine_connection.ConnectionEvents --------------------------------------------------------
 
-    def linked(self, link: EngineConnection) -> None:
+    def linked(self, link: EngineConnection) -> LinkedEngine:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         engine = LinkedEngine(
@@ -135,9 +134,11 @@ class ClusterView:
             own_target_s=link.own_target_s,
             num_host_blocks=link.num_host_blocks,
             max_loras=link.max_loras,
+            sessions=self._sessions,
         )
         self._table.add(engine)
         self._adapters.linked(engine)
+        return engine
 
     def adapter_loaded(
         self, link: EngineConnection, order_id: int, found: str | BatonError
@@ -153,14 +154,6 @@ class ClusterView:
             return  # a busy engine's heartbeats are many
         self._reported_s = now_s
         self._changed(is_load_only=is_same)
-
-    def outputs(
-        self, link: EngineConnection, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
-    ) -> None:
-        incarnation = link.member.incarnation
-        self._table.engines[incarnation].settle(outputs, tokens)
-        self._sessions.engine_tokens(incarnation, tokens)
-        self._sessions.engine_outputs(incarnation, outputs)
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)

@@ -57,22 +57,22 @@ _PROBE_S = 0.3
 _PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
 
 
+class OutputReceiver(Protocol):
+    """Who takes what a linked engine's steps bring: linked_engine.LinkedEngine."""
+
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None: ...
+
+
 class ConnectionEvents(Protocol):
-    """Whom a connection reports to. `lost` comes last, and only after `linked`.
+    """Whom a connection reports to. `lost` comes last, and only after `linked`, which returns who
+    takes the outputs.
 
     `has_died`: the node lives, and the engine's process has ended.
     """
 
-    def linked(self, engine: EngineConnection) -> None: ...
+    def linked(self, engine: EngineConnection) -> OutputReceiver: ...
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None: ...
-
-    def outputs(
-        self,
-        engine: EngineConnection,
-        outputs: Sequence[EngineOutput],
-        tokens: Sequence[PlainToken],
-    ) -> None: ...
 
     def adapter_loaded(
         self, engine: EngineConnection, order_id: int, found: str | BatonError
@@ -113,7 +113,7 @@ class EngineConnection(asyncio.Protocol):
         self._over: asyncio.Future[str] = self._loop.create_future()  # why nothing more will come
         self._last_received_s = clock.monotonic_s()
         self._has_died = False
-        self._is_linked = False
+        self._receiver: OutputReceiver | None = None  # while it is linked
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -155,13 +155,13 @@ class EngineConnection(asyncio.Protocol):
         reason = "closed by the gateway"
         try:
             reason = await self._connect_and_serve()
-            if self._is_linked and not self._has_died:
+            if self._receiver is not None and not self._has_died:
                 self._has_died = self._over.done() and await self._process_has_ended()
         finally:
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.abort()
-            if self._is_linked:
-                self._is_linked = False
+            if self._receiver is not None:
+                self._receiver = None
                 self._events.lost(self, reason, has_died=self._has_died)
         return reason
 
@@ -325,12 +325,12 @@ class EngineConnection(asyncio.Protocol):
             case "outputs":
                 self._pass_on(message.outputs)
             case "heartbeat":
-                if self._is_linked:
+                if self._receiver is not None:
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                if self._is_linked:
+                if self._receiver is not None:
                     self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._link(message.welcome)
@@ -347,8 +347,8 @@ class EngineConnection(asyncio.Protocol):
         except EngineFailed as error:
             self._end(error.message)
             return
-        if self._is_linked:
-            self._events.outputs(self, outputs, tokens)
+        if self._receiver is not None:
+            self._receiver.receive(outputs, tokens)
 
     def _link(self, welcome: node_pb2.Welcome) -> None:
         """Check what the directory promised; the engine counts from now on."""
@@ -363,6 +363,5 @@ class EngineConnection(asyncio.Protocol):
             self.own_target_s = welcome.tbt_target_s
             self.num_host_blocks = welcome.num_host_blocks
             self.max_loras = welcome.max_loras
-            self._is_linked = True
-            self._events.linked(self)
+            self._receiver = self._events.linked(self)
             self._welcome.set_result(None)

@@ -7,7 +7,7 @@ how often the prefix index was right. Knows no other engine, no grpc and no dire
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,14 @@ class EngineSender(Protocol):
     def load_adapter(self, order_id: int, name: str, path: str) -> None: ...
 
 
+class Sessions(Protocol):
+    """Whose outputs they are: session_table.SessionTable."""
+
+    def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None: ...
+
+    def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None: ...
+
+
 @dataclass(slots=True)
 class LinkedEngine:
     """One engine behind a live link.
@@ -50,10 +58,10 @@ class LinkedEngine:
     `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
     does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
     `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
-    adapters in its steps; 0: it serves none. `released`: callers of
-    which something ended here, or was answered, so that what waits may find a place; whoever
-    dispatches what waits clears it. `prompts`: those of all engines. `num_index_hits`: dispatches
-    for which the index promised cached tokens; `num_stale_hits`: those of them that found fewer.
+    adapters in its steps; 0: it serves none. `released`: callers of which something ended here, or
+    was answered, so that what waits may find a place; whoever dispatches what waits clears it.
+    `prompts`, `sessions`: those of all engines. `num_index_hits`: dispatches for which the index
+    promised cached tokens; `num_stale_hits`: those of them that found fewer.
     """
 
     member: Member
@@ -71,6 +79,7 @@ class LinkedEngine:
     max_loras: int = 0
     released: set[int] = field(default_factory=set)
     prompts: PromptsInFlight | None = None
+    sessions: Sessions | None = None
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
@@ -156,6 +165,13 @@ class LinkedEngine:
     def cancel(self, request_id: str, attempt: int) -> None:
         self._ended((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
+
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
+        """What a step brought: for its sessions, behind what it answers or ends here."""
+        self.settle(outputs, tokens)
+        if self.sessions is not None:
+            self.sessions.engine_tokens(self.incarnation, tokens)
+            self.sessions.engine_outputs(self.incarnation, outputs)
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
         """Take note of what these outputs answer or end."""

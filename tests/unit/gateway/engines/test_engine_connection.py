@@ -64,19 +64,15 @@ class Events:
     has_died: bool | None = None  # None: it is not lost
     fails_on: int = -1  # a token's index
 
-    def linked(self, engine: EngineConnection) -> None:
+    def linked(self, engine: EngineConnection) -> Events:
         self.heard.append("linked")
+        return self
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
         self.heard.append("heartbeat")
         self.loads.append(load.num_running)
 
-    def outputs(
-        self,
-        engine: EngineConnection,
-        outputs: Sequence[EngineOutput],
-        tokens: Sequence[PlainToken],
-    ) -> None:
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
         if any(index == self.fails_on for _, _, index, _ in tokens):
             raise ZeroDivisionError
         self.heard.append("outputs")
