@@ -28,7 +28,7 @@ from ...core.channels.admission import (
     check_verdict,
     tune,
 )
-from ...core.channels.channel import (
+from ...core.channels.frames import (
     LENGTH_BYTES,
     MAX_UNSENT_BYTES,
     BrokenStream,

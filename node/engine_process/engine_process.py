@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
 from ...core.channels.addresses import host_id
-from ...core.channels.channel import BrokenStream, FrameSocket
+from ...core.channels.channel import FrameSocket
+from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
 from ...core.ports import SystemClock, SystemEntropy

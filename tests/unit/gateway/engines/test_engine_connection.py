@@ -22,7 +22,7 @@ from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.cluster.tls import ClusterTls
 from baton.core.channels import admission
 from baton.core.channels.addresses import host_id
-from baton.core.channels.channel import MAX_FRAME_BYTES
+from baton.core.channels.frames import MAX_FRAME_BYTES
 from baton.core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
