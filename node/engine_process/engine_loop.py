@@ -239,7 +239,7 @@ class EngineLoop:
         if older is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
-            self._role.peer_linked(link)
+            self._role.side_of(link).linked(link)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -254,7 +254,7 @@ class EngineLoop:
             self._adapters.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
-        self._role.peer_lost(link)
+        self._role.side_of(link).lost(link.name)
         self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
@@ -263,7 +263,7 @@ class EngineLoop:
             self._end(link, codec.error_from_wire(message.refused))
             return
         try:
-            self._role.peer_message(link, message)
+            self._role.side_of(link).message(link.name, message)
         except EngineFailed:
             raise
         except Exception as error:

@@ -21,7 +21,7 @@ from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
-from ...proto.v1 import handoff_pb2, node_pb2
+from ...proto.v1 import node_pb2
 from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind
 from ..peers.puller_side import PullerSide
@@ -138,16 +138,8 @@ class EngineRole(ABC):
         for key in self._request_io.forget_gateway(gateway):
             self.cancel(key)
 
-    def peer_linked(self, link: Link) -> None:
-        self._side(link).linked(link)
-
-    def peer_message(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
-        self._side(link).message(link.name, message)
-
-    def peer_lost(self, link: Link) -> None:
-        self._side(link).lost(link.name)
-
-    def _side(self, link: Link) -> SourceSide | PullerSide:
+    def side_of(self, link: Link) -> SourceSide | PullerSide:
+        """Whom a peer's link, its messages and its end are for."""
         return self._puller if link.kind is Kind.SOURCE else self._source
 
     @abstractmethod
