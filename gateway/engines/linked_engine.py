@@ -1,7 +1,7 @@
 """One engine behind a live link: its last heartbeat, and what this gateway sent it.
 
-Owns what was dispatched to it (prefill_backlog.py, decode_places.py have the accounts of it), and
-how often the prefix index was right. Knows no other engine, no grpc and no directory.
+Owns what was dispatched to it (engine_accounts.py), and how often the prefix index was right. Knows
+no other engine, no grpc and no directory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
-from .decode_places import DecodePlaces, Key
-from .prefill_backlog import Backlog, PrefillBacklog
+from .engine_accounts import Backlog, DecodePlaces, Key, PrefillBacklog
 from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
 from .routing import EngineState

@@ -34,9 +34,8 @@ from ...core.request.timeline import Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
 from .answer import Answer, Shown
-from .attempt import Attempt, OutputToken
+from .attempt import Attempt, Dispatcher, OutputToken
 from .dispatch_wait import DispatchWait, SessionLimits
-from .dispatcher import Dispatcher
 from .engine_link import Blocked, Demand, EngineOutput, Route, Router
 from .move import Moves
 from .output_chunk import ChunkSink, UnfinishedRun
@@ -86,8 +85,9 @@ class Session:
         self._answer = Answer(request, sample_index, text, sink, arrived, clock)
         self._wait = DispatchWait(limits, router, suspects, clock.monotonic_s())
         self._deaths = EngineDeaths(request_id, suspects, limits.max_engine_failures)
+        tokens, scores = self._answer.output_ids, self._answer.prompt_scores
         self._dispatcher = Dispatcher(
-            request_id, request, sample_index, self._answer, clock, entropy, deadline_s
+            *(request_id, request, sample_index, tokens, scores, clock, entropy, deadline_s)
         )
         self._moves: Moves | None = None  # from its first move on
         self._attempt: Attempt | None = None
