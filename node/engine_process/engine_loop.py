@@ -34,8 +34,7 @@ from ..channels.engine_channels import (
 from ..channels.mailboxes import Inbox, Kind, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
-from .adapter_gate import AdapterGate, AdapterRead
-from .grammar_gate import CompiledDispatch, GrammarGate
+from .dispatch_gates import AdapterGate, AdapterRead, CompiledDispatch, GrammarGate
 from .heartbeat import HeartbeatSender, heartbeat
 from .promise_orders import PromiseOrders
 
@@ -130,7 +129,7 @@ class EngineLoop:
             self._role.after_step(output)
         self._outbox.flush()
         self._is_watching = self._role.poll()
-        is_idle = self._role.is_idle() and self._gate.is_empty and self._adapters.is_empty
+        is_idle = self._role.is_idle() and not self._num_gated
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._recount()
         self._pulse.turn_ended()
@@ -175,8 +174,12 @@ class EngineLoop:
     def _numbers(self) -> node_pb2.Heartbeat:
         numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
         numbers.num_steps = self._num_steps
-        numbers.num_requests += self._gate.num_waiting + self._adapters.num_waiting
+        numbers.num_requests += self._num_gated
         return numbers
+
+    @property
+    def _num_gated(self) -> int:
+        return self._gate.num_waiting + self._adapters.num_waiting
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:
         """How long to wait for the first of some deadlines; None if there is none."""

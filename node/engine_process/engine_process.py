@@ -56,10 +56,9 @@ from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
-from .adapter_gate import AdapterGate
+from .dispatch_gates import AdapterGate, GrammarGate
 from .engine_links import EngineLinks
 from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
-from .grammar_gate import GrammarGate
 from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders

@@ -26,7 +26,7 @@ from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
-from baton.node.engine_process.adapter_gate import AdapterGate
+from baton.node.engine_process.dispatch_gates import AdapterGate
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
@@ -55,7 +55,7 @@ GATEWAY = "gateway"
 
 # No grammar has to be compiled.
 _OPEN_GATE: Any = SimpleNamespace(
-    is_empty=True, num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None
+    num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None
 )
 
 
