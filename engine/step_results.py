@@ -14,7 +14,7 @@ from .scheduling.outputs import ChunkDone, StepOutput, TokenOutput
 from .scheduling.schedule import ScheduledSequence
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .scheduling.step_record import StepRecord
+from .scheduling.step_cost_estimator import StepRecord
 from .speculation.speculator import Speculator
 
 

@@ -29,8 +29,7 @@ from .scheduling.outputs import StepOutput
 from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
-from .scheduling.step_cost_estimator import StepCostEstimator
-from .scheduling.step_record import StepRecord
+from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 from .speculation.speculator import Speculator
 from .step_results import StepResults

@@ -183,8 +183,8 @@ class Scheduler:
                 continue
             if sequence.draft_token_ids:
                 self.preemption.fit_drafts(sequence, schedule)
-            # Most decodes have room in their last block.
-            if self._tables.has_room(sequence) or self.preemption.make_room(sequence, schedule):
+            has_room = sequence.group is None and self._tables.grow(sequence)
+            if has_room or self.preemption.make_room(sequence, schedule):
                 schedule.plan(sequence)
         if self.promise.tbt_target_s is not None and schedule.scheduled:
             self.promise.keep(schedule)
