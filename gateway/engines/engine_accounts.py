@@ -25,22 +25,13 @@ from typing import TypeAlias
 
 from ...core.ports import Clock
 from ...core.step_cost import PromptSpeed
+from .reported_load import ReportedLoad
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
 
 _DECAY = 0.95  # of the mean stay, at each new one
 _UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not known yet
 _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """An engine's heartbeat as far as it is about prompts. `by_caller`: of the largest alone."""
-
-    waiting_tokens: int = 0
-    by_caller: Mapping[int, int] | None = None
-    num_steps: int = 0
-    speed: PromptSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +55,36 @@ class PrefillBacklog:
         self._num_own_tokens = 0  # of all callers
         self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._answered_s = 0.0  # when one of ours was last answered
-        self._reported = Backlog()
-        self._step_began_s = 0.0  # by heartbeat
+        self._waiting_tokens = self._num_steps = 0  # by heartbeat, as all below
+        self._step_began_s = 0.0
         self._others: dict[int, int] = {}
         self._others_unlisted = 0
         self._least_listed = 0
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def heartbeat(self, backlog: Backlog) -> None:
-        before = self._reported
-        is_on_same_step = (
-            before.num_steps == backlog.num_steps
-            and 0 < before.waiting_tokens <= backlog.waiting_tokens
-        )
-        if not is_on_same_step:
+    def heartbeat(self, load: ReportedLoad) -> None:
+        has_as_much = 0 < self._waiting_tokens <= load.waiting_tokens
+        if self._num_steps != load.num_steps or not has_as_much:
             self._step_began_s = self._clock.monotonic_s()
-        self._reported = backlog
-        self.speed = backlog.speed
-        self._find_others(backlog)
+        self._num_steps, self._waiting_tokens = load.num_steps, load.waiting_tokens
+        self.speed = load.prompt_speed
+        self._find_others(load)
         self._answered.clear()
 
-    def _find_others(self, backlog: Backlog) -> None:
-        """What waits, less what is or may be ours."""
+    def _find_others(self, load: ReportedLoad) -> None:
+        """What waits, less what is or may be ours. Only the largest callers are listed."""
         ours = self._answered.copy()
         for sent in self._sent.values():
             ours[sent.caller_id] += sent.num_tokens
-        listed = backlog.by_caller or {}
+        listed = load.waiting_by_caller
         self._least_listed = min(listed.values(), default=0)
         self._others = {
             caller_id: num_tokens - ours[caller_id]
             for caller_id, num_tokens in listed.items()
             if num_tokens > ours[caller_id]
         }
-        unlisted = backlog.waiting_tokens - sum(listed.values())
+        unlisted = load.waiting_tokens - sum(listed.values())
         our_unlisted = sum(count for caller, count in ours.items() if caller not in listed)
         self._others_unlisted = max(0, unlisted - our_unlisted)
 
@@ -148,7 +135,7 @@ class PrefillBacklog:
         """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
         ours, whichever is more, less what has been computed since the step on the device began. Two
         engines that compute a prompt each are not equals: one of them is done sooner."""
-        ahead, speed = self._reported.waiting_tokens, self.speed
+        ahead, speed = self._waiting_tokens, self.speed
         if not ahead and not self._sent:
             return 0
         now_s = self._clock.monotonic_s()

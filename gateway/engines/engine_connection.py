@@ -70,7 +70,7 @@ class ConnectionEvents(Protocol):
     `has_died`: the node lives, and the engine's process has ended.
     """
 
-    def linked(self, engine: EngineConnection) -> OutputReceiver: ...
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> OutputReceiver: ...
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None: ...
 
@@ -94,9 +94,6 @@ class EngineConnection(asyncio.Protocol):
         tls: ClusterTls | None = None,
     ) -> None:
         self.member = member
-        self.max_num_seqs = self.block_bytes = 0  # by its Welcome
-        self.own_target_s = 0.0
-        self.num_host_blocks = self.max_loras = 0
         self._secret = secret
         self._events = events
         self._clock = clock
@@ -359,9 +356,5 @@ class EngineConnection(asyncio.Protocol):
                 self._end(f"{field} is {getattr(welcome, field)!r}, announced was {expected!r}")
                 return
         if not self._welcome.done():
-            self.max_num_seqs, self.block_bytes = welcome.max_num_seqs, welcome.block_bytes
-            self.own_target_s = welcome.tbt_target_s
-            self.num_host_blocks = welcome.num_host_blocks
-            self.max_loras = welcome.max_loras
-            self._receiver = self._events.linked(self)
+            self._receiver = self._events.linked(self, welcome)
             self._welcome.set_result(None)

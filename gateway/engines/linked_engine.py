@@ -18,8 +18,8 @@ from ...core.request.request import Request, Ticket
 from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
-from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
-from .engine_accounts import Backlog, DecodePlaces, Key, PrefillBacklog
+from ..request.engine_link import Demand, EngineOutput, PlainToken, RequestSender, Work
+from .engine_accounts import DecodePlaces, Key, PrefillBacklog
 from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
 from .routing import EngineState
@@ -28,14 +28,8 @@ _RESERVED_BLOCKS = 2  # padding and canary
 MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
 
 
-class EngineSender(Protocol):
-    """Where an engine's messages go; never blocks."""
-
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None: ...
-
-    def cancel(self, request_id: str, attempt: int) -> None: ...
+class EngineSender(RequestSender, Protocol):
+    """Where an engine's messages go."""
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
 
@@ -119,9 +113,7 @@ class LinkedEngine:
         self.load, self._has_refused = load, False
         self.heard_s = self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
-        self.backlog.heartbeat(
-            Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
-        )
+        self.backlog.heartbeat(load)
         self.places.heartbeat(load.num_requests, load.room_blocks)
         target_s = load.tbt_target_s
         self._num_promised = MANY_DECODES if target_s is None else load.decodes_within(target_s)

@@ -73,7 +73,7 @@ class Events:
     is_over: bool = False
     lost_by: list[tuple[str, bool]] = field(default_factory=list)  # reason, has_died
 
-    def linked(self, engine: EngineConnection) -> Events:
+    def linked(self, engine: EngineConnection, welcome: object) -> Events:
         return self
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:

@@ -81,7 +81,7 @@ class BusyGateway:
         self.lost_by: list[tuple[str, bool]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    def linked(self, engine: EngineConnection) -> BusyGateway:
+    def linked(self, engine: EngineConnection, welcome: object) -> BusyGateway:
         self._writing = asyncio.create_task(self._write(engine))
         return self
 

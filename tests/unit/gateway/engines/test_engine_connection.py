@@ -58,14 +58,16 @@ class Events:
     """What the gateway was told, in order, as a line each."""
 
     heard: list[str] = field(default_factory=list)
+    welcome: node_pb2.Welcome | None = None
     loads: list[int] = field(default_factory=list)
     tokens: list[PlainToken] = field(default_factory=list)
     reason: str = ""
     has_died: bool | None = None  # None: it is not lost
     fails_on: int = -1  # a token's index
 
-    def linked(self, engine: EngineConnection) -> Events:
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Events:
         self.heard.append("linked")
+        self.welcome = welcome
         return self
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
@@ -225,7 +227,7 @@ def num_open_files() -> int:
 
 async def test_messages_pass_both_ways_in_order(scene: Scene) -> None:
     async with scene.linked() as (connection, end, _):
-        assert connection.max_num_seqs == 7
+        assert scene.events.welcome is not None and scene.events.welcome.max_num_seqs == 7
         for index in range(50):
             connection.cancel(f"{index}" * 1000, index)
         end.send(heartbeat(3))
