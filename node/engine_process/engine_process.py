@@ -56,13 +56,14 @@ from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
+from ..requests.request_role import EngineParts
 from .dispatch_gates import AdapterGate, GrammarGate
 from .engine_links import EngineLinks
 from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
 from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders
-from .role_plan import EngineParts, RolePlan
+from .role_plan import RolePlan
 from .startup_messages import (
     LoadReport,
     Settings,

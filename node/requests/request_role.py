@@ -23,7 +23,7 @@ from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
 from ...proto.v1 import node_pb2
 from ..channels.engine_channels import Link
-from ..channels.mailboxes import Kind
+from ..channels.mailboxes import Kind, Outbox
 from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from .request_io import Entry, RequestIO
@@ -39,25 +39,35 @@ class Vitals:
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What a role is built from: everything that its engine process has made.
+
+    `block_bytes`: of all ranks.
+    """
+
+    engine: Engine
+    requests: RequestIO
+    outbox: Outbox
+    source: SourceSide
+    puller: PullerSide
+    clock: Clock
+    fingerprint: str
+    block_bytes: int
+
+
 class EngineRole(ABC):
     """Never raises because of one request: it fails that request. What it raises all the same, the
     loop turns into `fail`."""
 
     ticket_work: node_pb2.Work  # that this role does with a ticket
 
-    def __init__(
-        self,
-        engine: Engine,
-        request_io: RequestIO,
-        source: SourceSide,
-        puller: PullerSide,
-        clock: Clock,
-    ) -> None:
-        self._engine = engine
-        self._request_io = request_io
-        self._source = source
-        self._puller = puller
-        self._clock = clock
+    def __init__(self, parts: EngineParts) -> None:
+        self._engine = parts.engine
+        self._request_io = parts.requests
+        self._source = parts.source
+        self._puller = parts.puller
+        self._clock = parts.clock
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._request_io.accept(gateway, dispatch)
@@ -67,8 +77,7 @@ class EngineRole(ABC):
         try:
             self._admit(entry, samples, dispatch.work)
         except BatonError as error:
-            for sample in samples:
-                self.fail(sample.key, error)
+            self._fail_all(samples, error)
 
     def _admit(self, entry: Entry, samples: Sequence[Request], work: node_pb2.Work) -> None:
         promise, may_refuse = self._engine.promise, entry.request.may_refuse
@@ -92,8 +101,7 @@ class EngineRole(ABC):
         try:
             self._begin_work(entry, samples)
         except BatonError as error:
-            for sample in samples:
-                self.fail(sample.key, error)
+            self._fail_all(samples, error)
 
     def _begin_work(self, entry: Entry, samples: Sequence[Request]) -> None:
         if entry.ticket is not None:
@@ -130,6 +138,10 @@ class EngineRole(ABC):
         """End a request in any state and report to its gateway why."""
         self._end(key, error)
         self._puller.forget(key, self._is_open)
+
+    def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
+        for sample in samples:
+            self.fail(sample.key, error)
 
     def _is_open(self, key: str) -> bool:
         return self._request_io.book.get(key) is not None
