@@ -26,7 +26,7 @@ from baton.core.channels.frames import MAX_FRAME_BYTES
 from baton.core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
-from baton.gateway.engines import engine_connection
+from baton.gateway.engines import engine_connection, engine_sockets
 from baton.gateway.engines.engine_connection import EngineConnection
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
@@ -331,7 +331,7 @@ async def test_an_engine_of_another_user_is_not_spoken_with(
     def refuse(connection: socket.socket) -> None:
         raise HandoffFailed("the other end belongs to user 1")
 
-    monkeypatch.setattr(engine_connection, "require_same_user", refuse)
+    monkeypatch.setattr(engine_sockets, "require_same_user", refuse)
     before = num_open_files()
     assert "belongs to user 1" in await here.connection().run()
     await until(lambda: num_open_files() <= before)
@@ -476,7 +476,7 @@ async def test_a_node_that_does_not_answer_is_not_waited_for(
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(EngineConnection, "_open_tcp", never)
+    monkeypatch.setattr(engine_sockets, "_open_tcp", never)
     async with here.linked() as (_, _, running):
         await here.die()
         await asyncio.wait_for(running, 5)
