@@ -12,7 +12,8 @@ from ...core.config import GatewayConfig
 from ...core.errors import InvalidRequest, Overloaded, StartupFailed, refusing
 from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ...core.request.request import Constraint
-from ..text.tokenizer import NoTokenizer, Tokenizer
+from ..text.no_tokenizer import NoTokenizer
+from ..text.tokenizer import Tokenizer
 from .validation import ModelLimits
 
 _MAX_WAITING = 64

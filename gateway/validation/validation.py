@@ -42,8 +42,9 @@ from ...core.request.request import (
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
+from ..text.no_tokenizer import NoTokenizer, no_text
 from ..text.special_tokens import Spans
-from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
+from ..text.tokenizer import Tokenizer
 from .beams import OF_SEARCHES, complete_search
 
 MAX_LABEL_CHARS = 256
