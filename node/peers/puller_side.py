@@ -34,7 +34,6 @@ from ...kv_transfer.protocol.events import (
     Reserve,
     Send,
     StartPull,
-    Tick,
     WindowFailed,
     WindowOpened,
 )
@@ -64,7 +63,7 @@ class Receiver(Protocol):
 
 
 class PullerSide:
-    """`handoffs` is set where there are any."""
+    """`machine` decides; `handoffs` is set where there are any."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class PullerSide:
         outbox: Outbox,
         fetches: PrefixFetches,
     ) -> None:
-        self._puller = puller
+        self.machine = puller
         self._routes = routes
         self._outbox = outbox
         self.windows = windows
@@ -94,7 +93,7 @@ class PullerSide:
         """
         if request.prefix_source is None:
             return False
-        if not self._puller.is_linked(request.prefix_source.incarnation):
+        if not self.machine.is_linked(request.prefix_source.incarnation):
             self.fetches.not_linked()
             return False
         intended = self.fetches.plan(request, on_over)
@@ -124,20 +123,11 @@ class PullerSide:
         self._routes.lost(incarnation)
         self.feed(PeerLost(incarnation))
 
-    def tick(self) -> None:
-        self.feed(Tick())
-
-    def next_deadline(self) -> float | None:
-        return self._puller.next_deadline()
-
-    def ledger(self) -> dict[str, object]:
-        return self._puller.ledger()
-
     # -- effects -------------------------------------------------------------------------------
 
     def feed(self, event: PullerEvent) -> None:
         """A `Reserve` comes last: its answer may be fed."""
-        for effect in self._puller.handle(event):
+        for effect in self.machine.handle(event):
             self._apply(effect)
 
     def _apply(self, effect: PullerEffect) -> None:

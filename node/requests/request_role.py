@@ -21,6 +21,7 @@ from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
+from ...kv_transfer.protocol.events import Tick
 from ...proto.v1 import node_pb2
 from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind, Outbox
@@ -184,10 +185,10 @@ class EngineRole(ABC):
         for key in book.overdue():
             self.fail(key, DeadlineExceeded("the request's deadline passed"))
         for side in (self._source, self._puller):
-            due_s = side.next_deadline()
+            due_s = side.machine.next_deadline()
             if due_s is not None and due_s <= self._clock.monotonic_s():
-                side.tick()
-        sides = (self._source.next_deadline(), self._puller.next_deadline())
+                side.feed(Tick())
+        sides = (self._source.machine.next_deadline(), self._puller.machine.next_deadline())
         deadlines = (*sides, book.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -221,7 +222,11 @@ class EngineRole(ABC):
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
         name = {"node": self._request_io.node_name}
-        return name | self._engine.ledger() | _both(self._source.ledger(), self._puller.ledger())
+        return (
+            name
+            | self._engine.ledger()
+            | _both(self._source.machine.ledger(), self._puller.machine.ledger())
+        )
 
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
