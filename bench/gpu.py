@@ -1,12 +1,16 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
-python -m baton.bench.gpu [--shape NAME] [--tp N] [--part-of N] [--only NAME...] [--growth] [--load]
-                          [--quantization fp8|fp8-block|int4] [--kv-cache-dtype fp8]
+python -m baton.bench.gpu [--shape NAME] [--tp N] [--pp N] [--part-of N] [--only NAME...]
+                          [--growth] [--load] [--quantization fp8|fp8-block|int4]
+                          [--kv-cache-dtype fp8]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
 events around the replayed graph. A prefill is timed as an idle engine meets it, a second after the
-one before; back to back the card's power limit slows it down, which is told beside it.
+one before; back to back the card's power limit slows it down, which is told beside it. Queued:
+so many batches of prompts are there at once that the ends of a pipeline count for little.
+
+A decode step of an engine with stages is the time in which each sequence gets a token.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,11 +36,12 @@ from baton.engine.local import LocalEngine
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
-from .floors.gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
+from .floors.gpu_shapes import FLOPS, LINK_BYTES_PER_S, SHAPES, Shape, bytes_per_s
 from .floors.gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
 _NUM_KERNELS, _NAME_CHARS = 20, 80
+_QUEUED_BATCHES, _QUEUED_REPEATS = 20, 3
 _PAUSE_S = 1.0  # in which the card cools down from a prefill
 # What the project wants on an H200 with the 8B shape, in ms.
 _TARGETS = {
@@ -143,7 +148,8 @@ class Bench:
         self,
         shape: Shape,
         local: LocalEngine,
-        num_gpus: int,
+        tp: int,
+        num_stages: int,
         kv_dtype: str,
         *,
         tells_kernels: bool,
@@ -151,7 +157,7 @@ class Bench:
         self._tells_kernels = tells_kernels
         self._kv_dtype = kv_dtype
         self._shape = shape
-        self._num_gpus = num_gpus
+        self._tp, self._num_stages = tp, num_stages
         self._engine = local.engine
         self._steps = local.steps
         self._loads = local.runner.model.loads
@@ -184,8 +190,9 @@ class Bench:
         )
         return Request(f"{self._num_requests:032x}", 0, prompt, sampling)
 
-    def prefill(self, num_prompts: int, num_tokens: int) -> tuple[Figure, Figure]:
-        """Time to first token of prompts that arrive together: at an idle engine, back to back."""
+    def prefill(self, num_prompts: int, num_tokens: int) -> Iterator[Figure]:
+        """Time until prompts that arrive together have been computed: at an idle engine, back to
+        back, and of several that are one batch's, a batch of a queue."""
         self._prefill_ms(num_prompts, num_tokens)
         samples = []
         for _ in range(_REPEATS):
@@ -195,10 +202,15 @@ class Bench:
         name = f"prefill {num_prompts} x {num_tokens}"
         floor_ms = self._shape.prefill_floor_ms(num_prompts, num_tokens)
         num_summed = num_prompts * num_tokens
-        return (
-            self._figure(name, samples, floor_ms, num_summed),
-            self._figure(f"{name}, back to back", in_a_row, floor_ms, num_summed),
-        )
+        yield self._figure(name, samples, floor_ms, num_summed)
+        yield self._figure(f"{name}, back to back", in_a_row, floor_ms, num_summed)
+        if num_prompts > 1:
+            num_queued = _QUEUED_BATCHES * num_prompts
+            queued = [
+                self._prefill_ms(num_queued, num_tokens) / _QUEUED_BATCHES
+                for _ in range(_QUEUED_REPEATS)
+            ]
+            yield self._figure(f"{name}, queued", queued, floor_ms, num_summed)
 
     def _prefill_ms(self, num_prompts: int, num_tokens: int) -> float:
         engine = self._engine
@@ -231,12 +243,14 @@ class Bench:
             engine.abort(request.key)
         while engine.has_work:
             engine.step()
-        off_gpu = tuple(sample - clock.median_ms() for sample in samples)
-        return [
-            self._figure(name, samples, self._shape.decode_floor_ms(batch, context), batch),
-            Figure(f"{name}: off the GPU", "ms", off_gpu, 0.0, target=0.03 * min(samples)),
-            *touched,
-        ]
+        parts = self._num_stages  # each of them reads the weights
+        floor_ms = parts * self._shape.decode_floor_ms(batch // parts, context)
+        figures = [self._figure(name, samples, floor_ms, batch)]
+        if self._num_stages == 1:
+            off_gpu = tuple(sample - clock.median_ms() for sample in samples)
+            target = 0.03 * min(samples)
+            figures.append(Figure(f"{name}: off the GPU", "ms", off_gpu, 0.0, target=target))
+        return [*figures, *touched]
 
     def _touched(self, name: str, batch: int) -> list[Figure]:
         """Experts of each layer that one more step chooses, beside what uniform routing would."""
@@ -282,9 +296,11 @@ class Bench:
         return self._figure(name, samples[1:], floor_ms, batch + num_tokens)
 
     def _step_ms(self, batch: int) -> float:
-        begin_s = time.perf_counter()
-        for _ in range(_STEPS):
-            assert len(self._engine.step().tokens) == batch
+        """Until each sequence has a token more: in stages, one step of each part of them."""
+        begin_s, num_tokens = time.perf_counter(), 0
+        while num_tokens < _STEPS * batch:
+            num_tokens += len(self._engine.step().tokens)
+        assert num_tokens == _STEPS * batch
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
 
     def _print_kernels(self, name: str, step: Callable[[], object]) -> None:
@@ -302,11 +318,13 @@ class Bench:
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
-        kind = (self._shape.name, self._shape.quantization, self._kv_dtype, self._num_gpus)
-        targets = _TARGETS_OF.get(kind, {})
-        floor_ms /= self._num_gpus
-        floor_ms += self._shape.sums_floor_ms(num_tokens, self._num_gpus)
-        bound = "bytes and operations" + (", links" if self._num_gpus > 1 else "")
+        num_gpus = self._tp * self._num_stages
+        kind = (self._shape.name, self._shape.quantization, self._kv_dtype, num_gpus)
+        has_targets = self._num_stages == 1 and "H200" in torch.cuda.get_device_name()
+        targets = _TARGETS_OF.get(kind, {}) if has_targets else {}
+        floor_ms /= num_gpus
+        floor_ms += self._shape.sums_floor_ms(num_tokens, self._tp)
+        bound = "bytes and operations" + (", links" if self._tp > 1 else "")
         return Figure(name, "ms", tuple(samples), floor_ms, bound, targets.get(name))
 
 
@@ -321,6 +339,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument("--pp", type=int, default=1, help="stages of the engine, each of --tp GPUs")
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
     parser.add_argument(
         "--quantization", choices=("fp8", "fp8-block", "int4"), help="of the weights"
@@ -340,6 +359,7 @@ def main(argv: list[str]) -> int:
         SHAPES[arguments.shape].part(arguments.part_of),
         quantization=arguments.quantization,
         is_kv_8bit=arguments.kv_cache_dtype != "auto",
+        bytes_per_s=bytes_per_s(torch.cuda.get_device_name()),
     )
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
@@ -352,6 +372,7 @@ def main(argv: list[str]) -> int:
         attention_backend=arguments.attention_backend,
         kv_cache_dtype=arguments.kv_cache_dtype,
         tensor_parallel_size=arguments.tp,
+        pipeline_parallel_size=arguments.pp,
         max_num_seqs=arguments.max_num_seqs,
         mixed_graph_tokens=arguments.mixed_graph_tokens,
     )
@@ -359,7 +380,12 @@ def main(argv: list[str]) -> int:
     runner = local.runner
     print("\n".join(runner.startup_notes), flush=True)
     bench = Bench(
-        shape, local, arguments.tp, arguments.kv_cache_dtype, tells_kernels=arguments.kernels
+        shape,
+        local,
+        arguments.tp,
+        arguments.pp,
+        arguments.kv_cache_dtype,
+        tells_kernels=arguments.kernels,
     )
     decodes = [*_DECODES, *(_GROWTH if arguments.growth else [])]
     figures: list[Figure] = []
@@ -389,9 +415,10 @@ def main(argv: list[str]) -> int:
         "shape": shape.name,
         "quantization": shape.quantization,
         "kv_cache_dtype": arguments.kv_cache_dtype,
-        "gpus": arguments.tp,
+        "gpus": arguments.tp * arguments.pp,
+        "stages": arguments.pp,
         "floors_from": {
-            "bytes_per_s": BYTES_PER_S,
+            "bytes_per_s": shape.bytes_per_s,
             "flops": FLOPS,
             "link_bytes_per_s": LINK_BYTES_PER_S,
         },

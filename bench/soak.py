@@ -76,7 +76,7 @@ async def soak(minutes: float) -> dict[str, object]:
     where, until_s = machine(), minutes * 60
     warmup_s = _WINDOW_S + _SETTLE_S
     deployment = Deployment(
-        UpConfig(),
+        UpConfig(mode="disaggregated"),
         EngineConfig(device="cpu", cpu_kv_bytes=_POOL_BYTES),
         NodeConfig(),
         GatewayConfig(grpc_port=0, http_port=0),

@@ -100,7 +100,9 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     for transport in ("auto", "tcp"):
         node = NodeConfig(kv_transport=transport)
-        deployment = Deployment(UpConfig(), engine, node, gateway, lambda *_: None)
+        deployment = Deployment(
+            UpConfig(mode="disaggregated"), engine, node, gateway, lambda *_: None
+        )
         with running_in_background(deployment):
             (supervisor,) = (c.process.pid for c in deployment.children if c.name == "prefill-0")
             children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()

@@ -222,7 +222,7 @@ class UpConfig:
         None, "GPU ids of the decode node, e.g. 2,3; default: half of them, or what is left"
     )
     mode: str = flag(
-        "disaggregated",
+        "auto",
         "disaggregated: prefill engines hand all KV to decode engines; aggregated: every engine "
         "does both; auto: both roles, and each request where it is done first",
         choices=("disaggregated", "aggregated", "auto"),

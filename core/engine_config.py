@@ -80,6 +80,12 @@ class EngineConfig:
         "GiB of host memory for each GPU: KV blocks that leave its pool go there and come back, "
         "those of preempted requests too; 0: none; default: 4 on a GPU, 0 on a CPU",
     )
+    kv_disk_path: str | None = flag(
+        None,
+        "directory of a disk that KV blocks go to when they leave the host memory of --swap-space; "
+        "default: none",
+    )
+    kv_disk_space: float = flag(64.0, "GiB that an engine takes of --kv-disk-path")
     gpu_memory_utilization: float = flag(
         0.9,
         "share of GPU memory for this engine: weights, KV, work",
@@ -153,10 +159,19 @@ class EngineConfig:
             raise StartupFailed("--max-cpu-loras must be at least --max-loras")
         if self.swap_space is not None and not 0 <= self.swap_space < math.inf:
             raise StartupFailed("--swap-space must be 0 or more")
+        self._check_disk()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
         self.speculation  # noqa: B018  # raises what is wrong with it
         self._check_pipeline()
+
+    def _check_disk(self) -> None:
+        if not 0 < self.kv_disk_space < math.inf:
+            raise StartupFailed("--kv-disk-space must be above 0")
+        if self.kv_disk_path is not None and self.num_ranks > 1:
+            raise StartupFailed(f"--kv-disk-path is not for engines with {self.size_flags}")
+        if self.kv_disk_path is not None and self.swap_space == 0:
+            raise StartupFailed("--kv-disk-path needs --swap-space above 0")
 
     def _check_pipeline(self) -> None:
         """Raises StartupFailed where another flag is not for several stages."""

@@ -21,10 +21,12 @@ from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints
 from .first_steps import measure_first_steps
 from .kv.block_pool import BlockPool, BlockRef
+from .kv.disk.disk_thread import DiskThread
+from .kv.disk.disk_tier import DiskCounts, DiskTier
 from .kv.generations import Generations
 from .kv.host_blocks import HostBlocks
-from .kv.host_copies import HostCopier
-from .kv.host_tier import HostCounts, HostTier
+from .kv.host_copies import HostCopier, HostCounts
+from .kv.host_tier import HostTier
 from .kv.lent_prefixes import LentPrefixes
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver, PrefixCache
@@ -60,12 +62,13 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Clock | None = None,
         host_copier: HostCopier | None = None,
+        disk: DiskThread | None = None,
         adapters: AdapterRoom[Sequence] | None = None,
         proposer: Proposer | None = None,
     ) -> None:
         """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
-        adapter; `host_copier`: to host memory, where the prefix cache goes on; `proposer`:
-        speculation by its drafts."""
+        adapter; `host_copier`: to host memory, where the prefix cache goes on, and from there
+        to `disk`; `proposer`: speculation by its drafts."""
         self.adapters = adapters
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, generations)
@@ -79,6 +82,7 @@ class Engine:
         cache = PrefixCache(
             self.pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
         )
+        self._clock = clock = clock or SystemClock()
         self._host: HostTier | None = None
         if host_copier is not None and host_blocks is not None:
             self._host = HostTier(
@@ -89,6 +93,7 @@ class Engine:
                 generations,
                 self._step_costs.estimate,
                 limits.block_size,
+                None if disk is None else DiskTier(disk, host_blocks, clock),
             )
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size, self._host)
         self._step_record = StepRecord()
@@ -110,7 +115,6 @@ class Engine:
             on_end=self._estimator.observe,
         )
         self._num_prompts = 0  # to compute here
-        self._clock = clock = clock or SystemClock()
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(
@@ -310,6 +314,7 @@ class Engine:
             num_swaps=self._scheduler.preemption.num_swaps,
             host_hit_tokens=self._tables.num_host_hit_tokens,
             host=HostCounts() if self._host is None else self._host.counts,
+            disk=self._host.disk.counts if self._host and self._host.disk else DiskCounts(),
             speculation=self._speculator.counts if self._speculator else SpeculationCounts(),
         )
 

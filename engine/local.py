@@ -12,6 +12,7 @@ from ..core.request.request import Adapter, Request
 from .engine import Engine
 from .execution.batch import Runner
 from .execution.runner import ModelRunner
+from .kv.disk.disk_thread import make_disk
 from .kv.generations import LocalGenerations
 from .kv.limits import EngineLimits
 from .lora.adapter_room import refuse_adapter, room_for
@@ -39,6 +40,8 @@ class LocalEngine:
         followers = None if ranks is None else ranks.followers
         self.steps: Runner = join_ranks(runner, followers, config.pipeline_parallel_size)
         host_copier = host_copier_of(runner, followers)
+        short = fingerprint.short(runner.fingerprint)
+        self._disk = make_disk(config, runner.host_copier, short)
         self._adapters = adapters_of(runner.adapters, followers)
         self.engine = Engine(
             self.steps,
@@ -53,10 +56,11 @@ class LocalEngine:
                 num_stages=config.pipeline_parallel_size,
             ),
             LocalGenerations(runner.kv.num_blocks),
-            fingerprint=fingerprint.short(runner.fingerprint),
+            fingerprint=short,
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             host_copier=host_copier,
+            disk=self._disk,
             adapters=room_for(self._adapters, config.max_loras, config.num_host_adapters),
             proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
             grammars=Grammars(
@@ -66,6 +70,8 @@ class LocalEngine:
         self.engine.promise.tbt_target_s = config.tbt_target_s
         if host_copier is not None:
             host_copier.begin()
+        if self._disk is not None:
+            self._disk.begin()
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LocalEngine:
@@ -99,6 +105,8 @@ class LocalEngine:
         """End the other ranks and give all memory back; no step may be in flight."""
         if self.ranks is not None:
             self.ranks.close()  # first: they write to this one's memory
+        if self._disk is not None:
+            self._disk.close()
         self.runner.close()
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:

@@ -18,9 +18,14 @@ from .window.transport import Transport
 
 
 def transports(
-    kv: CpuKvMemory | CudaKvMemory, config: NodeConfig, tls: EngineTls | None
+    kv: CpuKvMemory | CudaKvMemory,
+    config: NodeConfig,
+    tls: EngineTls | None,
+    *,
+    is_spread: bool = False,
 ) -> list[Transport]:
-    """The ways in which blocks can reach the pool `kv`, best first.
+    """The ways in which blocks can reach the pool `kv`, best first; of an engine that `is_spread`
+    over several hosts without NCCL, whose other end would have to be looked for on each.
 
     Raises StartupFailed if `--kv-transport` names one that this device has not got.
     """
@@ -39,8 +44,8 @@ def transports(
         from .cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport  # needs Triton
 
         method = None if config.kv_copy == "auto" else config.kv_copy
-        nccl = _nccl(kv, cut_of, wrapping(tls))
-        found = [CudaIpcTransport(kv, method), nccl, CudaStagedTransport(kv), tcp]
+        nccl = [] if is_spread else [_nccl(kv, cut_of, wrapping(tls))]
+        found = [CudaIpcTransport(kv, method), *nccl, CudaStagedTransport(kv), tcp]
     chosen = [transport for transport in found if wanted in ("auto", transport.name)]
     if not chosen:
         names = ", ".join(transport.name for transport in found)
@@ -53,10 +58,10 @@ def wrapping(tls: EngineTls | None) -> WrapSocket:
     return tls.puller_wrap() if tls is not None else lambda connection: connection
 
 
-def outlets(kv: CpuKvMemory | CudaKvMemory) -> dict[Mode, MakeOutlet]:
-    """The ways in which blocks of `kv` can leave this host."""
+def outlets(kv: CpuKvMemory | CudaKvMemory, *, is_spread: bool = False) -> dict[Mode, MakeOutlet]:
+    """The ways in which blocks of `kv` can leave this host; `is_spread`: see transports."""
     ways = {Mode.BYTES: tcp_outlet(_make_bytes(kv))}
-    if not isinstance(kv, CpuKvMemory):
+    if not (isinstance(kv, CpuKvMemory) or is_spread):
         from .nccl.nccl import nccl_outlet
         from .nccl.nccl_lane import open_source_lane
 

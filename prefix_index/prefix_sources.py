@@ -3,7 +3,8 @@
     seconds = FETCH_S + bytes / link's rate
 
 The first pull of a pair opens the source's pool, which takes longer once, or even too long: then
-that one prompt is computed.
+that one prompt is computed. Nobody knows the rate of a link before that; engines of which none
+hands anything off have opened none, and would never if they were not taken for slow ones.
 
 Pure: what engines have cached and how they are linked is given. Gateways weigh the seconds
 against computing those tokens.
@@ -17,6 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 FETCH_S = 0.004  # messages both ways between two steps, whatever is fetched
+UNMEASURED_GBYTES_PER_S = 10.0  # of a link, while none is measured: a network's
 _MOST_HOLDERS = 3  # that are considered for one prompt
 _LEAST_LIMIT_S = 0.25
 _LIMIT_RATIO = 4.0  # of the estimate: then it is computed
@@ -58,7 +60,7 @@ class Holders:
     """Who has most of one prompt: (tokens, incarnation), most first.
 
     `rates`: of each engine's open links, in GB/s by source; `usual_rate`: of a link that nobody has
-    measured, None if there is none to go by.
+    measured; None: it is not taken.
     """
 
     most: Sequence[tuple[int, str]]
@@ -67,16 +69,20 @@ class Holders:
 
     @classmethod
     def of(
-        cls, cached_tokens: Mapping[str, int], rates: Mapping[str, Mapping[str, float]]
+        cls,
+        cached_tokens: Mapping[str, int],
+        rates: Mapping[str, Mapping[str, float]],
+        unmeasured: float | None = UNMEASURED_GBYTES_PER_S,
     ) -> Holders:
-        """`cached_tokens` by incarnation, of engines that may be asked for them."""
+        """`cached_tokens` by incarnation, of engines that may be asked for them; `unmeasured`: the
+        rate of any link where none is known."""
         most = sorted(((num, name) for name, num in cached_tokens.items() if num), reverse=True)
-        usual = next((min(found) for by in rates.values() if (found := _known(by.values()))), None)
-        return cls(most[:_MOST_HOLDERS], rates, usual)
+        known = (min(found) for by in rates.values() if (found := _known(by.values())))
+        return cls(most[:_MOST_HOLDERS], rates, next(known, unmeasured))
 
     def best_fetch(self, target: str, cached_tokens: int, token_bytes: float) -> Fetch | None:
         """The fetch that leaves `target`, which has `cached_tokens` itself, the most of the prompt;
-        of equals the fastest. None: nobody has more, or no link is known."""
+        of equals the fastest. None: nobody has more, or no link may be taken."""
         best: Fetch | None = None
         for num_tokens, source in self.most:
             if num_tokens <= cached_tokens or (best is not None and num_tokens < best.num_tokens):

@@ -139,7 +139,7 @@ def running(
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     deployment = Deployment(
-        up or UpConfig(),
+        up or UpConfig(mode="disaggregated"),
         engine,
         node or NodeConfig(),
         gateway or GatewayConfig(grpc_port=0, http_port=0, model=engine.model),

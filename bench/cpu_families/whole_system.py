@@ -59,7 +59,7 @@ def measure() -> list[Figure]:
 def _run_pairs() -> list[tuple[Result, float, float]]:
     """Each prompt through the system and, next to it in time, through the engine alone (ms)."""
     deployment = Deployment(
-        UpConfig(),
+        UpConfig(mode="disaggregated"),
         EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
         NodeConfig(),
         GatewayConfig(grpc_port=0, http_port=0),

@@ -34,6 +34,8 @@ from ..floors.gpu_shapes import SHAPES
 
 _BATCH, _CONTEXT = 64, 1024
 _STEPS, _REPEATS = 20, 5
+_MOST_TOKENS = 512  # of an output: more than any of them gets
+_NUM_BLOCKS = 7000
 _MOST_OVER, _MOST_OVER_IDLE, _LOAD_S = 0.10, 0.01, 1.0  # what the project wants
 
 
@@ -62,13 +64,12 @@ class Bench:
 
     def begin(self, adapters: list[Adapter | None]) -> list[str]:
         """Let one sequence for each decode; their keys."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=1 << 16, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=_MOST_TOKENS, ignore_eos=True)
         keys = []
         for adapter in adapters:
             self._number += 1
             prompt = [7 + i % 1000 for i in range(_CONTEXT)]
             request = Request(f"{self._number:032x}", 0, prompt, sampling, adapter=adapter)
-            request = replace(request, sampling=replace(sampling, max_tokens=2048))
             reservation = self._engine.reserve(request)
             assert reservation is not None, "no room"
             self._engine.start(reservation, 11)
@@ -144,7 +145,7 @@ def main(argv: list[str]) -> int:
         device="cuda",
         load_format="dummy",
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.45,  # two engines
+        num_kv_blocks=_NUM_BLOCKS,  # two engines fit into 80 GB
         max_model_len=4096,
         max_num_seqs=128,
         enable_lora=True,

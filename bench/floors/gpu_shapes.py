@@ -6,7 +6,7 @@
 bytes: all weights but the input embedding once, of experts those that uniform routing touches, and
 for a decode the KV of all positions; a prefill computes the LM head for the last position of each
 prompt only; operations: 2 a weight and token, and 4 a head, dimension, query and key it sees.
-Bandwidth and rate are what an H200 gave for a large copy and a large product, not its data sheet.
+Bandwidth and rate are what a card gave for a large copy and a large product, not its data sheet.
 Weights in FP8 are a byte each, scales not counted, in int4 half a byte with their scales, without
 the LM head. Its products are in bf16, as all are with weights in int4.
 """
@@ -17,8 +17,9 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-BYTES_PER_S = 4.3e12
-FLOPS = 790e12
+BYTES_PER_S = 4.3e12  # of an H200
+_BYTES_PER_S_OF = {"H100": 3.0e12}
+FLOPS = 790e12  # of both
 FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with a scale for each row, for each block
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
@@ -29,6 +30,11 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+
+def bytes_per_s(card: str) -> float:
+    """Of a card by its name; of one that is not known an H200's."""
+    return next((rate for name, rate in _BYTES_PER_S_OF.items() if name in card), BYTES_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Shape:
     quantization: str | None = None
     experts: int = 0  # Qwen3-MoE's, each of `inner`; 0: one MLP
     chosen: int = 0  # experts a token
+    bytes_per_s: float = BYTES_PER_S  # of the card
 
     def touched(self, num_tokens: int) -> float:
         """How many experts of a layer so many tokens choose, if they choose uniformly."""
@@ -119,11 +126,11 @@ class Shape:
         products_s = max(
             2 * self.layer_weights * batch / self._layer_flops
             + 2 * self.head_weights * batch / FLOPS,
-            read_bytes / BYTES_PER_S,
+            read_bytes / self.bytes_per_s,
         )
-        reading_s = batch * context * self.kv_bytes_per_token / BYTES_PER_S
+        reading_s = batch * context * self.kv_bytes_per_token / self.bytes_per_s
         parts_s = products_s + max(reading_s, attention / FLOPS)
-        return max(parts_s, num_bytes / BYTES_PER_S) * 1e3
+        return max(parts_s, num_bytes / self.bytes_per_s) * 1e3
 
     def prefill_floor_ms(self, num_prompts: int, num_tokens: int) -> float:
         """`num_prompts` prompts of `num_tokens` tokens each."""
@@ -132,7 +139,7 @@ class Shape:
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
         read = self.layer_weights_read(num_prompts * num_tokens) * self._weight_bytes
-        reading_s = (read + self.head_weights * _BF16) / BYTES_PER_S
+        reading_s = (read + self.head_weights * _BF16) / self.bytes_per_s
         return max(num_prompts * (products_s + attention / FLOPS), reading_s) * 1e3
 
     def sums_floor_ms(self, num_tokens: int, num_gpus: int) -> float:

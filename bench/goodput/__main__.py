@@ -40,7 +40,18 @@ from ..floors.gpu_shapes import SHAPES, Shape
 from ..serve import load, systems
 from ..serve.clients import clocks
 from . import figures
-from .cells import CELLS, MODES, PROMISING, VLLM, Run, Start, Timing, cell_named, plan
+from .cells import (
+    CELLS,
+    MODES,
+    PROMISING,
+    VLLM,
+    Run,
+    Start,
+    Timing,
+    cell_named,
+    plan,
+    rates_by_cell,
+)
 from .results import Results, key_of
 
 _MODEL = "m"  # its name for clients
@@ -61,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="*", default=[*MODES])
     parser.add_argument("--running", nargs="*", default=[], help="NAME=URL[,URL]: more modes")
     parser.add_argument("--y", nargs="*", type=float, default=[15.0, 25.0, 50.0], help="ms")
-    parser.add_argument("--rates", nargs="*", type=float, default=[], help="requests a second")
+    parser.add_argument(
+        "--rates", nargs="*", default=[], help="requests a second: RATE of any cell, or CELL=RATE"
+    )
     parser.add_argument(
         "--factors", nargs="*", type=float, default=[0.85, 1.0, 1.15], help="of predicted rates"
     )
@@ -306,7 +319,7 @@ def _run_all(
                 modes,
                 [cell_named(name).within(arguments.max_model_len) for name in arguments.cells],
                 arguments.y,
-                arguments.rates,
+                rates_by_cell(arguments.rates),
                 arguments.factors,
                 timing,
                 num_cards(arguments),

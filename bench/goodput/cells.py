@@ -20,6 +20,7 @@ MODES = (DISAGGREGATED, AGGREGATED, AUTO)
 PROMISING = (AGGREGATED, AUTO)
 VLLM = "vllm-"  # and the tokens of a chunk
 PREDICTED_CARDS = 2  # of the rates below
+ANY_CELL = ""  # that has no rates of its own
 _RUN_OVERHEAD_S = 5.0  # generators start, draw prompts, write what they saw
 _TPOT_S = 0.02  # of requests that nothing is known of
 
@@ -172,6 +173,15 @@ class Start:
         return self.mode if self.promise_ms is None else f"{self.mode} for {self.promise_ms:g} ms"
 
 
+def rates_by_cell(texts: Sequence[str]) -> Mapping[str, Sequence[float]]:
+    """Of `RATE` and `CELL=RATE`. Raises ValueError."""
+    found: dict[str, list[float]] = {}
+    for text in texts:
+        cell, _, rate = text.rpartition("=")
+        found.setdefault(cell, []).append(float(rate))
+    return found
+
+
 def promise_groups(ys_ms: Sequence[float]) -> list[list[float]]:
     """What one start each can serve, the largest first."""
     groups: list[list[float]] = []
@@ -187,17 +197,17 @@ def plan(
     modes: Sequence[str],
     cells: Sequence[Cell],
     ys_ms: Sequence[float],
-    rates: Sequence[float],
+    rates: Mapping[str, Sequence[float]],
     factors: Sequence[float],
     timing: Timing,
     num_cards: int,
 ) -> Iterator[Start]:
-    """All starts, one after the other. `rates`, if any, take the place of the predicted ones times
-    `factors`; rates ascend. Raises ValueError where there are neither."""
+    """All starts, one after the other. `rates` of a cell, or of ANY_CELL, take the place of the
+    predicted ones times `factors`; rates ascend. Raises ValueError where there are neither."""
 
     def rates_of(cell: Cell, mode: str, y_ms: float | None) -> Sequence[float]:
-        if rates:
-            return sorted(rates)
+        if given := rates.get(cell.name) or rates.get(ANY_CELL):
+            return sorted(given)
         share = num_cards / PREDICTED_CARDS
         if cell.fixed_rate is not None:
             return [cell.fixed_rate * share]

@@ -55,7 +55,7 @@ def by_rate() -> str:
         rows.append(
             (
                 *(*_kind(row), "" if asked is None else f"{asked:g}", f"{row['rate_per_s']:g}"),
-                " ".join(f"{row['attained'].get(y, 0):.2f}" for y in ys),
+                " ".join(f"{row['attained'][y]:.2f}" if y in row["attained"] else "-" for y in ys),
                 " / ".join(number(probe["ttft_ms"][q]) for q in ("p50", "p90", "p99")),
                 number(streams["tpot_ms"]["p50"]),
                 number(streams["tbt_ms"]["p99"]),

@@ -29,6 +29,11 @@ _QUANTISED = {
     "30B-A3B": "gpu_30b-a3b",
     "30B-A3B in FP8": "gpu_30b-a3b_fp8",
 }
+_H100S = {
+    "one H100": "gpu_h100",
+    "two, `--pp 2`": "gpu_h100_pp2",
+    "two, `--tp 2`": "gpu_h100_tp2",
+}
 _PARALLEL = {
     "8B, `--tp 2`": "gpu_tp2",
     "8B, `--tp 4`": "gpu_tp4",
@@ -94,6 +99,11 @@ def shapes() -> str:
 def quantised() -> str:
     """The same of weights and KV in 8 and 4 bits, and of a mixture of experts."""
     return _beside(_QUANTISED, "30B-A3B")
+
+
+def on_h100s() -> str:
+    """One card, and two as stages or as ranks of one stage."""
+    return _beside(_H100S, "one H100") + "\n" + source("gpu_h100")
 
 
 def _beside(files: dict[str, str], named_by: str) -> str:

@@ -29,14 +29,23 @@ def speculation() -> str:
 
 
 def speculation_gpu() -> str:
-    """Drafts that a coin accepts, on an H200."""
-    found = figures("speculation_gpu").values()
-    return figure_table(found) + "\n" + source("speculation_gpu")
+    """Drafts that a coin accepts, on an H200 and an H100."""
+    return _each("speculation_gpu", "speculation_gpu_h100")
+
+
+def _each(*names: str) -> str:
+    """A table for each of these files."""
+    return "\n".join(figure_table(figures(name).values()) + "\n" + source(name) for name in names)
 
 
 def lora() -> str:
-    """What LoRA adapters cost steps, on an H200."""
-    return figure_table(figures("lora").values()) + "\n" + source("lora")
+    """What LoRA adapters cost steps, on an H200 and an H100."""
+    return _each("lora", "lora_h100")
+
+
+def chats() -> str:
+    """Chats of several turns, by mode."""
+    return figure_table(figures("chats").values()) + "\n" + source("chats")
 
 
 def callers() -> str:

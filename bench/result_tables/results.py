@@ -48,9 +48,9 @@ def _line(cells: Row) -> str:
 
 
 def source(name: str, **more: str) -> str:
-    """Where a table comes from: the file, the commit that was measured, the command."""
+    """Where a table comes from: the file, the commit that was measured, the card, the command."""
     result = load(name) | more
-    parts = [str(result[key]) for key in ("commit", "date") if result.get(key)]
+    parts = [str(result[key]) for key in ("commit", "date", "gpu") if result.get(key)]
     where = f"[{name}.json]({{results}}/{name}.json)"
     command = f" `{result['command']}`" if result.get("command") else ""
     return f"{where}, {', '.join(parts)}{',' if command else ''}{command}\n"

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("--commit", help="what is measured, where git does not know")
     flags.add_flags(parser, EngineConfig, NodeConfig, UpConfig)
+    parser.set_defaults(mode="disaggregated")
     return parser
 
 
@@ -97,7 +98,7 @@ def _system(arguments: argparse.Namespace) -> Iterator[str]:
             yield target
     else:
         up, node = flags.parse(UpConfig, arguments), flags.parse(NodeConfig, arguments)
-        with systems.disaggregated(engine, up, node) as target:
+        with systems.over_grpc(engine, up, node) as target:
             yield target
 
 

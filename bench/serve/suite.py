@@ -128,7 +128,7 @@ class Suite:
     def _system(self) -> None:
         up = flags.parse(UpConfig, self._arguments)
         node = flags.parse(NodeConfig, self._arguments)
-        with systems.disaggregated(self._engine, up, node) as target:
+        with systems.over_grpc(self._engine, up, node) as target:
             repeats, address = self._arguments.idle_repeats, target.removeprefix("grpc://")
             if repeats:
                 # Begun anew, a stream finds its prompt cached: what that takes, for the floor.
@@ -239,6 +239,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--commit", help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=Path("serve-results"))
     flags.add_flags(parser, EngineConfig, NodeConfig, UpConfig)
+    parser.set_defaults(mode="disaggregated")
     arguments = parser.parse_args(argv)
     suite = Suite(arguments, argv)
     for part in arguments.parts.split(","):

@@ -1,7 +1,7 @@
 """Brings up a system to measure, and says how a driver reaches it.
 
 deployed         Redis, gateway and nodes, as `baton up` starts them, over HTTP
-disaggregated    the same over gRPC, and no tokenizer
+over_grpc        the same over gRPC, and no tokenizer
 mixed            the same engines, each prefilling and decoding; no gateway, no hand-off
 vllm             replicas of vLLM, one a GPU, that requests are dealt to in turn
 """
@@ -51,7 +51,7 @@ def deployed(
 
 
 @contextmanager
-def disaggregated(engine: EngineConfig, up: UpConfig, node: NodeConfig) -> Iterator[str]:
+def over_grpc(engine: EngineConfig, up: UpConfig, node: NodeConfig) -> Iterator[str]:
     """The target of a deployment's gateway."""
     gateway = GatewayConfig(grpc_port=0, http_port=0, model=engine.model, skip_tokenizer_init=True)
     deployment = Deployment(up, engine, node, gateway, _say)

@@ -65,7 +65,7 @@ async def run(max_tokens: int, *, verbose: bool) -> int:
             print(f"{name:>10} | {line}", flush=True)
 
     deployment = Deployment(
-        UpConfig(num_decode_nodes=2),
+        UpConfig(mode="disaggregated", num_decode_nodes=2),
         EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
         NodeConfig(),
         GatewayConfig(grpc_port=0, http_port=0),

@@ -224,6 +224,11 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ),
         ("To host memory", "Bps", node_rate("kv_host_bytes_out_total"), "timeseries"),
         ("From host memory", "Bps", node_rate("kv_host_bytes_in_total"), "timeseries"),
+        ("Blocks on disk", "short", of_nodes("kv_disk_blocks"), "timeseries"),
+        ("Tokens/s from disk", "short", node_rate("prefix_cache_disk_hits_total"), "timeseries"),
+        ("Failed on disk/s", "short", node_rate("kv_disk_failures_total"), "timeseries"),
+        ("To disk", "Bps", node_rate("kv_disk_bytes_out_total"), "timeseries"),
+        ("From disk", "Bps", node_rate("kv_disk_bytes_in_total"), "timeseries"),
     ],
     "KV transfer": [
         ("One hand-off", "s", quantiles("kv_transfer_seconds"), "timeseries"),

@@ -44,7 +44,7 @@ from .cuda_graphs import (
 from .drafting.head_steps import HeadSteps
 from .extras import Extras, compute_extras
 from .gpu_step import GpuStep, device_errors
-from .step_model import StepModel
+from .step_model import GraphedModel, StepModel
 from .step_parts import (
     PADDING_SLICE,
     SampledRows,
@@ -107,6 +107,7 @@ class GpuSteps:
         self._prefill_sizes = {room: prefill_sizes(most) for room, most in rooms.items()}
         self.prefill_graphs: dict[int, StepGraphs] = {}
         self.make_graphs(ProductTimes({}, {}))
+        self._graphed = GraphedModel(model, self.most_graph_tokens)
 
     def capture_graphs(self) -> None:
         """Capture all graphs, largest first: the smaller ones then fit into its memory."""
@@ -127,7 +128,7 @@ class GpuSteps:
                 token_ids, positions, slots = graphs.inputs(size)
                 padding = self._padding(size)
                 self._attention.plan(metadata_of([padding], slots, graph_decodes=min(room, size)))
-                step = partial(self.model.forward, token_ids, positions, slots, self._attention)
+                step = partial(self._graphed.forward, token_ids, positions, slots, self._attention)
                 graphs.capture(size, step, times.library(size))
 
     def _share(self, x: Tensor) -> None:
@@ -207,7 +208,7 @@ class GpuSteps:
         upload_into(inputs.flatten(), arrays.ravel())
         self._follow(batch, inputs[0])
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
-        graph.replay()
+        self._graphed.replay(graph)
         number = self._mark()
         if not self.model.range.is_last:
             return self._passed_on(number, len(batch))
@@ -222,7 +223,7 @@ class GpuSteps:
         logits; of a stage that is not the last, the model alone."""
         n = inputs.shape[1]
         token_ids, positions, slots, keys, temperatures = inputs
-        hidden = self.model.forward(token_ids, positions, slots, self._attention)
+        hidden = self._graphed.forward(token_ids, positions, slots, self._attention)
         if not self.model.range.is_last:
             return hidden
         logits = self.model.lm_head.project_part(hidden)
@@ -262,7 +263,7 @@ class GpuSteps:
             graph_decodes=min(room, graph.size),
         )
         self._attention.plan(metadata)
-        graph.replay()
+        self._graphed.replay(graph)
         return graph.output
 
     def _find_prefill_graph(self, batch: Sequence[SequenceSlice]) -> tuple[int, StepGraph] | None:

@@ -152,6 +152,7 @@ class ModelRunner:
             self._start_gpu(model, drafting, layout)
         self._head_steps = self._steps.head
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
+        communicator.stages.begin()
 
     def _make_adapters(self, model: Decoder) -> RankAdapters | None:
         """Before the KV pool is measured: it gets what their slots leave."""

@@ -1,4 +1,9 @@
-"""What steps need of what they run: the engine's model, a draft model, or a head beside one."""
+"""What steps need of what they run: the engine's model, a draft model, or a head beside one; and
+what of it is in CUDA graphs.
+
+    stages whose operations can be captured      | receive, layers, send |
+    others, over a network           receive ─►  |        layers         |  ─► send
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from ..model.communicator import Communicator
+from ..model.decoder import Decoder
 from ..model.layers import Product
 from ..model.stages import LayerRange
+from .cuda_graphs import StepGraph
 
 
 class LmHead(Protocol):
@@ -50,3 +57,36 @@ class StepModel(Protocol):
     def products(self) -> list[tuple[int, Product]]:
         """To be timed for the sizes of graphs; none: these are not worth it."""
         ...
+
+
+class GraphedModel:
+    """`model` as graphs of up to `most_tokens` tokens have it. What is received and sent around
+    them is so in the order of the stream: a graph's memory is free again once it is read."""
+
+    def __init__(self, model: StepModel, most_tokens: int) -> None:
+        self._model = model
+        self._stages = model.communicator.stages
+        self._received: Tensor | None = None
+        if isinstance(model, Decoder) and not (self._is_whole or model.range.is_first):
+            self._received = model.new_residual(most_tokens).zero_()
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._stages.can_be_captured
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """To be captured."""
+        if self._is_whole or not isinstance(self._model, Decoder):
+            return self._model.forward(token_ids, positions, slots, attention)
+        received = None if self._received is None else self._received[: len(token_ids)]
+        return self._model.compute(token_ids, positions, slots, attention, received)
+
+    def replay(self, graph: StepGraph) -> None:
+        """Launch a step that was captured."""
+        if self._received is not None:
+            self._stages.receive(self._received[: graph.size])
+        graph.replay()
+        if not (self._is_whole or self._model.range.is_last):
+            self._stages.send(graph.output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,15 +41,31 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
         positions[mine] = [piece.start for piece in singles]
         blocks = np.array([piece.block_table[piece.start // block_size] for piece in singles])
         slots[mine] = blocks * block_size + positions[mine] % block_size
-    for piece, n in zip(batch[first:], lens[first:], strict=True):
-        start, mine = piece.start, slice(first, first + n)
-        token_ids[mine] = piece.token_ids
-        positions[mine] = np.arange(start, start + n)
-        blocks = np.array(piece.block_table[start // block_size : -(-(start + n) // block_size)])
-        blocks_of_tokens = blocks[positions[mine] // block_size - start // block_size]
-        slots[mine] = blocks_of_tokens * block_size + positions[mine] % block_size
-        first += n
+    if first < len(batch):
+        _flatten_chunks(batch[first:], lens[first:], arrays[:, first:], block_size)
     return arrays
+
+
+def _flatten_chunks(
+    chunks: Sequence[SequenceSlice], lens: Sequence[int], arrays: Int64s, block_size: int
+) -> None:
+    """The same of several tokens each, all at once too: decodes with drafts are many."""
+    token_ids, positions, slots = arrays
+    blocks: list[int] = []
+    block_offsets = []  # from a position's block to its place in `blocks`
+    for piece, n in zip(chunks, lens, strict=True):
+        first, last = piece.start // block_size, (piece.start + n - 1) // block_size
+        block_offsets.append(len(blocks) - first)
+        blocks += piece.block_table[first : last + 1]
+    num_tokens = token_ids.shape[0]
+    token_ids[:] = np.fromiter(
+        itertools.chain.from_iterable(piece.token_ids for piece in chunks), np.int64, num_tokens
+    )
+    counts = np.array(lens)
+    begins = np.array([piece.start for piece in chunks]) - (np.cumsum(counts) - counts)
+    positions[:] = np.arange(num_tokens) + np.repeat(begins, counts)
+    places = positions // block_size + np.repeat(block_offsets, counts)
+    slots[:] = np.array(blocks)[places] * block_size + positions % block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ _decoder = msgspec.json.Decoder(JoinRequest)
 @dataclass(frozen=True, slots=True)
 class HostSettings:
     """What a rank's process gets from its own host, not from rank 0. `host`: where its peers reach
-    it; `store_fd`: where the ranks of its host find each other, if this one is to listen there."""
+    it; `device`: with the GPUs of all ranks of its host; `store_fd`: where those find each other,
+    if this one is to listen there."""
 
     host: str
     model: str

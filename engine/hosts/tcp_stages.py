@@ -5,7 +5,13 @@
 
 Both ends prove the key that rank 0 drew for this engine, within TLS where the cluster has it. What
 comes is taken from the wire at once, whatever the step's thread does: no more than the steps in
-flight. Tensors lie in host memory. Knows no model.
+flight. Between a GPU and the queues tensors are copied in the order of the step's stream: the
+thread that sends waits for an event, the step's thread for nothing but bytes that have yet to come.
+Their buffers are of torch's pinned memory, which is not given out again before it has been copied.
+
+Until `begin` there are no threads, and a stage may be seconds behind another: what does not fit
+into the kernel's buffers would break the connection (TCP_USER_TIMEOUT). So only numbers and a few
+bytes pass, at once, and the steps of the start compute with zeros. Knows no model.
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,14 +55,25 @@ class StageLink:
 class TcpStages(Stages):
     """One rank's connections to the stage before and to the one behind."""
 
+    can_be_captured = False
+
     def __init__(
-        self, link: StageLink, stage: int, num_stages: int, timeouts_s: tuple[float, float]
+        self,
+        link: StageLink,
+        stage: int,
+        num_stages: int,
+        timeout_s: float,
+        *,
+        is_on_gpu: bool = False,
     ) -> None:
-        """`timeouts_s`: of connecting, and of `least`. Listens; raises StartupFailed."""
+        """`timeout_s`: of what waits for another stage before `begin`. Listens; raises
+        StartupFailed."""
         self.stage, self.num_stages = stage, num_stages
         self.addresses: Sequence[str] = ()  # of all ranks, known before `connect`
         self._link = link
-        self._to_connect_s, self._to_agree_s = timeouts_s
+        self._timeout_s = timeout_s
+        self._is_on_gpu = is_on_gpu
+        self._has_begun = False
         self._before: _Connection | None = None
         self._behind: _Connection | None = None
         self._listener: socket.socket | None = None
@@ -73,9 +91,9 @@ class TcpStages(Stages):
             self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def connect(self) -> None:
-        """Raises StartupFailed."""
+        """Raises StartupFailed, as all does before `begin`."""
         link = self._link
-        try:
+        with self._starting():
             if self.stage > 0:
                 before = link.rank - link.stage_size
                 connection = dial(
@@ -86,18 +104,28 @@ class TcpStages(Stages):
                     address=self.addresses[before],
                     secure=None if link.tls is None else link.tls.puller_wrap(),
                 )
-                self._before = _Connection(connection, self.stage - 1)
+                self._before = self._connection(connection, self.stage - 1)
             if self._listener is not None:
-                self._behind = _Connection(self._accept(self._listener), self.stage + 1)
-            # All stages stand behind this: only then do the threads take over.
-            self.least(0)
+                self._behind = self._connection(self._accept(self._listener), self.stage + 1)
+        self.least(0)  # all stages stand behind this
+
+    def _connection(self, connection: socket.socket, other: int) -> _Connection:
+        connection.settimeout(self._timeout_s)
+        return _Connection(connection, other, is_on_gpu=self._is_on_gpu)
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, BatonError) as error:
+            time.sleep(_LAST_S)
             text = error.message if isinstance(error, BatonError) else str(error)
-            raise StartupFailed(f"rank {link.rank} does not reach its stages: {text}") from error
+            rank = self._link.rank
+            raise StartupFailed(f"rank {rank} does not reach its stages: {text}") from error
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         """Of the stage behind, and of nobody else. Raises OSError once that takes too long."""
-        link, until_s = self._link, time.monotonic() + self._to_connect_s
+        link, until_s = self._link, time.monotonic() + self._timeout_s
         secure = None if link.tls is None else link.tls.source_wrap()
         while True:
             listener.settimeout(max(0.001, until_s - time.monotonic()))
@@ -119,31 +147,44 @@ class TcpStages(Stages):
             listener.close()
             return connection
 
+    def begin(self) -> None:
+        if self._before is not None:
+            self._before.begin(self._before.receive_all)
+        if self._behind is not None:
+            self._behind.begin(self._behind.send_all)
+        self._has_begun = True
+
     def receive(self, x: Tensor) -> None:
         assert self._before is not None
-        self._before.receive(x)
+        if self._has_begun:
+            self._before.receive(x)
+        else:
+            x.zero_()
 
     def send(self, x: Tensor) -> None:
         assert self._behind is not None
-        self._behind.send(x)
+        if self._has_begun:
+            self._behind.send(x)
 
     def least(self, value: int) -> int:
         """To the last stage, and back."""
-        if self._before is not None:
-            value = min(value, self._before.read_number(self._to_agree_s))
-        if self._behind is not None:
-            self._behind.write_number(value)
-            value = self._behind.read_number(self._to_agree_s)
-        if self._before is not None:
-            self._before.write_number(value)
+        with self._starting():
+            if self._before is not None:
+                value = min(value, self._before.read_number())
+            if self._behind is not None:
+                self._behind.write_number(value)
+                value = self._behind.read_number()
+            if self._before is not None:
+                self._before.write_number(value)
         return value
 
     def broadcast(self, x: Tensor) -> None:
-        """From stage to stage."""
-        if self._before is not None:
-            self._before.receive(x)
-        if self._behind is not None:
-            self._behind.send(x.clone())
+        """From stage to stage, of a few bytes."""
+        with self._starting():
+            if self._before is not None:
+                _overwrite(x, self._before.read_tensor())
+            if self._behind is not None:
+                self._behind.write_tensor(x.cpu())
 
     def close(self) -> None:
         for connection in (self._before, self._behind):
@@ -155,77 +196,88 @@ class TcpStages(Stages):
 
 
 class _Connection:
-    """To the stage `other`. Numbers pass in both directions, until the first tensor: then it has
-    one direction, and a thread. An `Exception` in the queue is why no more comes."""
+    """To the stage `other`. From `begin` on it has one direction, and a thread; None in the queue:
+    no more comes, because of `_error` if there is one."""
 
-    def __init__(self, connection: socket.socket, other: int) -> None:
+    def __init__(self, connection: socket.socket, other: int, *, is_on_gpu: bool) -> None:
         self._socket = connection
         self._other = other
+        self._is_on_gpu = is_on_gpu
         self._error: EngineFailed | None = None
-        self._thread: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[Tensor | bytearray | None] = queue.SimpleQueue()
+        # A tensor in host memory, and what is to be waited for before it is all there.
+        self._queue: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | None]
+        self._queue = queue.SimpleQueue()
+
+    def begin(self, run: Callable[[], None]) -> None:
+        """`run` is one of this object's."""
+        self._socket.settimeout(None)
+        threading.Thread(target=run, name="stage-link", daemon=True).start()
+
+    def send(self, x: Tensor) -> None:
+        """Returns at once. Raises EngineFailed."""
+        if self._error is not None:
+            raise self._error
+        is_copied = None
+        if self._is_on_gpu:
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            x = host.copy_(x, non_blocking=True)
+            is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            is_copied.record()
+        self._queue.put((x, is_copied))
+
+    def receive(self, x: Tensor) -> None:
+        """Raises EngineFailed."""
+        received = self._queue.get()
+        if received is None:
+            self._queue.put(None)
+            raise self._error or EngineFailed("the stages are closed")
+        data, _ = received
+        if len(data) != x.nbytes:
+            raise EngineFailed(f"stage {self._other} sent {len(data)} bytes, not {x.nbytes}")
+        _overwrite(x, data)
+
+    def send_all(self) -> None:
+        try:
+            while (sent := self._queue.get()) is not None:
+                x, is_copied = sent
+                if is_copied is not None:
+                    is_copied.synchronize()
+                self.write_tensor(x)
+        except (OSError, RuntimeError) as error:  # of the connection, of the device
+            self._broken(error)
+
+    def receive_all(self) -> None:
+        try:
+            while True:
+                self._queue.put((self.read_tensor(), None))
+        except (OSError, RuntimeError) as error:
+            self._broken(error)
+
+    def write_tensor(self, x: Tensor) -> None:
+        """Of host memory. Raises OSError."""
+        data = x.contiguous().view(-1).view(torch.uint8).numpy()
+        self.write_number(len(data))
+        self._socket.sendall(data.data)
+
+    def read_tensor(self) -> Tensor:
+        """Its bytes, in host memory. Raises OSError."""
+        num_bytes = self.read_number()
+        if num_bytes > _MAX_BYTES:
+            raise ConnectionError(f"a tensor of {num_bytes} bytes")
+        data = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_on_gpu)
+        self._fill(data.numpy().data)
+        return data
 
     def write_number(self, value: int) -> None:
         """Raises OSError."""
         self._socket.sendall(_LENGTH.pack(value))
 
-    def read_number(self, timeout_s: float) -> int:
+    def read_number(self) -> int:
         """Raises OSError."""
-        self._socket.settimeout(timeout_s)
         packed = bytearray(_LENGTH.size)
         self._fill(memoryview(packed))
         value: int = _LENGTH.unpack(packed)[0]
         return value
-
-    def send(self, x: Tensor) -> None:
-        """Returns at once; x is kept until it is gone. Raises EngineFailed."""
-        self._start(self._send_all)
-        if self._error is not None:
-            raise self._error
-        self._queue.put(x)
-
-    def receive(self, x: Tensor) -> None:
-        """Raises EngineFailed."""
-        self._start(self._receive_all)
-        received = self._queue.get()
-        if received is None:
-            self._queue.put(None)
-            raise self._error or EngineFailed("the stages are closed")
-        assert isinstance(received, bytearray)
-        if len(received) != x.nbytes:
-            raise EngineFailed(f"stage {self._other} sent {len(received)} bytes, not {x.nbytes}")
-        x.view(-1).view(torch.uint8).copy_(torch.frombuffer(received, dtype=torch.uint8))
-
-    def _start(self, run: object) -> None:
-        if self._thread is None:
-            self._socket.settimeout(None)
-            assert callable(run)
-            self._thread = threading.Thread(target=run, name="stage-link", daemon=True)
-            self._thread.start()
-
-    def _send_all(self) -> None:
-        try:
-            while (x := self._queue.get()) is not None:
-                assert isinstance(x, Tensor)
-                data = x.contiguous().view(-1).view(torch.uint8).numpy()
-                self._socket.sendall(_LENGTH.pack(len(data)))
-                self._socket.sendall(data.data)
-        except OSError as error:
-            self._broken(error)
-
-    def _receive_all(self) -> None:
-        try:
-            while True:
-                packed = bytearray(_LENGTH.size)
-                self._fill(memoryview(packed))
-                (num_bytes,) = _LENGTH.unpack(packed)
-                if num_bytes > _MAX_BYTES:
-                    raise ConnectionError(f"a tensor of {num_bytes} bytes")
-                received = bytearray(num_bytes)
-                self._fill(memoryview(received))
-                self._queue.put(received)
-        except OSError as error:
-            self._broken(error)
 
     def _fill(self, rest: memoryview) -> None:
         while rest:
@@ -234,7 +286,7 @@ class _Connection:
                 raise ConnectionError("it hung up")
             rest = rest[count:]
 
-    def _broken(self, error: OSError) -> None:
+    def _broken(self, error: Exception) -> None:
         time.sleep(_LAST_S)
         self._error = EngineFailed(f"the connection to stage {self._other} broke: {error}")
         self._queue.put(None)
@@ -242,3 +294,8 @@ class _Connection:
     def close(self) -> None:
         self._queue.put(None)
         self._socket.close()
+
+
+def _overwrite(x: Tensor, data: Tensor) -> None:
+    """By its bytes in host memory; on a GPU in the order of the stream."""
+    x.copy_(data.view(x.dtype).view(x.shape), non_blocking=True)

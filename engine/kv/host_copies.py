@@ -47,6 +47,21 @@ class Direction(enum.IntEnum):
     IN = 1
 
 
+@dataclass(frozen=True, slots=True)
+class HostCounts:
+    """Counted since the tier was made, but for `num_blocks`, which hold something now.
+
+    `num_lost_blocks` were not what they had been when a copy of them ended. `block_s`: what the
+    last copies took for each block; 0: there were none.
+    """
+
+    num_blocks: int = 0
+    block_s: float = 0.0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    num_lost_blocks: int = 0
+
+
 class HostCopy(Protocol):
     """One copy."""
 
@@ -112,6 +127,11 @@ class _BlocksInHostMemory:
     def wait(self) -> None:
         """Behind `begin`: until there are as many as there will be."""
         self._memory.wait()
+
+    def view(self, host_block: int) -> memoryview:
+        """Its memory, for a thread of the host."""
+        first = host_block * self.block_bytes
+        return memoryview(self._memory.memory)[first : first + self.block_bytes]
 
 
 class CpuCopier(_BlocksInHostMemory):
@@ -311,15 +331,21 @@ class CopyCost:
         return _NOTICE_S + (0.0 if rate is None else num_bytes / rate)
 
     def pays(
-        self, num_bytes: int, num_tokens: int, context: int, step_cost: StepCost | None
+        self,
+        num_bytes: int,
+        num_tokens: int,
+        context: int,
+        step_cost: StepCost | None,
+        read_s: float = 0.0,
     ) -> bool:
-        """Whether to copy so many bytes takes less than to compute `num_tokens` tokens of a prompt
-        behind `context`. The one rule for hits in host memory, whose bytes are copied once, and for
-        preempted requests, whose bytes are copied twice. True while nothing is measured."""
+        """Whether to copy so many bytes, after `read_s`, takes less than to compute `num_tokens`
+        tokens of a prompt behind `context`. The one rule for hits in host memory and on disk, whose
+        bytes are copied once, and for preempted requests, whose bytes are copied twice. True while
+        no step is measured, but for what is to be read."""
         if step_cost is None:
-            return True
+            return read_s == 0.0
         chunk = min(num_tokens, max(1, 2 * step_cost.max_rows))  # as far as steps were measured
         num_steps = num_tokens / chunk
         pairs = int(pairs_of(num_tokens, context) / num_steps)
         step_s = step_cost.seconds(StepShape(num_prompt_tokens=chunk, pairs=pairs))
-        return self.seconds(num_bytes) < num_steps * step_s
+        return read_s + self.seconds(num_bytes) < num_steps * step_s

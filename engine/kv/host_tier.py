@@ -5,7 +5,8 @@ evicts them, and come back when they are cheaper copied than computed.
             block that got new content before the copy's end, by its generation, is not entered
     load    a copy in, to blocks that a sequence has taken. At its end those count whose host block
             has the generation that it had before; a fence keeps the targets until then. A second
-            sequence that begins alike refers to the same targets and waits for the same copy
+            sequence that begins alike refers to the same targets and waits for the same copy. What
+            is on disk (disk/disk_tier.py) is read to host memory first, and copied from there
 
 Writes are made from the end of a chain, as the device's pool evicts: what is about to go is copied
 first. What a write takes of the host is spread: `write` only takes note of the chain, and with each
@@ -26,29 +27,15 @@ from typing import NamedTuple
 from ...core.request.token_ids import BlockHash
 from ...core.step_cost import StepCost
 from .block_pool import BlockPool, Fence
+from .disk.disk_tier import DiskRead, DiskTier
 from .generations import Generations
 from .host_blocks import Family, HostBlocks
-from .host_copies import CopyCost, Direction, HostCopier, HostCopy
+from .host_copies import CopyCost, Direction, DoneCopy, HostCopier, HostCopy, HostCounts
 from .prefix_cache import PrefixCache
 
 SLICE_BLOCKS = 64  # of one copy out
 MOST_COPIES = 4  # out, on the device at a time: to submit one takes a tenth of a millisecond
 _MOST_WRITTEN = 4096  # blocks that are to be copied out, or are on their way
-
-
-@dataclass(frozen=True, slots=True)
-class HostCounts:
-    """Counted since the tier was made, but for `num_blocks`, which hold something now.
-
-    `num_lost_blocks` were not what they had been when a copy of them ended. `block_s`: what the
-    last copies took for each block; 0: there were none.
-    """
-
-    num_blocks: int = 0
-    block_s: float = 0.0
-    bytes_out: int = 0
-    bytes_in: int = 0
-    num_lost_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -85,27 +72,28 @@ class _Write:
 
 @dataclass(slots=True, eq=False)
 class _CopyIn:
-    """Blocks on their way in. `num_good`: how many of the first are in place once it has ended;
-    None: it has not."""
+    """Blocks on their way in, from host blocks that they may have to be read to first. `num_good`:
+    how many of the first are in place once it has ended; None: it has not."""
 
     hashes: Sequence[BlockHash]
-    host_blocks: Sequence[int]
-    generations: list[int]
     fence: Fence  # of the targets
-    copy: HostCopy
+    host_blocks: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    copy: HostCopy = DoneCopy(0.0)  # noqa: RUF009 (frozen): it has not begun
     num_good: int | None = None
 
 
 class HostMatch(NamedTuple):
     """What goes on behind the cached blocks of a prompt: `coming` are on the device, where a copy
-    for others fills them; `host_blocks` go on behind those."""
+    for others fills them; `host_blocks` go on behind those, and slots `on_disk` behind these."""
 
     coming: list[int]
     host_blocks: list[int]
+    on_disk: list[int]
 
     @property
     def num_blocks(self) -> int:
-        return len(self.coming) + len(self.host_blocks)
+        return len(self.coming) + len(self.host_blocks) + len(self.on_disk)
 
 
 @dataclass(slots=True)
@@ -142,8 +130,10 @@ class HostTier:
         generations: Generations,
         step_cost: Callable[[], StepCost | None],
         block_size: int,
+        disk: DiskTier | None = None,
     ) -> None:
         self.cost = CopyCost()
+        self.disk = disk
         self._copier = copier
         self._blocks = blocks
         self._pool = pool
@@ -153,6 +143,7 @@ class HostTier:
         self._block_size = block_size
         self._writes: deque[_Write] = deque()
         self._loads: deque[_CopyIn] = deque()
+        self._reads: dict[DiskRead, _CopyIn] = {}
         self._coming: dict[BlockHash, tuple[_CopyIn, int]] = {}  # and where in the copy
         self._on_their_way: set[BlockHash] = set()
         self._num_entered = 0  # slices
@@ -171,13 +162,13 @@ class HostTier:
 
     @property
     def num_writing(self) -> int:
-        """Blocks on their way out."""
+        """Blocks on their way here."""
         return len(self._on_their_way)
 
     @property
     def has_work(self) -> bool:
         """Whether it is to be polled soon: copies go on as they are polled."""
-        return bool(self._loads or self._writes)
+        return bool(self._loads or self._writes or self._reads)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -187,6 +178,8 @@ class HostTier:
         self._blocks.grow(self._copier.num_blocks)
         missing = self._blocks.missing(hashes, self._on_their_way)
         spared = self._blocks.use(hashes)
+        if self.disk is not None:
+            self.disk.use(hashes)
         del missing[max(0, min(self._room(spared), _MOST_WRITTEN - self.num_writing)) :]
         self._write(hashes, block_ids, missing, spared)
 
@@ -278,44 +271,66 @@ class HostTier:
             block_ids.append(copy.fence.block_ids[place])
         return block_ids
 
-    def pays(self, num_blocks: int, num_before: int) -> bool:
-        """Whether to copy so many blocks takes less than to compute them behind others."""
-        num_bytes, size = num_blocks * self._copier.block_bytes, self._block_size
-        return self.cost.pays(num_bytes, num_blocks * size, num_before * size, self._step_cost())
+    def match_disk(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The slots on disk of the longest beginning of `hashes` that is there alone."""
+        return [] if self.disk is None else self.disk.match(hashes, self._on_their_way)
 
-    def load(self, hashes: Sequence[BlockHash], match: HostMatch, block_ids: Sequence[int]) -> Load:
-        """Wait for what is coming, and copy the host blocks behind it to `block_ids`, which
-        somebody holds; the hashes are of both."""
-        num_shared = len(match.coming)
-        self._blocks.use(hashes)
+    def pays(self, match: HostMatch, num_before: int) -> bool:
+        """Whether to copy these takes less than to compute them behind other blocks."""
+        num_bytes, size = match.num_blocks * self._copier.block_bytes, self._block_size
+        read_s = 0.0 if self.disk is None else self.disk.seconds(len(match.on_disk))
+        num_tokens, context = match.num_blocks * size, num_before * size
+        return self.cost.pays(num_bytes, num_tokens, context, self._step_cost(), read_s)
+
+    def load(
+        self,
+        hashes: Sequence[BlockHash],
+        match: HostMatch,
+        block_ids: Sequence[int],
+        parent: BlockHash | None = None,
+    ) -> Load:
+        """Wait for what is coming, and copy what is behind it to `block_ids`, which somebody holds;
+        the hashes are of both, and continue `parent`."""
+        num_shared, num_own = len(match.coming), len(match.host_blocks)
+        spared = self._blocks.use(hashes)
         places = map(self._coming.__getitem__, hashes[:num_shared])
         parts = list[tuple[_CopyIn, int, int]]()
         for copy, run in groupby(places, key=itemgetter(0)):
             taken = [place for _, place in run]
             parts.append((copy, taken[0], taken[-1] + 1))
         if match.host_blocks:
-            own = self._copy_in(hashes[num_shared:], match.host_blocks, block_ids)
-            parts.append((own, 0, len(match.host_blocks)))
+            own = self._open(hashes[num_shared:][:num_own], block_ids[:num_own])
+            self._copy_in(own, match.host_blocks)
+            parts.append((own, 0, num_own))
+        if self.disk is not None and match.on_disk:
+            own = self._open(hashes[num_shared + num_own :], block_ids[num_own:])
+            before = [parent, *hashes][num_shared + num_own]
+            self._reads[self.disk.read(own.hashes, before, spared)] = own
+            self._on_their_way.update(own.hashes)
+            parts.append((own, 0, len(match.on_disk)))
         return Load(match.num_blocks, num_shared, parts)
 
-    def _copy_in(
-        self, hashes: Sequence[BlockHash], host_blocks: Sequence[int], block_ids: Sequence[int]
-    ) -> _CopyIn:
-        assert self._blocks.match(hashes) == host_blocks, "what was found is not here any more"
-        generations = [*map(self._blocks.generation, host_blocks)]
-        fence = self._pool.open_fence(block_ids)
-        started = self._copier.start(Direction.IN, block_ids, host_blocks)
-        copy = _CopyIn(hashes, host_blocks, generations, fence, started)
-        self._loads.append(copy)
+    def _open(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> _CopyIn:
+        load = _CopyIn(hashes, self._pool.open_fence(block_ids))
         for place, block_hash in enumerate(hashes):
-            self._coming.setdefault(block_hash, (copy, place))
-        return copy
+            self._coming.setdefault(block_hash, (load, place))
+        return load
+
+    def _copy_in(self, load: _CopyIn, host_blocks: list[int]) -> None:
+        n = len(host_blocks)
+        assert self._blocks.match(load.hashes[:n]) == host_blocks, "what was found is not here"
+        load.host_blocks = host_blocks
+        load.generations = [*map(self._blocks.generation, host_blocks)]
+        if n:
+            load.copy = self._copier.start(Direction.IN, load.fence.block_ids[:n], host_blocks)
+        self._loads.append(load)
 
     # -- ends ------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Take note of copies that have ended; whether a load was among them. Never waits. Raises
         EngineFailed when the device is lost."""
+        self._poll_disk()
         num_entered = 0
         while self._writes and self._end_slices(write := self._writes[0]):
             while write.ended and num_entered < MOST_COPIES:
@@ -330,6 +345,13 @@ class HostTier:
             self._loads.popleft()
             has_loaded = True
         return has_loaded
+
+    def _poll_disk(self) -> None:
+        for read in () if self.disk is None else self.disk.poll():
+            n = read.num_good or 0
+            self._on_their_way.difference_update(read.hashes)
+            self._cache.entered_host(read.hashes[:n])
+            self._copy_in(self._reads.pop(read), read.host_blocks[:n])
 
     def _end_slices(self, write: _Write) -> bool:
         """Whether all of them have ended."""
@@ -354,6 +376,8 @@ class HostTier:
             self._num_entered += 1
             self._blocks.enter(one.host_blocks[:n], one.hashes[:n], one.parent)
             self._cache.entered_host(one.hashes[:n])
+            if self.disk is not None:
+                self.disk.entered(one.hashes[:n])
 
     def _end_load(self, load: _CopyIn) -> bool:
         if (seconds := load.copy.seconds()) is None:
@@ -372,4 +396,5 @@ class HostTier:
     def _count(self, direction: Direction, num_blocks: int, seconds: float) -> None:
         num_bytes = num_blocks * self._copier.block_bytes
         self._bytes[direction] += num_bytes
-        self.cost.observe(num_bytes, seconds)
+        if num_bytes:
+            self.cost.observe(num_bytes, seconds)

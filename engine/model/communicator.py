@@ -30,16 +30,22 @@ class Stages:
 
     stage: int = 0
     num_stages: int = 1
+    can_be_captured = True  # whether a CUDA graph may hold `receive` and `send`
 
     def connect(self) -> None:
         """Before the first operation."""
+
+    def begin(self) -> None:
+        """All is loaded and captured: from now on `receive` and `send` alone. Until then stages may
+        pass nothing on by these two: what is computed is looked at by nobody."""
 
     def receive(self, x: Tensor) -> None:
         """Overwrite x by what the stage before sends, of the same shape and type."""
         raise AssertionError("the first stage has nobody to receive from")
 
     def send(self, x: Tensor) -> None:
-        """To the stage behind; x must not be written to any more."""
+        """To the stage behind; x must not be written to any more, on a GPU but in the order of the
+        stream."""
         raise AssertionError("the last stage has nobody to send to")
 
     def least(self, value: int) -> int:

@@ -8,8 +8,6 @@ no request, no block and no file.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -192,8 +190,7 @@ class Decoder:
     ) -> None:
         self.loads = loads
         self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
-        self._is_first_stage = self.range.is_first
-        self._new_residual = partial(torch.empty, dtype=placement.dtype, device=placement.device)
+        self._is_first_stage, self._is_last_stage = self.range.is_first, self.range.is_last
         self._hidden_size = config.hidden_size
         self.device, self.dtype = placement.device, placement.dtype
         self.communicator = placement.communicator
@@ -240,10 +237,29 @@ class Decoder:
 
         `attention` has been planned for this step.
         """
+        stages, residual = self.communicator.stages, None
+        if not self._is_first_stage:
+            residual = self.new_residual(len(token_ids))
+            stages.receive(residual)
+        hidden = self.compute(token_ids, positions, slots, attention, residual)
+        if not self._is_last_stage:
+            stages.send(hidden)
+        return hidden
+
+    def compute(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionBackend,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """What `forward` does between what it receives and what it sends: `residual`
+        [tokens, hidden] is from the stage before, and is overwritten; None on the first."""
         if self.loads is not None:
             self.loads.slots = slots
         x: Summand | None = None
-        residual = self._begin(token_ids)
+        residual = self.embed(token_ids) if residual is None else residual
         rope = self.rotary(positions)
         kept = self._kept_parts(len(token_ids))
         for place, layer in enumerate(self.layers):
@@ -251,7 +267,6 @@ class Decoder:
         if self._norm is None:
             assert x is not None
             self.layers[-1].input_norm.add(x, residual)  # for the sum alone
-            self.communicator.stages.send(residual)
             return residual
         hidden = self._norm(residual) if x is None else self._norm.add(x, residual)
         assert isinstance(hidden, Tensor)
@@ -265,7 +280,7 @@ class Decoder:
         It stays where it is: CUDA graphs write to it too."""
         self.kept = None  # first: there may be no memory for both
         width = max(1, len(self.kept_layers)) * self._hidden_size
-        self.kept = self._new_residual((most_tokens, width)).zero_()
+        self.kept = torch.zeros(most_tokens, width, dtype=self.dtype, device=self.device)
 
     def _kept_parts(self, num_tokens: int) -> dict[int, Tensor]:
         """Room for the inputs of `kept_layers`, by layer."""
@@ -278,13 +293,9 @@ class Decoder:
         """Of one layer: see DecoderLayer."""
         return self.layers[0].products()
 
-    def _begin(self, token_ids: Tensor) -> Tensor:
-        """The residual stream in front of this stage's layers, [tokens, hidden]."""
-        if self._is_first_stage:
-            return self.embed(token_ids)
-        residual = self._new_residual((len(token_ids), self._hidden_size))
-        self.communicator.stages.receive(residual)
-        return residual
+    def new_residual(self, num_tokens: int) -> Tensor:
+        """Room for what the stage before sends, [tokens, hidden]."""
+        return torch.empty(num_tokens, self._hidden_size, dtype=self.dtype, device=self.device)
 
     def store_behind(self, num_layers: int, num_kv_heads: int) -> None:
         """Keep K and V behind the first `num_layers` layers of the pool, whose layers have as many

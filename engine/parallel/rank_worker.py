@@ -10,6 +10,7 @@ engine. A rank of another host has settings of its own (HostSettings, JSON) behi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from ...core import flags
 from ...core.engine_config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
+from ..execution.device import devices_of_ranks
 from ..execution.runner import ModelRunner
 from ..hosts.joining import HostSettings
 from ..hosts.tcp_stages import StageLink
@@ -97,6 +99,8 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
         progress = RankProgress(first.fds[0], config.num_ranks - 1)
     else:
         config, progress = here.of_this_host(config), Beats(channel)
+        devices = devices_of_ranks(config)
+        config = dataclasses.replace(config, device=devices[rank % len(devices)])
     if here is None and "here" in settings:
         here = msgspec.convert(settings["here"], HostSettings)
     link = None

@@ -3,6 +3,7 @@
     store     a TCPStore of rank 0 on the loopback, where ranks find each other once (loopback.py)
     gloo      gathers alone; sums are made here, in the order of the ranks
     NCCL      large sums, gathers, broadcasts; small sums go through peers' memory (peer_reduce.py)
+    TCP       between stages on several hosts, which NCCL would neither prove nor encrypt
 
 Process groups are used as objects, without torch's global ones. One communicator joins the ranks
 of one stage of a pipeline; the stages' own are torch_stages.py. Knows no model.
@@ -55,25 +56,21 @@ def make_communicator(
         return meet(handle)[stage * size : (stage + 1) * size]
 
     stages, communicator = Stages(), Communicator()
-    if link is not None and not _computes_on_cpus(config):
-        raise StartupFailed(
-            "--nnodes above 1 is for engines on CPUs",
-            hint="--device cpu; GPUs of one host: --pipeline-parallel-size without --nnodes",
-        )
-    if _computes_on_cpus(config):
-        # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
-        to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
+    is_on_gpu = not _computes_on_cpus(config)
+    # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
+    to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
+    if link is not None:
+        stages = tcp = TcpStages(link, stage, num_stages, to_connect_s, is_on_gpu=is_on_gpu)
+        meet = _meet_with_addresses(tcp, meet, "GPU" if is_on_gpu else "CPU")
+    if not is_on_gpu:
         timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
-        if link is not None:
-            stages = tcp = TcpStages(link, stage, num_stages, timeouts_s)
-            meet = _meet_with_addresses(tcp, meet)
-        elif num_stages > 1:
+        if link is None and num_stages > 1:
             stages = GlooStages(of_column, stage, num_stages, timeouts_s)
         if size > 1:
             communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
     else:
         device = torch.device("cuda", torch.device(config.device).index or 0)
-        if num_stages > 1:
+        if link is None and num_stages > 1:
             stages = NcclStages(of_column, stage, num_stages, device)
         if size > 1:
             communicator = NcclCommunicator(of_stage, rank, size, device, meet_stage)
@@ -87,14 +84,21 @@ def _computes_on_cpus(config: EngineConfig) -> bool:
     return config.device == "cpu" or not torch.cuda.is_available()
 
 
-def _meet_with_addresses(stages: TcpStages, meet: Meet) -> Meet:
-    """Also tells all where each rank waits for the stage behind it."""
+def _meet_with_addresses(stages: TcpStages, meet: Meet, kind: str) -> Meet:
+    """Also tells all where each rank waits for the stage behind it, and on what `kind` of device
+    it computes, which must be the same for all."""
 
     def meet_all(handle: bytes) -> list[bytes]:
-        packed = meet(msgspec.msgpack.encode((stages.address, handle)))
-        told = [msgspec.msgpack.decode(each, type=tuple[str, bytes]) for each in packed]
-        stages.addresses = [address for address, _ in told]
-        return [handle for _, handle in told]
+        packed = meet(msgspec.msgpack.encode((stages.address, kind, handle)))
+        told = [msgspec.msgpack.decode(each, type=tuple[str, str, bytes]) for each in packed]
+        stages.addresses = [address for address, _, _ in told]
+        for rank, (_, other, _) in enumerate(told):
+            if other != told[0][1]:
+                raise StartupFailed(
+                    f"--device: rank {rank} computes on a {other}, rank 0 on a {told[0][1]}",
+                    hint="--gpus on each host, or --device cpu on all",
+                )
+        return [handle for _, _, handle in told]
 
     return meet_all
 

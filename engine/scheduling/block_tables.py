@@ -85,10 +85,20 @@ class BlockTables:
             return None
         coming = self._match(sequence, num_matched, num_tokens, self._host.match_coming)
         num_before = num_matched + len(coming)
-        matched = HostMatch(coming, self._match(sequence, num_before, num_tokens, self._host.match))
-        if not matched.num_blocks or not self._host.pays(matched.num_blocks, num_matched):
+        in_host = self._match(sequence, num_before, num_tokens, self._host.match)
+        num_before += len(in_host)
+        matched = HostMatch(coming, in_host, self._match_disk(sequence, num_before, num_tokens))
+        if not matched.num_blocks or not self._host.pays(matched, num_matched):
             return None
         return matched
+
+    def _match_disk(self, sequence: Sequence, num_before: int, num_tokens: int) -> list[int]:
+        """The same of what is on disk behind `num_before` blocks: as much as may be read now."""
+        if self._host is None or self._host.disk is None or not (room := self._host.disk.room):
+            return []
+        slots = self._match(sequence, num_before, num_tokens, self._host.match_disk)[:room]
+        pays = slots and self._host.pays(HostMatch([], [], slots), num_before)
+        return slots if pays else []
 
     def _match(
         self,
@@ -143,7 +153,8 @@ class BlockTables:
         last = first + match.num_blocks
         hashes = sequence.block_hashes(last, self._block_size)
         own = sequence.block_ids[first + len(match.coming) : last]
-        return self._host.load(hashes[first:], match, own)
+        parent = hashes[first - 1] if first else None
+        return self._host.load(hashes[first:], match, own, parent)
 
     def loaded(self, sequence: Sequence, num_blocks: int) -> None:
         """The copy has ended: so many blocks count as computed beside the cached ones."""

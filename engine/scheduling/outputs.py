@@ -10,7 +10,8 @@ from ...core.errors import BatonError
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.step_cost import StepShape
 from ..execution.batch import SampledToken
-from ..kv.host_tier import HostCounts
+from ..kv.disk.disk_tier import DiskCounts
+from ..kv.host_copies import HostCounts
 from .sequence import Sequence
 
 
@@ -155,7 +156,8 @@ class Totals:
     """Counted since the engine was made; none of them ever falls.
 
     `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
-    those of them that the prefix cache held, `host_hit_tokens` those of these that host memory did.
+    those of them that the prefix cache held, `host_hit_tokens` those of these that host memory did,
+    or a disk behind it.
     What was preempted counts again; of `num_swaps` preempted requests the KV went to host memory.
     `num_prompts` came to be computed here, of which steps have had `num_prompt_tokens`.
     `num_promised_steps` had decodes that were promised something, `num_kept_steps` of them took no
@@ -176,4 +178,5 @@ class Totals:
     num_swaps: int = 0
     host_hit_tokens: int = 0
     host: HostCounts = HostCounts()  # noqa: RUF009 (frozen)
+    disk: DiskCounts = DiskCounts()  # noqa: RUF009 (frozen)
     speculation: SpeculationCounts = SpeculationCounts()

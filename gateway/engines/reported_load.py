@@ -37,6 +37,10 @@ class EngineCounters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_drafts: tuple[int, ...] = ()  # by position
+    disk_hit_tokens: int = 0
+    disk_bytes_out: int = 0
+    disk_bytes_in: int = 0
+    disk_failures: int = 0
     num_fetches: int = 0
     fetched_blocks: int = 0
     fetched_bytes: int = 0
@@ -89,6 +93,7 @@ class ReportedLoad:
     expert_ranks: int = 0
     host_blocks: int = 0
     host_block_s: float = 0.0  # to copy one of them back; 0: not known
+    disk_blocks: int = 0
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()  # digests of those in its host memory
     running_adapters: tuple[str, ...] = ()  # names

@@ -89,7 +89,8 @@ class RequestMover:
 
     @staticmethod
     def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
-        """All of its full blocks: what is streamed is computed, but for the last token."""
+        """All of its full blocks: what is streamed is computed, but for the last token. A request
+        that streams does not wait for a link to be opened."""
         size = source.member.block_size
         cached = {source.incarnation: (num_tokens - 1) // size * size}
         rates = {
@@ -98,7 +99,8 @@ class RequestMover:
             if engine.load is not None
         }
         token_bytes = target.block_bytes / size
-        return Holders.of(cached, rates).best_fetch(target.incarnation, 0, token_bytes)
+        holders = Holders.of(cached, rates, unmeasured=None)
+        return holders.best_fetch(target.incarnation, 0, token_bytes)
 
 
 def _is_broken(engine: LinkedEngine) -> bool:

@@ -32,6 +32,7 @@ from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.hosts.head import ClusterTrust
+from ...engine.kv.disk.disk_thread import make_disk
 from ...engine.kv.generations import SharedGenerations
 from ...engine.lora.adapter_room import room_for
 from ...engine.model import fingerprint
@@ -176,6 +177,7 @@ def _serve(
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
     host_copier = host_copier_of(runner, ranks.followers)
+    disk = make_disk(engine_config, runner.host_copier, welcome.fingerprint)
     adapters = adapters_of(runner.adapters, ranks.followers)
     engine = Engine(
         join_ranks(runner, ranks.followers, engine_config.pipeline_parallel_size),
@@ -187,6 +189,7 @@ def _serve(
         cache_observer=outbox,
         grammars=grammars,
         host_copier=host_copier,
+        disk=disk,
         adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
         proposer=make_proposer(engine_config.speculation, drafter_of(runner, ranks.followers)),
     )
@@ -201,9 +204,13 @@ def _serve(
         report.line(f"first steps measured in {took_s:.1f} s")
     if host_copier is not None:
         host_copier.begin()  # no sooner: steps would take longer beside it
+    if disk is not None:
+        disk.begin()
+        offered.callback(disk.close)
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
-    mine, hello = transports(runner.kv, node_config, tls), Hello(incarnation, runner.fingerprint)
+    hello = Hello(incarnation, runner.fingerprint)
+    mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
     routes = Routes(host_id(), incarnation)
     ranked = RankedTransport(mine, parts, ranks.followers, routes, wrapping(tls))
     fetches = PrefixFetches(

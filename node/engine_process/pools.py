@@ -131,7 +131,9 @@ class Offer:
         if is_spread or _needs_port(runner, node):
             names = [host_of(address) for address in engine_addresses_of(node, 0)]
             wrap = {} if tls is None else {"wrap": tls.source_wrap()}
-            self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)
+            self._server = DataServer(
+                node.host, names, outlets(runner.kv, is_spread=is_spread), **wrap
+            )
 
     @property
     def port(self) -> int:

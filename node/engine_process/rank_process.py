@@ -49,10 +49,12 @@ class PoolOrders:
             tls = self._here.tls
             self._mirror = SharedGenerations(num_blocks, order.parts[0].pool)
             page = self._mirror.fd
-        self._offer = Offer(self._runner, node, tls, order.key, is_spread=self._here is not None)
+        is_spread = self._here is not None
+        self._offer = Offer(self._runner, node, tls, order.key, is_spread=is_spread)
         self._offer.begin(order.pool, page, order.parts)
         port = self._offer.port
-        self._pulls = RankPulls(transports(self._runner.kv, node, tls), self._channel)
+        ways = transports(self._runner.kv, node, tls, is_spread=is_spread)
+        self._pulls = RankPulls(ways, self._channel)
         self._channel.send(MessageKind.ANSWER, str(port).encode(), order=message.order)
 
     def mirror(self, message: RankMessage) -> None:

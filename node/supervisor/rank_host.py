@@ -178,7 +178,7 @@ class RankHost:
         store_port = 0 if store is None else store.getsockname()[1]
         store_fd = store.fileno() if store is not None and index == 0 else None
         settings = HostSettings(
-            *(request.host, config.model, _device(config.device, index), config.num_threads),
+            *(request.host, config.model, config.device, config.num_threads),
             *(self._tls, store_port, store_fd),
         )
         command = [sys.executable, "-m", _MODULE, str(connection.fileno())]
@@ -206,9 +206,3 @@ def _store(num_ranks: int) -> Iterator[socket.socket | None]:
         return
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
-
-
-def _device(device: str, index: int) -> str:
-    """Of one of this host's ranks: `cuda:2,3` are the GPUs of two."""
-    kind, _, numbers = device.partition(":")
-    return f"{kind}:{numbers.split(',')[index]}" if numbers else device

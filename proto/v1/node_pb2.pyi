@@ -251,7 +251,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s", "expert_ranks", "promise_leader", "host_blocks", "host_block_s", "adapters", "running_adapters", "waiting_adapters")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s", "expert_ranks", "promise_leader", "host_blocks", "host_block_s", "adapters", "running_adapters", "waiting_adapters", "disk_blocks")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +282,7 @@ class Heartbeat(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -312,7 +313,8 @@ class Heartbeat(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     running_adapters: _containers.RepeatedScalarFieldContainer[str]
     waiting_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ..., promise_leader: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_block_s: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    disk_blocks: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ..., promise_leader: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_block_s: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error")
@@ -339,7 +341,7 @@ class CallerTokens(_message.Message):
     def __init__(self, caller_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals", "expert_tokens", "num_fetches", "fetched_blocks", "fetched_bytes", "fetch_s", "failed_fetches", "num_swaps", "host_hit_tokens", "host_bytes_out", "host_bytes_in", "num_drafts", "num_draft_tokens", "accepted_drafts")
+    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals", "expert_tokens", "num_fetches", "fetched_blocks", "fetched_bytes", "fetch_s", "failed_fetches", "num_swaps", "host_hit_tokens", "host_bytes_out", "host_bytes_in", "num_drafts", "num_draft_tokens", "accepted_drafts", "disk_hit_tokens", "disk_bytes_out", "disk_bytes_in", "disk_failures")
     class FailedTransfersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +383,10 @@ class Counters(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DISK_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    DISK_FAILURES_FIELD_NUMBER: _ClassVar[int]
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -408,7 +414,11 @@ class Counters(_message.Message):
     num_drafts: int
     num_draft_tokens: int
     accepted_drafts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., num_fetches: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., failed_fetches: _Optional[_Mapping[str, int]] = ..., num_swaps: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_bytes_out: _Optional[int] = ..., host_bytes_in: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., accepted_drafts: _Optional[_Iterable[int]] = ...) -> None: ...
+    disk_hit_tokens: int
+    disk_bytes_out: int
+    disk_bytes_in: int
+    disk_failures: int
+    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., num_fetches: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., failed_fetches: _Optional[_Mapping[str, int]] = ..., num_swaps: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_bytes_out: _Optional[int] = ..., host_bytes_in: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., accepted_drafts: _Optional[_Iterable[int]] = ..., disk_hit_tokens: _Optional[int] = ..., disk_bytes_out: _Optional[int] = ..., disk_bytes_in: _Optional[int] = ..., disk_failures: _Optional[int] = ...) -> None: ...
 
 class PeerLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gbytes_per_s")

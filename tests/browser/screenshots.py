@@ -82,7 +82,9 @@ def main(folder: Path) -> None:
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     stop = threading.Event()
     with (
-        running(config, up=UpConfig(num_prefill_nodes=2, num_decode_nodes=2)) as system,
+        running(
+            config, up=UpConfig(mode="disaggregated", num_prefill_nodes=2, num_decode_nodes=2)
+        ) as system,
         sync_playwright() as playwright,
     ):
         found = re.search(r"http://127\.0\.0\.1:\d+", "\n".join(system.lines))

@@ -28,7 +28,7 @@ def demo_system() -> Iterator[tuple[Running, LocalEngine]]:
     """The bundled model in chunks of 64 on two decode nodes, with HTTP, and one process of it."""
     config = _engine_config(BUNDLED, max_num_batched_tokens=64)
     local = LocalEngine(config, ModelRunner(config))
-    with running(config, up=UpConfig(num_decode_nodes=2)) as system:
+    with running(config, up=UpConfig(mode="disaggregated", num_decode_nodes=2)) as system:
         yield system, local
 
 
@@ -39,7 +39,9 @@ def _engine_config(model_dir: Path, **changes: int) -> EngineConfig:
 def _subject(config: EngineConfig, num_decode_nodes: int) -> Iterator[Subject]:
     runner = ModelRunner(config)
     local = LocalEngine(config, runner)
-    with running(config, up=UpConfig(num_decode_nodes=num_decode_nodes)) as system:
+    with running(
+        config, up=UpConfig(mode="disaggregated", num_decode_nodes=num_decode_nodes)
+    ) as system:
         vocab_size = runner.model_config.vocab_size
         yield Subject(system, GreedyOracle(Path(config.model)), local, vocab_size, num_decode_nodes)
 

@@ -97,7 +97,7 @@ def world(folder: Path, expected: dict[str, list[int]]) -> Iterator[World]:
     gateway = GatewayConfig(
         grpc_port=0, http_port=0, model=str(base), lora_modules=(f"one={folder / 'one'}",)
     )
-    with running(lora(base), up=UpConfig(), gateway=gateway) as system:
+    with running(lora(base), up=UpConfig(mode="disaggregated"), gateway=gateway) as system:
         (line,) = [line for line in system.lines if line.startswith("gateway | ready:")]
         yield World(
             system, next(part for part in line.split() if part.startswith("http")), folder, expected

@@ -73,7 +73,10 @@ def test_deployment_of_processes(tmp_path: Path, name: str) -> None:
     write_byte_tokenizer(tmp_path)
     config = engine_config(tmp_path, name)
     oracle = GreedyOracle(tmp_path)
-    with running(config, up=UpConfig()) as system, Client(system.address) as client:
+    with (
+        running(config, up=UpConfig(mode="disaggregated")) as system,
+        Client(system.address) as client,
+    ):
         for prompt in prompts(ModelRunner(config)):
             stream = client.generate(
                 prompt_token_ids=list(prompt), max_tokens=NUM_TOKENS, temperature=0.0

@@ -52,6 +52,7 @@ class ThreadCommunicator(Communicator):
 
     def connect(self) -> None:
         self._group.exchange(self.rank, torch.zeros(1))
+        self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._group.exchange(self.rank, x)

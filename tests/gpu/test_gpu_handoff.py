@@ -120,7 +120,9 @@ def test_tokens_are_those_of_a_single_process(case: Case, tmp_path: Path) -> Non
     prompts = prompts_of(case)
     expected = single_process(config, prompts)
     with (
-        running(config, up=UpConfig(prefill_gpus="0", decode_gpus="1")) as system,
+        running(
+            config, up=UpConfig(mode="disaggregated", prefill_gpus="0", decode_gpus="1")
+        ) as system,
         Client(system.address) as client,
     ):
         params = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}

@@ -143,7 +143,7 @@ def test_a_hand_off_carries_the_scales(folder: Path, kind: str, transport: str) 
     with (
         running(
             config,
-            up=UpConfig(prefill_gpus="0", decode_gpus="1"),
+            up=UpConfig(mode="disaggregated", prefill_gpus="0", decode_gpus="1"),
             node=NodeConfig(kv_transport=transport),
         ) as system,
         Client(system.address) as client,

@@ -27,7 +27,7 @@ def test_an_answer_comes_back(transport: str, tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(LLAMA.model_dir(tmp_path)), device="cuda", max_num_seqs=8, **LLAMA.engine
     )
-    up = UpConfig(prefill_gpus="0", decode_gpus="1")
+    up = UpConfig(mode="disaggregated", prefill_gpus="0", decode_gpus="1")
     node = NodeConfig(kv_transport=transport)
     cached = []
     with running(config, up=up, node=node) as system, Client(system.address) as client:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from fakes.communicator import ThreadGroup, ThreadStages, stage_links
+from fakes.ranks.tcp_columns import tcp_stages
 
 pytest.importorskip("triton")
 
@@ -86,9 +87,11 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """The GPU steps of each rank of one engine."""
+    """The GPU steps of each rank of one engine; `by_tcp`: of one on several hosts."""
 
-    def __init__(self, config: EngineConfig, size: int, num_stages: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig, size: int, num_stages: int = 1, *, by_tcp: bool = False
+    ) -> None:
         self._size = size
         self._threads = ThreadPoolExecutor(size * num_stages)
         config = dataclasses.replace(
@@ -100,17 +103,32 @@ class Ranks:
             for rank, links in zip(ThreadGroup(size).ranks(), columns, strict=True):
                 rank.stages = ThreadStages(stage, links)
                 ranks.append(rank)
-        self._steps = list(self._threads.map(partial(_steps, config), ranks))
+        if by_tcp:
+            for rank, stages in zip(
+                ranks, tcp_stages(num_stages, size, is_on_gpu=True), strict=True
+            ):
+                rank.stages = stages
+        self.steps = list(self._threads.map(partial(_steps, config), ranks))
 
     def launch(self, batch: list[SequenceSlice]) -> list[LaunchedStep]:
         """By all; those of the last stage, which samples."""
-        launched = list(self._threads.map(lambda steps: steps.launch(batch), self._steps))
+        launched = list(self._threads.map(lambda steps: steps.launch(batch), self.steps))
         for each in launched[: -self._size]:
             assert each.collect() == [None] * len(batch) and not each.prompt_logprobs()
         return launched[-self._size :]
 
+    def launch_ahead(self, batches: list[list[SequenceSlice]]) -> list[LaunchedStep]:
+        """All, each rank as soon as it can; those of the last rank."""
+
+        def launch_all(steps: GpuSteps) -> list[LaunchedStep]:
+            return [steps.launch(batch) for batch in batches]
+
+        return list(self._threads.map(launch_all, self.steps))[-1]
+
     def close(self) -> None:
         self._threads.shutdown()
+        for steps in self.steps:
+            steps.model.communicator.stages.close()
 
 
 def _steps(config: EngineConfig, communicator: Any) -> GpuSteps:
@@ -122,9 +140,10 @@ def _steps(config: EngineConfig, communicator: Any) -> GpuSteps:
     return steps
 
 
-# Of the vocabulary; ranks of a stage, and stages: the last of four ranks has padding alone.
-SIZES = [(253, 2, 1), (9, 4, 1), (253, 2, 2)]
-SLOW_SIZES = [(320, 4, 1), (9, 8, 1), (253, 1, 3)]
+# Of the vocabulary; ranks of a stage, and stages, also on several hosts: the last of four ranks has
+# padding alone.
+SIZES = [(253, 2, 1, ""), (9, 4, 1, ""), (253, 2, 2, ""), (9, 1, 3, "tcp")]
+SLOW_SIZES = [(320, 4, 1, ""), (9, 8, 1, ""), (253, 1, 3, ""), (253, 2, 2, "tcp")]
 
 
 @pytest.fixture(
@@ -132,7 +151,7 @@ SLOW_SIZES = [(320, 4, 1), (9, 8, 1), (253, 1, 3)]
 )
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ModelRunner, Ranks]]:
     """One rank on the CPU, and several."""
-    vocab_size, size, num_stages = request.param
+    vocab_size, size, num_stages, way = request.param
     write_checkpoint(
         tmp_path,
         seed=1,
@@ -143,7 +162,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Mo
         num_hidden_layers=3,
     )
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=60)
-    ranks = Ranks(config, size, num_stages)
+    ranks = Ranks(config, size, num_stages, by_tcp=way == "tcp")
     yield ModelRunner(config), ranks
     ranks.close()
 

@@ -220,13 +220,22 @@ CACHE_QUERIES = Metric(
 CACHE_HITS = Metric("prefix_cache_hits_total", "Of them, those that the prefix cache held.", _NODE)
 HOST_BLOCKS = Metric("kv_host_blocks", "Cached KV blocks in host memory.", _NODE)
 HOST_HITS = Metric(
-    "prefix_cache_host_hits_total", "Of the hits, those that host memory held.", _NODE
+    "prefix_cache_host_hits_total", "Of the hits, those that came from host memory.", _NODE
 )
 SWAPS = Metric(
     "num_swaps_total", "Preempted requests whose KV went to host memory, to come back.", _NODE
 )
 HOST_BYTES_OUT = Metric("kv_host_bytes_out_total", "Bytes copied to host memory.", _NODE)
 HOST_BYTES_IN = Metric("kv_host_bytes_in_total", "Bytes copied from host memory.", _NODE)
+DISK_BLOCKS = Metric("kv_disk_blocks", "Cached KV blocks on disk.", _NODE)
+DISK_HITS = Metric(
+    "prefix_cache_disk_hits_total", "Known tokens whose KV was read from disk.", _NODE
+)
+DISK_BYTES_OUT = Metric("kv_disk_bytes_out_total", "Bytes of KV blocks written to disk.", _NODE)
+DISK_BYTES_IN = Metric("kv_disk_bytes_in_total", "Bytes of KV blocks read from disk.", _NODE)
+DISK_FAILURES = Metric(
+    "kv_disk_failures_total", "KV blocks that the disk did not take, or give back whole.", _NODE
+)
 PROMISED_STEPS = Metric(
     "promised_steps_total", "Steps with decodes that were promised something.", _NODE
 )
@@ -307,6 +316,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
         *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
         *(HOST_BLOCKS, HOST_HITS, SWAPS, HOST_BYTES_OUT, HOST_BYTES_IN),
+        *(DISK_BLOCKS, DISK_HITS, DISK_BYTES_OUT, DISK_BYTES_IN, DISK_FAILURES),
         *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
         *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),

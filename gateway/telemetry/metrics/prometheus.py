@@ -36,6 +36,10 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.SWAPS, lambda c: c.num_swaps),
     (table.HOST_BYTES_OUT, lambda c: c.host_bytes_out),
     (table.HOST_BYTES_IN, lambda c: c.host_bytes_in),
+    (table.DISK_HITS, lambda c: c.disk_hit_tokens),
+    (table.DISK_BYTES_OUT, lambda c: c.disk_bytes_out),
+    (table.DISK_BYTES_IN, lambda c: c.disk_bytes_in),
+    (table.DISK_FAILURES, lambda c: c.disk_failures),
     (table.DRAFTS, lambda c: c.num_drafts),
     (table.DRAFT_TOKENS, lambda c: c.num_draft_tokens),
     (table.ACCEPTED_TOKENS, lambda c: sum(c.accepted_drafts)),
@@ -72,6 +76,7 @@ _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None
     (table.KV_LEASED, lambda engine, load: load.held_blocks),
     (table.KV_CREDIT, lambda engine, load: load.credit_blocks),
     (table.HOST_BLOCKS, lambda engine, load: load.host_blocks),
+    (table.DISK_BLOCKS, lambda engine, load: load.disk_blocks),
     (
         table.EXPERT_IMBALANCE,
         lambda engine, load: load.counters.expert_imbalance(len(load.counters.expert_tokens)),

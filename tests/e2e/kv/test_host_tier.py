@@ -111,7 +111,7 @@ def test_a_deployments_prompt_is_found_in_host_memory() -> None:
     expected = [generate(cold, [prompt], 8)[0] for prompt in CHATS]
     cold.close()
     with (
-        running(config, up=UpConfig(num_decode_nodes=1)) as system,
+        running(config, up=UpConfig(mode="disaggregated", num_decode_nodes=1)) as system,
         Client(system.address) as client,
     ):
         for _ in range(2):

@@ -64,7 +64,7 @@ def test_tokens_after_a_hand_off_and_from_the_cache(kind: str) -> None:
     expected = tokens_of(config, NUM_TOKENS)
     params = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
     with (
-        running(config, up=UpConfig(num_decode_nodes=1)) as system,
+        running(config, up=UpConfig(mode="disaggregated", num_decode_nodes=1)) as system,
         Client(system.address) as client,
     ):
         cold = [client.generate(prompt_token_ids=p, **params).result for p in prompts()]

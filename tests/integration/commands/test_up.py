@@ -30,7 +30,7 @@ async def deployment() -> AsyncIterator[Deployment]:
     """For all tests here; each leaves it whole, but for the last of them."""
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", recovery_wait_s=30)
-    up = UpConfig(num_decode_nodes=2)
+    up = UpConfig(mode="disaggregated", num_decode_nodes=2)
     async with Deployment(up, engine, NodeConfig(), gateway, lambda name, line: None) as deployment:
         yield deployment
 
@@ -136,7 +136,9 @@ async def test_two_gateways_share_the_ports(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("BATON_NUM_GATEWAYS", "2")
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", num_gateways=2)
-    deployment = Deployment(UpConfig(), engine, NodeConfig(), gateway, lambda name, line: None)
+    deployment = Deployment(
+        UpConfig(mode="disaggregated"), engine, NodeConfig(), gateway, lambda name, line: None
+    )
     async with asyncio.timeout(60), deployment, aiohttp.ClientSession() as http:
         assert [child.name for child in deployment.gateways] == ["gateway-0", "gateway-1"]
         own, shared, addresses = zip(*(c.addresses for c in deployment.gateways), strict=True)
@@ -171,7 +173,9 @@ async def test_a_taken_port_is_two_lines() -> None:
         taken.listen()
         gateway = GatewayConfig(grpc_port=0, http_port=taken.getsockname()[1])
         engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
-        deployment = Deployment(UpConfig(), engine, NodeConfig(), gateway, lambda name, line: None)
+        deployment = Deployment(
+            UpConfig(mode="disaggregated"), engine, NodeConfig(), gateway, lambda name, line: None
+        )
         with pytest.raises(StartupFailed) as caught:
             await deployment.__aenter__()
     assert caught.value.message.startswith("gateway: the gateway cannot listen on 127.0.0.1:")

@@ -64,7 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     write_byte_tokenizer(folder)
     engine = EngineConfig(model=str(folder), device="cpu", load_format="dummy", num_kv_blocks=512)
     with RedisServer.start() as server:
-        up = UpConfig(num_prefill_nodes=2, redis_url=server.url)
+        up = UpConfig(mode="disaggregated", num_prefill_nodes=2, redis_url=server.url)
         with running(engine, up=up) as system:
             yield World(system, server)
 

@@ -51,11 +51,8 @@ def reference(model_dir: Path) -> LocalEngine:
     return LocalEngine(config, ModelRunner(config))
 
 
-def flags_of(model_dir: Path) -> tuple[str, ...]:
-    return (
-        *("--model", str(model_dir), "--load-format", "dummy", "--device", "cpu"),
-        *("--num-kv-blocks", str(BLOCKS), "--insecure-bind"),
-    )
+CPU = ("--device", "cpu")
+DUMMY = ("--load-format", "dummy", "--num-kv-blocks", str(BLOCKS))
 
 
 @dataclass
@@ -83,8 +80,11 @@ def running(
     single: tuple[str, ...],
     size: int = 1,
     certs: Path | None = None,
+    devices: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = (CPU, CPU, CPU),
+    more: tuple[str, ...] = DUMMY,
 ) -> Iterator[Cluster]:
-    """Engines of these roles: over both hosts, with `size` ranks on each, and in one process."""
+    """Engines of these roles: over both hosts, with `size` ranks on each, and in one process.
+    `devices`: flags of either host's part and of the one process; `more`: of all nodes."""
 
     def secured(role: str) -> tuple[str, ...]:
         if certs is None:
@@ -92,7 +92,8 @@ def running(
         files = {"ca": "ca.crt", "cert": f"{role}.crt", "key": f"{role}.key"}
         return tuple(f"--cluster-{flag}={certs / name}" for flag, name in files.items())
 
-    flags = flags_of(model_dir)
+    flags = ("--model", str(model_dir), "--insecure-bind", *more)
+    of_first, of_second, of_single = devices
     hosts: dict[str, NodeProcess] = {}
     nodes: dict[str, NodeProcess] = {}
     gateways: list[NodeProcess] = []
@@ -101,12 +102,13 @@ def running(
             for index, role in enumerate(spread):
                 common = (*flags, *secured(role), "--pp", "2", "--nnodes", "2", "--tp", str(size))
                 common += ("--master-addr", wire.here, "--master-port", str(29_600 + index))
-                other = (*common, "--node-rank", "1")
+                other = (*common, *of_second, "--node-rank", "1")
                 hosts[role] = launch_program(role, redis.url, *other, inside=wire.name)
-                own = (*common, "--host", wire.here, "--name", f"{role}-spread")
+                own = (*common, *of_first, "--host", wire.here, "--name", f"{role}-spread")
                 nodes[f"{role}-spread"] = launch_program(role, redis.url, *own)
             for role in single:
-                own = (*flags, *secured(role), "--host", wire.here, "--name", f"{role}-single")
+                own = (*flags, *secured(role), *of_single, "--host", wire.here)
+                own += ("--name", f"{role}-single")
                 nodes[f"{role}-single"] = launch_program(role, redis.url, *own)
             ports = ("--grpc-port", "0", "--http-port", "0", "--skip-tokenizer-init")
             ports += ("--model", str(model_dir), *secured("gateway"))
@@ -144,10 +146,10 @@ async def generate(cluster: Cluster, prompt: list[int], max_tokens: int) -> list
         return list((await stream.finish()).token_ids)
 
 
-async def all_serve(cluster: Cluster) -> None:
+async def all_serve(cluster: Cluster, within_s: float = 60.0) -> None:
     """All engines, and each decode engine is linked to each prefill engine."""
     num_prefill = sum(name.startswith("prefill") for name in cluster.nodes)
-    async with asyncio.timeout(60), AsyncClient(cluster.gateway.address) as client:
+    async with asyncio.timeout(within_s), AsyncClient(cluster.gateway.address) as client:
         while True:
             with contextlib.suppress(Exception):
                 nodes = (await client.model_info()).nodes

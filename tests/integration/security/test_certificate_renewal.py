@@ -256,7 +256,7 @@ def renewed(tmp_path: Path) -> Iterator[Renewed]:
     trust = tmp_path / "trust.crt"
     trust.write_bytes((old / "ca.crt").read_bytes() + (new / "ca.crt").read_bytes())
     engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
-    up = UpConfig(certs=str(live), num_prefill_nodes=2, num_decode_nodes=2)
+    up = UpConfig(mode="disaggregated", certs=str(live), num_prefill_nodes=2, num_decode_nodes=2)
     with running(engine, up=up, node=NodeConfig(kv_transport="tcp")) as system:
         try:
             yield Renewed(system, live, trust)

@@ -99,7 +99,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     keys["watcher"] = add_key(key_file, "watcher", frozenset({"metrics"}))
     engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, api_keys=str(key_file))
-    with running(engine, up=UpConfig(certs=str(certs)), gateway=gateway) as system:
+    with running(
+        engine, up=UpConfig(mode="disaggregated", certs=str(certs)), gateway=gateway
+    ) as system:
         (ready,) = (line for line in system.lines if line.startswith("gateway | ready:"))
         yield Secured(system, certs, key_file, keys, ready.split()[-2])
 

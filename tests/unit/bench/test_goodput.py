@@ -9,7 +9,16 @@ import pytest
 from baton.bench.floors.gpu_shapes import Shape
 from baton.bench.goodput import cells, figures
 from baton.bench.goodput.__main__ import main, without_measured, write_model
-from baton.bench.goodput.cells import CELLS, Start, Timing, cell_named, plan, promise_groups
+from baton.bench.goodput.cells import (
+    ANY_CELL,
+    CELLS,
+    Start,
+    Timing,
+    cell_named,
+    plan,
+    promise_groups,
+    rates_by_cell,
+)
 from baton.bench.goodput.results import Results, key_of
 from baton.bench.serve.clients.workloads import PROBE
 from baton.core.config import GatewayConfig
@@ -64,7 +73,7 @@ def test_what_counts_was_due_in_the_window_and_is_no_stream_of_the_background() 
 
 def test_sharegpts_turns_come_at_a_rate_and_fit() -> None:
     cell = cell_named("sharegpt").within(2048)
-    (start,) = plan(["aggregated"], [cell], [50], [4.0], [], TIMING, 1)
+    (start,) = plan(["aggregated"], [cell], [50], {ANY_CELL: [4.0]}, [], TIMING, 1)
     (run,) = start.runs
     arrivals = run.workload().arrivals
     sizes = [(one.prompt.num_tokens, one.num_output_tokens) for one in arrivals]
@@ -94,7 +103,7 @@ def test_errors_of_predicted_steps_are_read_by_node() -> None:
 def test_one_start_serves_every_y_down_to_half_of_its_largest() -> None:
     assert promise_groups([15, 50, 25]) == [[50, 25], [15]]
     assert promise_groups([15, 25]) == [[25, 15]]
-    starts = list(plan(cells.MODES, [CELLS["8192/256"]], [15, 25, 50], [], [0.9, 1], TIMING, 2))
+    starts = list(plan(cells.MODES, [CELLS["8192/256"]], [15, 25, 50], {}, [0.9, 1], TIMING, 2))
     assert [(start.mode, start.promise_ms, len(start.runs)) for start in starts] == [
         ("disaggregated", None, 2),  # its runs say how many keep each Y
         *((mode, y, n) for mode in ("aggregated", "auto") for y, n in ((50, 4), (15, 2))),
@@ -103,18 +112,31 @@ def test_one_start_serves_every_y_down_to_half_of_its_largest() -> None:
 
 
 def test_predicted_rates_are_those_of_two_cards() -> None:
-    (start,) = plan(["aggregated"], list(CELLS.values()), [25], [], [1], TIMING, 1)
+    (start,) = plan(["aggregated"], list(CELLS.values()), [25], {}, [1], TIMING, 1)
     assert [run.rate_per_s for run in start.runs] == [2.75, 17, 8, 1.85]
     background = start.runs[-1].workload().background
     assert background is not None and background.num_streams == 32
     with pytest.raises(ValueError, match="give --rates"):
-        list(plan(["auto"], [cell_named("64/16")], [25], [], [1], TIMING, 1))
+        list(plan(["auto"], [cell_named("64/16")], [25], {}, [1], TIMING, 1))
     with pytest.raises(ValueError, match="no cell"):
         cell_named("long")
 
 
+def test_rates_are_of_one_cell_or_of_all_others() -> None:
+    rates = rates_by_cell(["8192/256=4.5", "3", "8192/256=4"])
+    (start,) = plan(
+        ["auto"], [cell_named("8192/256"), cell_named("9/9")], [25], rates, [], TIMING, 2
+    )
+    assert [(run.cell.name, run.rate_per_s) for run in start.runs] == [
+        *(("8192/256", 4.0), ("8192/256", 4.5)),
+        ("9/9", 3.0),
+    ]
+    with pytest.raises(ValueError, match="quick"):
+        rates_by_cell(["8192/256=quick"])
+
+
 def test_a_rate_counts_behind_two_lifetimes_and_one_more_follows() -> None:
-    (start,) = plan(["auto"], [CELLS["8192/256"]], [25], [5, 4], [], TIMING, 2)
+    (start,) = plan(["auto"], [CELLS["8192/256"]], [25], {ANY_CELL: [5, 4]}, [], TIMING, 2)
     assert [run.rate_per_s for run in start.runs] == [4, 5]
     run = start.runs[0]
     workload = run.workload()
@@ -125,7 +147,11 @@ def test_a_rate_counts_behind_two_lifetimes_and_one_more_follows() -> None:
 
 
 def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
-    starts = [*plan(["auto", "disaggregated"], [CELLS["8192/256"]], [25], [4, 5], [], TIMING, 2)]
+    starts = [
+        *plan(
+            ["auto", "disaggregated"], [CELLS["8192/256"]], [25], {ANY_CELL: [4, 5]}, [], TIMING, 2
+        )
+    ]
     path, first = tmp_path / "goodput.json", starts[0].runs[0]
     earlier = Results(path, "c1", "command", "H200")
     earlier.add(key_of("auto", first), {"attained": {"25": 0.5}})

@@ -91,9 +91,12 @@ def hold_exclusively(port: int) -> None:
 @pytest.mark.parametrize(
     ("up", "words"),
     [
-        (UpConfig(prefill_gpus="0,0"), "not a list of different GPUs"),
-        (UpConfig(redis_url="redis://127.0.0.1:1/0"), "Redis does not answer"),
-        (UpConfig(redis_url="http://x"), "--redis-url"),
+        (UpConfig(mode="disaggregated", prefill_gpus="0,0"), "not a list of different GPUs"),
+        (
+            UpConfig(mode="disaggregated", redis_url="redis://127.0.0.1:1/0"),
+            "Redis does not answer",
+        ),
+        (UpConfig(mode="disaggregated", redis_url="http://x"), "--redis-url"),
     ],
 )
 async def test_what_cannot_be_is_said_before_anything_is_started(up: UpConfig, words: str) -> None:
@@ -121,7 +124,11 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
 
     monkeypatch.setattr(Deployment, "wait_linked", never)
     deployment = Deployment(
-        UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
+        UpConfig(mode="disaggregated"),
+        EngineConfig(),
+        NodeConfig(),
+        GatewayConfig(),
+        lambda name, line: None,
     )
     for name, wait in (("gateway", never), ("p-0", now)):
         part = child(name, "error: no memory", addresses=("127.0.0.1:1",))
@@ -164,7 +171,11 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
     for constant, value in (("_WELL_S", 0.0), ("_RESTART_S", 0.0)):
         monkeypatch.setattr(f"baton.cli.deployment.child_group.{constant}", value)
     deployment = Deployment(
-        UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
+        UpConfig(mode="disaggregated"),
+        EngineConfig(),
+        NodeConfig(),
+        GatewayConfig(),
+        lambda name, line: None,
     )
     deployment.max_ends = 2
     for name in ("gateway", "p-0"):

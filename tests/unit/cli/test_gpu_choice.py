@@ -48,7 +48,9 @@ def chosen(
         gpu_memory_utilization=share,
     )
     node = NodeConfig(gpus=gpus)
-    return choose_gpus(up or UpConfig(), engine, node, on, lambda _: int(weights_gib * GIB))
+    return choose_gpus(
+        up or UpConfig(mode="disaggregated"), engine, node, on, lambda _: int(weights_gib * GIB)
+    )
 
 
 def refused(*args: object, **options: object) -> StartupFailed:
@@ -82,7 +84,7 @@ def test_gpus_are_split_and_it_says_why(
 def test_an_engine_has_as_many_gpus_as_its_stages_have_together() -> None:
     choice = chosen(host(9), tp=2, pp=2, weights_gib=200)
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("0,1,2,3", "4,5,6,7")
-    error = refused(host(6), UpConfig(prefill_gpus="0,1,2"), pp=2)
+    error = refused(host(6), UpConfig(mode="disaggregated", prefill_gpus="0,1,2"), pp=2)
     sizes = "--tensor-parallel-size 1 x --pipeline-parallel-size 2"
     assert f"{sizes} does not divide 3 GPUs" in error.message
     assert sizes in refused(host(1), pp=2).message
@@ -155,22 +157,30 @@ def test_weights_that_do_not_fit_are_refused_with_the_numbers() -> None:
 
 def test_cpus_where_there_is_no_gpu_or_none_is_wanted() -> None:
     choice = chosen(host(0))
-    assert choice.up == UpConfig() and "CPU: this host has no GPU" in choice.line
-    choice = chosen(host(2), UpConfig(num_decode_nodes=2), device="cpu")
-    assert choice.up == UpConfig(num_decode_nodes=2) and "--device cpu" in choice.line
-    assert "exclude each other" in refused(host(2), UpConfig(decode_gpus="1"), device="cpu").message
+    assert (
+        choice.up == UpConfig(mode="disaggregated") and "CPU: this host has no GPU" in choice.line
+    )
+    choice = chosen(host(2), UpConfig(mode="disaggregated", num_decode_nodes=2), device="cpu")
+    assert (
+        choice.up == UpConfig(mode="disaggregated", num_decode_nodes=2)
+        and "--device cpu" in choice.line
+    )
+    assert (
+        "exclude each other"
+        in refused(host(2), UpConfig(mode="disaggregated", decode_gpus="1"), device="cpu").message
+    )
     assert "no GPU" in refused(host(0), device="cuda").message
-    assert "no GPU" in refused(host(0), UpConfig(decode_gpus="1")).message
-    both = UpConfig(prefill_gpus="0", decode_gpus="1")
+    assert "no GPU" in refused(host(0), UpConfig(mode="disaggregated", decode_gpus="1")).message
+    both = UpConfig(mode="disaggregated", prefill_gpus="0", decode_gpus="1")
     assert chosen(host(0), both).up == both, "perhaps the driver has no tools here"
 
 
 def test_one_flag_leaves_the_rest_to_the_other_role() -> None:
-    choice = chosen(host(4), UpConfig(prefill_gpus="1"))
+    choice = chosen(host(4), UpConfig(mode="disaggregated", prefill_gpus="1"))
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("1", "0,2,3")
-    choice = chosen(host(4), UpConfig(decode_gpus="0,1"), tp=2)
+    choice = chosen(host(4), UpConfig(mode="disaggregated", decode_gpus="0,1"), tp=2)
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("2,3", "0,1")
-    error = refused(host(2), UpConfig(prefill_gpus="0,1"))
+    error = refused(host(2), UpConfig(mode="disaggregated", prefill_gpus="0,1"))
     assert "what is left is no engine" in error.message and "--decode-gpus" in error.hint
     choice = chosen(host(4), gpus="2,3")
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("2", "3")
@@ -180,23 +190,29 @@ def test_one_flag_leaves_the_rest_to_the_other_role() -> None:
     ("up", "words"),
     [
         (
-            UpConfig(prefill_gpus="7", decode_gpus="0"),
+            UpConfig(mode="disaggregated", prefill_gpus="7", decode_gpus="0"),
             "--prefill-gpus 7: this host has GPUs 0",
         ),
-        (UpConfig(decode_gpus="0,x"), "--decode-gpus 0,x: not a list"),
-        (UpConfig(decode_gpus="0,0"), "--decode-gpus 0,0: not a list of different GPUs"),
-        (UpConfig(decode_gpus=""), "--decode-gpus : not a list"),
-        (UpConfig(num_decode_nodes=2), "--num-decode-nodes 2 is for CPUs"),
+        (UpConfig(mode="disaggregated", decode_gpus="0,x"), "--decode-gpus 0,x: not a list"),
+        (
+            UpConfig(mode="disaggregated", decode_gpus="0,0"),
+            "--decode-gpus 0,0: not a list of different GPUs",
+        ),
+        (UpConfig(mode="disaggregated", decode_gpus=""), "--decode-gpus : not a list"),
+        (UpConfig(mode="disaggregated", num_decode_nodes=2), "--num-decode-nodes 2 is for CPUs"),
     ],
 )
 def test_gpus_that_cannot_be_had(up: UpConfig, words: str) -> None:
     assert words in refused(host(2), up).message
-    assert "does not divide" in refused(host(4), UpConfig(decode_gpus="1"), tp=2).message
+    assert (
+        "does not divide"
+        in refused(host(4), UpConfig(mode="disaggregated", decode_gpus="1"), tp=2).message
+    )
     assert "smaller --tp" in refused(host(2), tp=4).hint
 
 
 def test_explicit_flags_that_share_a_gpu_get_half_of_it_each() -> None:
-    choice = chosen(host(2), UpConfig(prefill_gpus="0", decode_gpus="0"))
+    choice = chosen(host(2), UpConfig(mode="disaggregated", prefill_gpus="0", decode_gpus="0"))
     assert choice.engine.gpu_memory_utilization == 0.45
     assert choice.line.startswith("prefill on GPU 0, decode on GPU 0")
 
@@ -205,7 +221,13 @@ def test_up_begins_with_one_line_on_what_it_chose(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_choice, "find_host_gpus", lambda: host(2))
-    deployed = up.start(UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), ClusterConfig())
+    deployed = up.start(
+        UpConfig(mode="disaggregated"),
+        EngineConfig(),
+        NodeConfig(),
+        GatewayConfig(),
+        ClusterConfig(),
+    )
     deployed.close()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("prefill on GPU 0, decode on GPU 1")
@@ -220,7 +242,7 @@ def test_up_begins_with_one_line_on_what_it_chose(
 def test_an_engine_of_several_gpus_is_waited_for_once(
     tp: int, prefill: str | None, decode: str | None, count: int
 ) -> None:
-    up = UpConfig(prefill_gpus=prefill, decode_gpus=decode)
+    up = UpConfig(mode="disaggregated", prefill_gpus=prefill, decode_gpus=decode)
     engine = EngineConfig(tensor_parallel_size=tp)
     deployment = Deployment(up, engine, NodeConfig(), GatewayConfig(), lambda name, line: None)
     assert deployment.num_engines() == count

@@ -92,7 +92,7 @@ def test_beams_are_those_of_transformers(
         assert list(beam.token_ids) == tokens[len(PROMPT) : len(PROMPT) + length].tolist()
         assert set(tokens[len(PROMPT) + length :].tolist()) <= {PAD}, "theirs goes on"
         total = sum(one.logprob for one in beam.logprobs)
-        assert total / length**length_penalty == pytest.approx(score.item(), abs=1e-4)
+        assert total / length**length_penalty == pytest.approx(score.item(), rel=1e-5, abs=1e-4)
 
 
 def test_the_test_has_beams_that_end(pair: tuple[LocalEngine, PreTrainedModel]) -> None:

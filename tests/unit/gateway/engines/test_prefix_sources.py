@@ -18,7 +18,13 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
 from baton.prefix_index.mirror import PrefixMirror
-from baton.prefix_index.prefix_sources import FETCH_S, CachedPrefix, Fetch, Holders
+from baton.prefix_index.prefix_sources import (
+    FETCH_S,
+    UNMEASURED_GBYTES_PER_S,
+    CachedPrefix,
+    Fetch,
+    Holders,
+)
 
 P, Q, D = "aa" * 16, "bb" * 16, "dd" * 16
 TOKEN_BYTES = 1e6
@@ -35,6 +41,7 @@ def fetch(cached: dict[str, int], rates: dict[str, dict[str, float]], own: int =
         ({P: {D: 10.0}, Q: {}}, D, 10.0),  # the other's link is taken to be like it: no faster
         ({P: {}, D: {P: 20.0}}, D, 20.0),  # the wire of the other direction
         ({P: {}, D: {Q: 5.0}}, Q, 5.0),  # as any that was measured
+        ({P: {}}, Q, UNMEASURED_GBYTES_PER_S),  # none was: the fetch will open one
     ],
 )
 def test_a_fetch_takes_its_bytes_time_over_the_best_link(
@@ -52,7 +59,8 @@ def test_nothing_is_fetched_that_is_here_or_unreachable() -> None:
     rates = {P: {D: 10.0}}
     assert fetch({D: 160, P: 160}, rates, own=160) is None
     assert fetch({P: 160}, rates) is None, "from itself"
-    assert fetch({D: 160}, {}) is None, "no link was ever measured"
+    no_links = Holders.of({D: 160}, {}, unmeasured=None)
+    assert no_links.best_fetch(P, 0, TOKEN_BYTES) is None, "no link was ever measured"
     most = fetch({D: 320, Q: 160}, rates)
     assert most is not None and most.source == D
 

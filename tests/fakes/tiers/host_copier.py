@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.kv.host_copies import Direction
 
-from .runner import FakeRunner
+from ..runner import FakeRunner
 
 
 class FakeCopy:
@@ -53,6 +53,24 @@ class FakeCopy:
                 self._copier.runner.write_block(block_id, content)
 
 
+class HostBytes:
+    """The content of host blocks."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._all = memoryview(bytearray(num_blocks * block_bytes))
+
+    def view(self, host_block: int) -> memoryview:
+        first = host_block * self._block_bytes
+        return self._all[first : first + self._block_bytes]
+
+    def __getitem__(self, host_block: int) -> bytes:
+        return bytes(self.view(host_block))
+
+    def __setitem__(self, host_block: int, content: bytes) -> None:
+        self.view(host_block)[:] = content
+
+
 class FakeCopier:
     """A `HostCopier`. `draw_looks` gives the number of looks of each copy."""
 
@@ -62,7 +80,7 @@ class FakeCopier:
         self.runner = runner
         self.block_bytes = runner.block_bytes
         self.num_blocks = num_blocks
-        self.memory = [bytes(runner.block_bytes)] * num_blocks
+        self.memory = HostBytes(num_blocks, runner.block_bytes)
         self.queues: dict[Direction, deque[FakeCopy]] = {each: deque() for each in Direction}
         self.num_copied = dict.fromkeys(Direction, 0)
         self._draw_looks = draw_looks

@@ -1,0 +1,226 @@
+"""Chats of several turns, and prompts whose prefix another card has, through a whole deployment.
+
+python -m baton.bench.serve.chats [--shape NAME --gpus 0,1 --device cuda] [--modes MODE...]
+
+All chats begin at once; each turn is all that was said, the last answer among it, and new tokens.
+Told for each mode of `baton up`: prompt tokens that were computed over those that are new, and
+TTFT of the first turn and of the later ones.
+
+`auto` also tells what a prefix from a peer costs: streams of one prompt begin one after the other
+until the router takes the other engine, which has nothing of it and fetches its KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.cli.host.gpu_choice import choose_here
+from baton.client import AsyncClient, Result
+from baton.core import flags
+from baton.core.config import NodeConfig, UpConfig
+from baton.core.engine_config import EngineConfig
+
+from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
+from ..floors.gpu_shapes import SHAPES
+from ..goodput.__main__ import write_model
+from . import systems
+
+_MODES = ("disaggregated", "aggregated", "auto")
+_PAUSE_S = 0.5  # of a person, at most
+_MOST_STREAMS, _STREAM_TOKENS = 12, 300
+_NUM_PROMPTS = 5
+_TARGET_MS, _TARGET_TOKENS = 5.0, 8192  # on two H200s, more than at the engine that has it
+_MOST_COMPUTED = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a chat, and how many."""
+
+    num_chats: int
+    num_turns: int
+    system: int
+    new: int
+    answer: int
+    shared_prompt: int
+
+
+class Bench:
+    """One gateway, and all who chat."""
+
+    def __init__(self, client: AsyncClient, vocab_size: int, lengths: Lengths) -> None:
+        self._client, self._lengths = client, lengths
+        self._vocab_size = vocab_size
+        self._draw = random.Random(0)
+
+    def _tokens(self, num: int) -> list[int]:
+        return [self._draw.randrange(3, self._vocab_size) for _ in range(num)]
+
+    async def _ask(self, prompt: Sequence[int], num_tokens: int) -> Result:
+        stream = self._client.generate(
+            prompt_token_ids=list(prompt), max_tokens=num_tokens, temperature=0.0, ignore_eos=True
+        )
+        return await stream.finish()
+
+    async def _chat(self) -> list[Result]:
+        lengths, results = self._lengths, list[Result]()
+        said = self._tokens(lengths.system)
+        for _ in range(lengths.num_turns):
+            await asyncio.sleep(self._draw.random() * _PAUSE_S)
+            said += self._tokens(lengths.new)
+            result = await self._ask(said, lengths.answer)
+            results.append(result)
+            said += result.token_ids
+        return results
+
+    async def chats(self, mode: str) -> list[Figure]:
+        """All of them, twice: what opens links or compiles is over then."""
+        await asyncio.gather(*(self._chat() for _ in range(2)))
+        chats = await asyncio.gather(*(self._chat() for _ in range(self._lengths.num_chats)))
+        lengths = self._lengths
+        computed = sum(r.prompt_tokens - r.cached_tokens for chat in chats for r in chat)
+        new = lengths.system + lengths.new * lengths.num_turns
+        share = computed / (new * len(chats))
+        first = [_ttft_ms(chat[0]) for chat in chats]
+        later = [_ttft_ms(result) for chat in chats for result in chat[1:]]
+        gaps = [gap * 1e3 for chat in chats for r in chat for gap in r.times.gaps_s]
+        return [
+            Figure(f"{mode}: computed over new tokens", "x", (share,), 1.0, "", _MOST_COMPUTED),
+            Figure(f"{mode}: TTFT of first turns", "ms", tuple(first)),
+            Figure(f"{mode}: TTFT of later turns", "ms", tuple(later)),
+            Figure(f"{mode}: TTFT of later turns, p90", "ms", (_p90(later),)),
+            Figure(f"{mode}: tokens' gaps, p90", "ms", (_p90(gaps),)),
+        ]
+
+    async def peers(self) -> list[Figure]:
+        """TTFT of one prompt: computed, again at the engine that has it, at one that fetches."""
+        computed, local, fetched = list[float](), list[float](), list[float]()
+        for number in range(_NUM_PROMPTS + 1):
+            results = await self._streams_of(self._tokens(self._lengths.shared_prompt))
+            if not number:
+                continue  # links are opened
+            computed.append(_ttft_ms(results[0]))
+            have_it = {results[0].prefill_node, results[0].decode_node}  # by a hand-off, too
+            for result in results[1:]:
+                node = result.prefill_node
+                if node in have_it:
+                    local.append(_ttft_ms(result))
+                elif result.cached_tokens:
+                    fetched.append(_ttft_ms(result))
+                have_it |= {node, result.decode_node}
+                print(f"{node}: {result.cached_tokens} cached, TTFT {_ttft_ms(result):.1f} ms")
+        length = self._lengths.shared_prompt
+        figures = [
+            Figure(f"{length} tokens, computed: TTFT", "ms", tuple(computed)),
+            Figure(f"{length} tokens, cached here: TTFT", "ms", tuple(local)),
+        ]
+        if fetched:
+            more = statistics.median(fetched) - statistics.median(local)
+            target = _TARGET_MS if length == _TARGET_TOKENS else None
+            figures += [
+                Figure(f"{length} tokens, from a peer: TTFT", "ms", tuple(fetched)),
+                Figure(f"{length} tokens, from a peer: more", "ms", (more,), target=target),
+            ]
+        return figures
+
+    async def _streams_of(self, prompt: Sequence[int]) -> list[Result]:
+        """One after the other, each once those before have begun; they end together."""
+        running = list[asyncio.Task[Result]]()
+        for _ in range(_MOST_STREAMS):
+            has_begun = asyncio.Event()
+            running.append(asyncio.create_task(self._stream(prompt, has_begun)))
+            await has_begun.wait()
+            await asyncio.sleep(0.05)  # until the index and the heartbeats show it
+        return list(await asyncio.gather(*running))
+
+    async def _stream(self, prompt: Sequence[int], has_begun: asyncio.Event) -> Result:
+        stream = self._client.generate(
+            prompt_token_ids=list(prompt),
+            max_tokens=_STREAM_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        async for _ in stream:
+            has_begun.set()
+        return await stream.finish()
+
+
+def _ttft_ms(result: Result) -> float:
+    return (result.times.ttft_s or 0.0) * 1e3
+
+
+def _p90(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.9 * (len(values) - 1))]
+
+
+async def measure(address: str, mode: str, vocab_size: int, lengths: Lengths) -> list[Figure]:
+    """Of one deployment."""
+    async with AsyncClient(address) as client:
+        bench = Bench(client, vocab_size, lengths)
+        figures = await bench.chats(mode)
+        return figures + (await bench.peers() if mode == "auto" else [])
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.bench.serve.chats",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=SHAPES, help="dummy weights of this shape as --model")
+    parser.add_argument("--modes", nargs="*", choices=_MODES, default=_MODES)
+    parser.add_argument("--chats", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--system-tokens", type=int, default=1000)
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--answer-tokens", type=int, default=200)
+    parser.add_argument("--shared-tokens", type=int, default=_TARGET_TOKENS)
+    parser.add_argument("--commit", help="what is measured, where git does not know")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "chats.json")
+    flags.add_flags(parser, EngineConfig, NodeConfig)
+    arguments = parser.parse_args(argv)
+    lengths = Lengths(
+        *(arguments.chats, arguments.turns, arguments.system_tokens, arguments.new_tokens),
+        *(arguments.answer_tokens, arguments.shared_tokens),
+    )
+    figures = list[Figure]()
+    with tempfile.TemporaryDirectory(prefix="baton-shape-") as folder:
+        if arguments.shape:
+            write_model(SHAPES[arguments.shape], Path(folder))
+            arguments.model, arguments.load_format = folder, "dummy"
+        engine, node = flags.parse_all(arguments, EngineConfig, NodeConfig)
+        vocab_size = SHAPES[arguments.shape].vocab if arguments.shape else 1000
+        for mode in arguments.modes:
+            up = UpConfig(mode=mode)
+            if engine.device == "cpu" and mode == "aggregated":
+                up = replace(up, num_decode_nodes=2)
+            choice = choose_here(up, engine, node)
+            begin_s = time.monotonic()
+            with systems.over_grpc(choice.engine, choice.up, node) as address:
+                print(f"{mode}: up in {time.monotonic() - begin_s:.0f} s", flush=True)
+                figures += asyncio.run(measure(address, mode, vocab_size, lengths))
+            print(table(figures), flush=True)
+    result = {
+        "commit": arguments.commit or commit(),
+        "command": command_line("serve.chats", argv),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
