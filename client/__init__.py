@@ -10,7 +10,8 @@ Errors are those of `baton.core.errors`, raised while reading the stream.
 """
 
 from ..core.request.request import FinishReason, TokenLogprobs
-from .client import AsyncClient, AsyncGeneration, Client, Generation
+from .async_client import AsyncClient, AsyncGeneration
+from .client import Client, Generation
 from .messages import Chunk, ModelInfo, NodeInfo, Result
 
 __all__ = [

@@ -1,20 +1,18 @@
-"""The clients, blocking and asyncio: how they reach a gateway, and how they read its streams.
+"""How a client reaches a gateway, and how it reads its streams; for asyncio: async_client.py.
 
-A `Client` is thread-safe: one serves any number of threads and streams at once. An `AsyncClient` is
-made inside a running event loop, and used from that loop.
+A `Client` is thread-safe: one serves any number of threads and streams at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from ..core.errors import BatonError, Cancelled, InvalidRequest
+from ..core.errors import BatonError, InvalidRequest
 from ..proto.v1 import inference_pb2_grpc
 from . import messages
 from .messages import Call, Chunk, Collector, GenerateParams, ModelInfo, Result, translate
@@ -43,7 +41,7 @@ def target_of(address: str) -> str:
     return target
 
 
-class _Connection:
+class Connection:
     """What both clients have in common; arguments: see Client."""
 
     _grpc: Any  # grpc, or grpc.aio
@@ -75,7 +73,7 @@ class _Connection:
         return self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata), collector
 
 
-class _RunningStream:
+class RunningStream:
     """One running request."""
 
     def __init__(self, call: Any, collector: Collector) -> None:
@@ -96,7 +94,7 @@ class _RunningStream:
             self._call.cancel()
 
 
-class Generation(_RunningStream, Iterator[Chunk]):
+class Generation(RunningStream, Iterator[Chunk]):
     """One running request: iterate over its chunks, or read its `result`.
 
     Leaving early (`with`, `close`, losing the last reference) cancels it on the server.
@@ -135,62 +133,7 @@ class Generation(_RunningStream, Iterator[Chunk]):
         self.cancel()
 
 
-class AsyncGeneration(_RunningStream, AsyncIterator[Chunk]):
-    """One running request: `async for chunk in generation`, or `await generation.finish()`.
-
-    Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
-    """
-
-    _is_cancelled = False
-
-    @property
-    def result(self) -> Result:
-        """The first sample's whole result, once the stream was read to its end."""
-        if self._collector.result is None:
-            raise RuntimeError("the stream is not at its end: iterate, or await finish()")
-        return self._collector.result
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        """The results of the samples that are finished: of all, at the stream's end."""
-        return self._collector.results
-
-    async def finish(self) -> Result:
-        """Read what is left of the stream; returns the result or raises a typed error."""
-        async for _ in self:
-            pass
-        return self.result
-
-    async def __anext__(self) -> Chunk:
-        try:
-            message = await self._call.read()
-        except grpc.RpcError as error:
-            raise translate(error) from error
-        except asyncio.CancelledError:
-            if self._is_cancelled:  # the call, not our task
-                raise Cancelled("the request was cancelled") from None
-            raise
-        if message is grpc.aio.EOF:
-            raise StopAsyncIteration
-        return self._collector.add(message)
-
-    def cancel(self) -> None:
-        """End the request on the server; a request that is over stays as it ended."""
-        self._is_cancelled = True
-        super().cancel()
-
-    async def aclose(self) -> None:
-        """For contextlib.aclosing."""
-        self.cancel()
-
-    async def __aenter__(self) -> AsyncGeneration:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.cancel()
-
-
-class Client(_Connection):
+class Client(Connection):
     """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
 
     `api_key`: where the gateway requires one. `ca_file`: who signed its certificate, PEM; `tls`
@@ -235,47 +178,3 @@ class Client(_Connection):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class AsyncClient(_Connection):
-    """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`
-
-    Its arguments and methods are those of Client.
-    """
-
-    _grpc = grpc.aio
-
-    def generate(
-        self, prompt: str | None = None, **params: Unpack[GenerateParams]
-    ) -> AsyncGeneration:
-        """See Client, as for the methods below."""
-        return AsyncGeneration(*self._start(prompt, params))
-
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        return await self._unary(messages.tokenize_call(text))
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await self._unary(messages.detokenize_call(token_ids))
-
-    async def model_info(self) -> ModelInfo:
-        return await self._unary(messages.model_info_call())
-
-    async def abort(self, *ids: str) -> int:
-        return await self._unary(messages.abort_call(ids))
-
-    async def close(self) -> None:
-        """Cancel what is running and close the connection."""
-        await self._channel.close()
-
-    async def _unary(self, call: Call[T]) -> T:
-        method, request, read = call
-        try:
-            return read(await getattr(self._stub, method)(request, metadata=self._metadata))
-        except grpc.RpcError as error:
-            raise translate(error) from error
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()

@@ -18,7 +18,7 @@ from ..core.engine_config import EngineConfig
 from ..core.membership import Role
 from ..engine.kv.limits import seqs_for_pool
 from ..node.engine_process.engine_process import main
-from ..node.engine_process.role_plan import EngineParts, RolePlan
+from ..node.engine_process.role_plan import RolePlan
 from .role import DecodeRole
 
 MAX_NUM_BATCHED_TOKENS = 512
@@ -37,23 +37,11 @@ def adjust(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, max_num_batched_tokens=budget)
 
 
-def build(parts: EngineParts) -> DecodeRole:
-    return DecodeRole(
-        parts.engine,
-        parts.requests,
-        parts.source,
-        parts.puller,
-        parts.clock,
-        fingerprint=parts.fingerprint,
-        block_bytes=parts.block_bytes,
-    )
-
-
 PLAN = RolePlan(
     name=Role.DECODE,
     adjust=adjust,
     max_held_blocks=lambda config, capacity: None,
-    build=build,
+    build=DecodeRole,
 )
 
 if __name__ == "__main__":

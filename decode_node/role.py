@@ -16,7 +16,6 @@ from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
-from ..engine.engine import Engine
 from ..engine.execution.batch import SampledToken
 from ..engine.scheduling.outputs import Reservation, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import (
@@ -28,10 +27,8 @@ from ..kv_transfer.protocol.events import (
     Reserved,
     ReserveRefused,
 )
-from ..node.peers.puller_side import PullerSide
-from ..node.peers.source_side import SourceSide
-from ..node.requests.request_io import Entry, RequestIO
-from ..node.requests.request_role import EngineRole, Vitals
+from ..node.requests.request_io import Entry
+from ..node.requests.request_role import EngineParts, EngineRole, Vitals
 from ..proto.v1 import node_pb2
 
 
@@ -49,25 +46,15 @@ class DecodeRole(EngineRole):
 
     ticket_work = node_pb2.WORK_DECODE
 
-    def __init__(
-        self,
-        engine: Engine,
-        request_io: RequestIO,
-        source: SourceSide,
-        puller: PullerSide,
-        clock: Clock,
-        *,
-        fingerprint: str,
-        block_bytes: int,
-    ) -> None:
-        super().__init__(engine, request_io, source, puller, clock)
-        puller.handoffs = self
-        self._fingerprint = fingerprint
-        self._block_bytes = block_bytes
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        parts.puller.handoffs = self
+        self._fingerprint = parts.fingerprint
+        self._block_bytes = parts.block_bytes
         self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
         self._reservations: dict[str, Reservation] = {}  # by transfer
         self._is_memory_short = False  # the puller waits for blocks
-        self._counts = TransferCounts(clock)
+        self._counts = TransferCounts(parts.clock)
 
     # -- gateways ------------------------------------------------------------------------------
 
@@ -100,10 +87,6 @@ class DecodeRole(EngineRole):
     def _forget(self, intent: _Intent) -> None:
         for sample in intent.samples:
             del self._intents[sample.key]
-
-    def _fail_samples(self, intent: _Intent, error: BatonError) -> None:
-        for sample in intent.samples:
-            self.fail(sample.key, error)
 
     # -- the engine's results ------------------------------------------------------------------
 
@@ -147,7 +130,7 @@ class DecodeRole(EngineRole):
             reservation = self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
             self._puller.feed(ReserveRefused(transfer_id))
-            self._fail_samples(intent, error)
+            self._fail_all(intent.samples, error)
             return
         self._is_memory_short = reservation is None
         if reservation is None:
@@ -180,7 +163,9 @@ class DecodeRole(EngineRole):
             return
         if len(state.fork_token_ids) != len(forks):
             self._engine.drop(reservation)
-            self._fail_samples(intent, HandoffFailed("the source sampled another number of forks"))
+            self._fail_all(
+                intent.samples, HandoffFailed("the source sampled another number of forks")
+            )
             return
         for sample, token_id in zip(forks, state.fork_token_ids, strict=True):
             self._begin(sample, reservation, token_id, summary)
@@ -197,7 +182,7 @@ class DecodeRole(EngineRole):
         """Let beams decode. The gateway is told that they do: their tokens come at the end."""
         if first is None:
             self._engine.drop(reservation)
-            self._fail_samples(intent, HandoffFailed("the source sent no candidates"))
+            self._fail_all(intent.samples, HandoffFailed("the source sent no candidates"))
             return
         self._engine.start_beams(reservation, first)
         for sample in intent.samples:

@@ -37,8 +37,7 @@ from .scheduling.block_tables import BlockTables
 from .scheduling.outputs import Load, Reservation, SpeculationCounts, StepOutput, Totals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .scheduling.step_cost_estimator import StepCostEstimator
-from .scheduling.step_record import StepRecord
+from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
 from .step_results import StepResults

@@ -12,7 +12,7 @@ from .execution.batch import Runner
 from .execution.constraints import Constraints
 from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom, refuse_adapter
-from .scheduling.outputs import StepOutputBuilder
+from .scheduling.outputs import StepOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState, finish_reason
 
@@ -131,7 +131,7 @@ class LiveSequences:
             self._scheduler.add(other)
         return was_parked
 
-    def fail(self, sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
+    def fail(self, sequence: Sequence, error: BatonError, output: StepOutput) -> None:
         """End it with an error, if the scheduler has not ended it yet."""
         if (search := self._search_of(sequence)) is not None:
             self.beams.fail(search, error, output)

@@ -10,11 +10,11 @@ from .execution.batch import SampledToken
 from .live_sequences import LiveSequences
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
-from .scheduling.outputs import ChunkDone, StepOutputBuilder, TokenOutput
+from .scheduling.outputs import ChunkDone, StepOutput, TokenOutput
 from .scheduling.schedule import ScheduledSequence
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .scheduling.step_record import StepRecord
+from .scheduling.step_cost_estimator import StepRecord
 from .speculation.speculator import Speculator
 
 
@@ -38,7 +38,7 @@ class StepResults:
         self._speculator = speculator
 
     def advance(
-        self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
+        self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutput
     ) -> None:
         """Account for one sequence's part of a completed step."""
         sequence, num_tokens = scheduled
@@ -56,7 +56,7 @@ class StepResults:
         sequence: Sequence,
         num_tokens: int,
         sampled: SampledToken | None,
-        output: StepOutputBuilder,
+        output: StepOutput,
     ) -> None:
         """So many of its tokens are computed, and the token behind them is sampled, if any is."""
         if sampled is not None and math.isnan(sampled.logprob):
@@ -80,7 +80,7 @@ class StepResults:
             output.chunks.append(ChunkDone(sequence.key, num_tokens, is_last, first))
 
     def _append(
-        self, sequence: Sequence, sampled: SampledToken, output: StepOutputBuilder
+        self, sequence: Sequence, sampled: SampledToken, output: StepOutput
     ) -> FinishReason | None:
         """Output a token, and end or hold its sequence if that was its last one here."""
         sequence.num_awaited_tokens -= not sequence.is_held
@@ -103,7 +103,7 @@ class StepResults:
         return reason
 
     def _fork_off(
-        self, parent: Sequence, request: Request, sampled: SampledToken, output: StepOutputBuilder
+        self, parent: Sequence, request: Request, sampled: SampledToken, output: StepOutput
     ) -> FinishReason | None:
         """Output a further sample's first token, and let it go on unless its KV is held."""
         reason = self._output(request, request.key, parent.num_outputs, sampled, output)
@@ -117,7 +117,7 @@ class StepResults:
         key: str,
         index: int,
         sampled: SampledToken,
-        output: StepOutputBuilder,
+        output: StepOutput,
     ) -> FinishReason | None:
         reason = self._sequences.finish_reason(request, sampled.token_id, index + 1)
         token = TokenOutput(key, index, sampled.token_id, sampled.logprob, reason, sampled.top)

@@ -25,12 +25,11 @@ from .execution.constraints import Constraints, Mask
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables, StepFence
-from .scheduling.outputs import StepOutput, StepOutputBuilder
+from .scheduling.outputs import StepOutput
 from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
-from .scheduling.step_cost_estimator import StepCostEstimator
-from .scheduling.step_record import StepRecord
+from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 from .speculation.speculator import Speculator
 from .step_results import StepResults
@@ -109,7 +108,7 @@ class Stepper:
         """See Engine."""
         if self._pipeline is not None:
             return self._step_pipeline(self._pipeline, meanwhile)
-        output = StepOutputBuilder()
+        output = StepOutput()
         previous, self._in_flight = self._in_flight, None
         must_wait = previous is not None and self._must_wait(previous)
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
@@ -136,20 +135,20 @@ class Stepper:
             self._collect(step, output)
         else:
             self._in_flight = step
-        return output.build()
+        return output
 
     def _step_pipeline(
         self, steps: StepsInFlight[StepInFlight], meanwhile: Meanwhile | None
     ) -> StepOutput:
         """Launch as many batches as have room in the pipeline, and collect the oldest."""
-        output = StepOutputBuilder()
+        output = StepOutput()
         watch = None if meanwhile is None else lambda: meanwhile() | self.poll_host()
         collect = partial(self._collect, output=output)
         if not steps.advance(lambda: self._launch(None, output), collect, watch):
             self._scheduler.queues.stall()
             if meanwhile is not None and self._host is not None and self._host.has_work:
                 meanwhile()
-        return output.build()
+        return output
 
     def _launch_due_s(self, previous: StepInFlight | None) -> float:
         """When to launch what comes behind `previous`: it takes time, and the estimate may err."""
@@ -170,7 +169,7 @@ class Stepper:
     def _launch(
         self,
         previous: StepInFlight | None,
-        output: StepOutputBuilder,
+        output: StepOutput,
         *,
         is_waited_for: bool = False,
     ) -> StepInFlight | None:
@@ -213,7 +212,9 @@ class Stepper:
             if is_waited_for:  # the device had nothing to do meanwhile
                 launched_s += took_s
                 self._speculator.waited(launched_s - self._collected_s)
-        promise_s = self._scheduler.promise.target_s if shape.num_decodes else None
+        promise, promise_s = self._scheduler.promise, None
+        if promise.tbt_target_s is not None and shape.num_decodes:
+            promise_s = promise.target_s
         step = StepInFlight(
             planned, fence, launched, shape, launched_s, took_s, promise_s, has_drafts
         )
@@ -236,7 +237,7 @@ class Stepper:
         return True
 
     def _masks(
-        self, planned: list[ScheduledSequence], output: StepOutputBuilder
+        self, planned: list[ScheduledSequence], output: StepOutput
     ) -> Mapping[Sequence, Row[Mask]]:
         """Which tokens those may be given that are constrained; what cannot go on ends here."""
         found: dict[Sequence, Row[Mask]] = {}
@@ -249,7 +250,7 @@ class Stepper:
                 found[sequence] = masks
         return found
 
-    def _collect(self, step: StepInFlight, output: StepOutputBuilder) -> None:
+    def _collect(self, step: StepInFlight, output: StepOutput) -> None:
         results = step.launched.collect()
         prompts = step.launched.prompt_logprobs()
         step.fence.close()

@@ -29,7 +29,8 @@ from ..gateway.http.turns.response_store import ResponseStore
 from ..gateway.http.turns.responses import RESPONSE_STORE
 from ..gateway.security.tenancy import INFER, Caller
 from ..gateway.text.special_tokens import Spans
-from ..gateway.validation.validation import ModelLimits, ServedModel
+from ..gateway.validation.served_model import ServedModel
+from ..gateway.validation.validation import ModelLimits
 from ..proto.v1 import inference_pb2
 from .local_calls import LocalCall, LocalCalls
 

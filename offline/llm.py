@@ -28,8 +28,8 @@ from ..core.flags import from_json
 from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate
 from ..gateway.http.chat.messages import MESSAGES
 from ..gateway.http.chat.tools import TOOLS, shown_tools
+from ..gateway.text.no_tokenizer import NoTokenizer
 from ..gateway.text.special_tokens import Spans
-from ..gateway.text.tokenizer import NoTokenizer
 from ..gateway.validation.validation import ValidatedRequest
 from .beam_search import BeamSearchOutput, BeamSearchParams, sequence_of, tokens_of
 from .local_calls import LocalCalls

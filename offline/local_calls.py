@@ -34,12 +34,13 @@ from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, m
 from ..gateway.request.session import Session
 from ..gateway.text.special_tokens import Spans
 from ..gateway.text.text_stream import TextStream
+from ..gateway.validation.served_model import ServedModel
 from ..gateway.validation.validation import (
     ModelLimits,
-    ServedModel,
     ValidatedRequest,
     check_request,
     complete_request,
+    prompt_token_ids,
 )
 from ..proto.v1 import inference_pb2
 
@@ -153,8 +154,8 @@ class LocalCalls:
         request = check_request(wire, self.limits)
         if request.sampling.constraint is not None:
             await self.model.constraints.check(request.sampling.constraint)
-        prompt = await self.model.prompt_token_ids(
-            request, wire.text, self.limits.max_model_len, special_at
+        prompt = await prompt_token_ids(
+            request, wire.text, self.model.tokenizer, self.limits.max_model_len, special_at
         )
         seed = self._entropy.new_seed()
         return complete_request(request, wire, prompt, self.limits, drawn_seed=seed)

@@ -22,7 +22,7 @@ from ..core.config import NodeConfig
 from ..core.engine_config import EngineConfig
 from ..core.membership import Role
 from ..node.engine_process.engine_process import main
-from ..node.engine_process.role_plan import EngineParts, RolePlan
+from ..node.engine_process.role_plan import RolePlan
 from .role import PrefillRole
 
 PREFILL_CHUNK_TOKENS = 8192
@@ -41,17 +41,11 @@ def max_held_blocks(config: NodeConfig, capacity: int) -> int:
     return max(1, int(capacity * config.credit_fraction))
 
 
-def build(parts: EngineParts) -> PrefillRole:
-    return PrefillRole(
-        parts.engine, parts.requests, parts.outbox, parts.source, parts.puller, parts.clock
-    )
-
-
 PLAN = RolePlan(
     name=Role.PREFILL,
     adjust=adjust,
     max_held_blocks=max_held_blocks,
-    build=build,
+    build=PrefillRole,
 )
 
 if __name__ == "__main__":

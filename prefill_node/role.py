@@ -13,19 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
-from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
-from ..engine.engine import Engine
 from ..engine.kv.block_pool import BlockRef
 from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import ChunkAnnounced, ChunkReady, Offered, Withdrawn
 from ..kv_transfer.protocol.messages import HandoffState
-from ..node.channels.mailboxes import Outbox
-from ..node.peers.puller_side import PullerSide
-from ..node.peers.source_side import SourceSide
-from ..node.requests.request_io import Entry, RequestIO
-from ..node.requests.request_role import EngineRole, Vitals
+from ..node.requests.request_io import Entry
+from ..node.requests.request_role import EngineParts, EngineRole, Vitals
 from ..proto.v1 import node_pb2
 
 
@@ -47,18 +42,10 @@ class PrefillRole(EngineRole):
 
     ticket_work = node_pb2.WORK_PREFILL
 
-    def __init__(
-        self,
-        engine: Engine,
-        request_io: RequestIO,
-        outbox: Outbox,
-        source: SourceSide,
-        puller: PullerSide,
-        clock: Clock,
-    ) -> None:
-        super().__init__(engine, request_io, source, puller, clock)
-        source.on_release = self._release
-        self._outbox = outbox
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        parts.source.on_release = self._release
+        self._outbox = parts.outbox
         self._offers: dict[str, _Offer] = {}  # by each of its keys
         self._num_expired_leases = 0
 

@@ -30,7 +30,7 @@ from baton.cli.cluster.survey import ask_ledgers
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.admission import GATEWAY, dial
-from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.errors import BatonError, NodeLost
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, Ticket

@@ -36,7 +36,7 @@ from baton.engine.execution.step_parts import (
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
-from baton.gateway.validation.validation import ServedModel
+from baton.gateway.validation.served_model import ServedModel
 from baton.kernels.attention.attention import flatten_tables
 from baton.kernels.attention.decode_shares import divide
 from baton.offline.local_calls import LocalCall, LocalCalls

@@ -21,8 +21,9 @@ from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord, SloTargets
 from baton.gateway.telemetry.metrics import metric_table as table
+from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
-from baton.gateway.telemetry.metrics.tally import MetricStore, Tally
+from baton.gateway.telemetry.metrics.tally import Tally
 from baton.gateway.telemetry.window.row_message import pack_row, unpack_row
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import HOUR_S, LATENCIES, TelemetryWindow

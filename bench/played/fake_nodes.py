@@ -26,7 +26,7 @@ from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import handshake_key
 from baton.core.channels.addresses import host_id, socket_address
 from baton.core.channels.admission import GATEWAY, SOCKET, THIS_HOST
-from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from baton.core.membership import Member, Role
 from baton.core.process import event_loop

@@ -25,7 +25,7 @@ from ...cluster.tls import ClusterTls, open_channel, role_name
 from ...core.channels.addresses import host_id
 from ...core.channels.admission import GATEWAY
 from ...core.channels.admission import dial as dial_engine
-from ...core.channels.channel import FrameBuffer
+from ...core.channels.frames import FrameBuffer
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from ..errors import NodeLost, PermissionDenied
 from .addresses import require_same_user, socket_address
-from .channel import LENGTH_BYTES, decode_length, encode_payload
+from .frames import LENGTH_BYTES, decode_length, encode_payload
 from .handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Dialer, Listener, Opening
 
 GATEWAY, PULLER = b"gateway", b"puller"  # purposes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
 from ..execution.batch import Runner, SampledToken
-from ..scheduling.outputs import FinishedBeam, StepOutputBuilder
+from ..scheduling.outputs import FinishedBeam, StepOutput
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceGroup, SequenceState
 from .beam_group import BeamGroup, BeamRules, num_candidates
@@ -101,7 +101,7 @@ class BeamSearches:
         if not search.wanted:
             self.end(search)
 
-    def fail(self, search: BeamSearch, error: BatonError, output: StepOutputBuilder) -> None:
+    def fail(self, search: BeamSearch, error: BatonError, output: StepOutput) -> None:
         """End it with an error to all whom it was for."""
         output.failed += [(key, error) for key in search.keys if key in search.wanted]
         self.end(search)
@@ -130,7 +130,7 @@ class BeamSearches:
         self._due.append(search)
         return not search.is_forked
 
-    def advance(self, output: StepOutputBuilder) -> bool:
+    def advance(self, output: StepOutput) -> bool:
         """Let searches go on whose beams all have their candidates; whether any could."""
         due, self._due = dict.fromkeys(self._due), []
         ready = [search for search in due if search.members and self._has_all(search, output)]
@@ -141,7 +141,7 @@ class BeamSearches:
             self._runner.copy_blocks(copies)
         return bool(due)
 
-    def _has_all(self, search: BeamSearch, output: StepOutputBuilder) -> bool:
+    def _has_all(self, search: BeamSearch, output: StepOutput) -> bool:
         """Whether it can go on; what was parked behind its first beam is brought back."""
         leader, *others = search.members
         parked = [one for one in others if one.state is SequenceState.PARKED]
@@ -151,7 +151,7 @@ class BeamSearches:
             return False
         return search.is_ready
 
-    def _advance(self, search: BeamSearch, output: StepOutputBuilder) -> list[tuple[int, int]]:
+    def _advance(self, search: BeamSearch, output: StepOutput) -> list[tuple[int, int]]:
         """Behind one step: returns the blocks (source, target) to copy before the next."""
         parents = search.members
         beams = search.beams.advance([search.found[one] for one in parents])
@@ -199,7 +199,7 @@ class BeamSearches:
         child.num_candidates, child.group = parent.num_candidates, search
         return child
 
-    def _crowd_out(self, search: BeamSearch, output: StepOutputBuilder) -> None:
+    def _crowd_out(self, search: BeamSearch, output: StepOutput) -> None:
         """There is no room for all its sequences beside what others have, or in the whole pool."""
         if self._scheduler.has_all(search):
             error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
@@ -207,7 +207,7 @@ class BeamSearches:
         else:
             self._scheduler.preemption.preempt_group(search)
 
-    def _finish(self, search: BeamSearch, output: StepOutputBuilder) -> None:
+    def _finish(self, search: BeamSearch, output: StepOutput) -> None:
         first = search.request.sample_index
         best = search.beams.best(first + len(search.keys))
         for key, hypothesis in zip(search.keys, best[first:], strict=False):

@@ -12,8 +12,9 @@ from ...kernels.sampling.sampling import sample
 from ..lora.rank_adapters import RankAdapters
 from .batch import CompletedStep, SampledToken, SequenceSlice
 from .drafting.head_steps import HeadSteps
+from .extras import compute_extras
 from .step_model import StepModel
-from .step_parts import SampledRows, compute_extras, flatten, metadata_of, padded, plan_adapters
+from .step_parts import SampledRows, flatten, has_extras, metadata_of, padded, plan_adapters
 
 
 class CpuSteps:
@@ -29,6 +30,7 @@ class CpuSteps:
         adapters: RankAdapters | None = None,
     ) -> None:
         self.model = model
+        self._is_last_stage = model.range.is_last
         self._adapters = adapters
         self._attention = attention
         self._block_size = block_size
@@ -40,7 +42,7 @@ class CpuSteps:
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         pieces = padded(batch)
         hidden = self._forward(pieces)
-        if not self.model.range.is_last:
+        if not self._is_last_stage:
             return CompletedStep([None] * len(batch))
         return self._sample(batch, pieces, hidden)
 
@@ -61,11 +63,12 @@ class CpuSteps:
             assert self.model.kept is not None
             at = range(len(tokens))
             self.head.follow(pieces, self.model.kept, rows, token_ids, at)
+        if not has_extras(batch, rows):
+            return CompletedStep(rows.results(len(batch), tokens))
         extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
-        if extras is not None:
-            extras.add_to(tokens)
-        prompt = {} if extras is None else extras.prompt_logprobs()
-        return CompletedStep(rows.results(len(batch), tokens), prompt)
+        assert extras is not None
+        extras.add_to(tokens)
+        return CompletedStep(rows.results(len(batch), tokens), extras.prompt_logprobs())
 
     def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
         """Hidden states [tokens, hidden]."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from .batch import SampledToken
-from .step_parts import Extras, SampledRows
+from .extras import Extras
+from .step_parts import SampledRows
 
 
 @dataclass(frozen=True, slots=True)

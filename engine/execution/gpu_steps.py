@@ -42,14 +42,13 @@ from .cuda_graphs import (
     prefill_sizes,
 )
 from .drafting.head_steps import HeadSteps
+from .extras import Extras, compute_extras
 from .gpu_step import GpuStep, device_errors
 from .step_model import GraphedModel, StepModel
 from .step_parts import (
     PADDING_SLICE,
-    Extras,
     SampledRows,
     awaited_tokens,
-    compute_extras,
     decode_arrays,
     flatten,
     has_drafts,

@@ -19,6 +19,7 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import EngineFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.experts.expert_loads import ExpertLoadReader
 from ...kernels.kv.kv_blocks import copy_blocks
 from ..kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
@@ -48,7 +49,6 @@ from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
 from .drafting.head_model import make_draft_model
 from .drafting.head_steps import HeadSteps
-from .expert_loads import ExpertLoadReader
 from .largest_step import largest_batch
 from .model_loading import choose_max_model_len, load_model
 

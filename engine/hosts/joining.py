@@ -30,8 +30,8 @@ from ...core.channels.admission import (
     dial,
     read_frame,
 )
-from ...core.channels.channel import encode_payload
 from ...core.channels.engine_tls import EngineTls
+from ...core.channels.frames import encode_payload
 from ...core.channels.handshake import Opening
 from ...core.engine_config import EngineConfig
 from ...core.errors import NodeLost, PermissionDenied

@@ -190,6 +190,7 @@ class Decoder:
     ) -> None:
         self.loads = loads
         self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
+        self._is_first_stage, self._is_last_stage = self.range.is_first, self.range.is_last
         self._hidden_size = config.hidden_size
         self.device, self.dtype = placement.device, placement.dtype
         self.communicator = placement.communicator
@@ -237,11 +238,11 @@ class Decoder:
         `attention` has been planned for this step.
         """
         stages, residual = self.communicator.stages, None
-        if not self.range.is_first:
+        if not self._is_first_stage:
             residual = self.new_residual(len(token_ids))
             stages.receive(residual)
         hidden = self.compute(token_ids, positions, slots, attention, residual)
-        if not self.range.is_last:
+        if not self._is_last_stage:
             stages.send(hidden)
         return hidden
 

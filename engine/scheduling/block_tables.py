@@ -21,7 +21,6 @@ from ..kv.prefix_cache import PrefixCache
 from .sequence import Sequence
 
 _SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
-_NO_MATCH = HostMatch([], [], [])
 
 
 class StepFence:
@@ -79,18 +78,18 @@ class BlockTables:
             return []
         return self._match(sequence, 0, num_tokens, self._cache.match)
 
-    def match_host(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch:
+    def match_host(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
         """What goes on behind `num_matched` cached blocks, if it pays to copy it; limits as of
-        `match`."""
+        `match`. None: nothing."""
         if self._host is None or sequence.owes_prompt_logprobs:
-            return _NO_MATCH
+            return None
         coming = self._match(sequence, num_matched, num_tokens, self._host.match_coming)
         num_before = num_matched + len(coming)
         in_host = self._match(sequence, num_before, num_tokens, self._host.match)
         num_before += len(in_host)
         matched = HostMatch(coming, in_host, self._match_disk(sequence, num_before, num_tokens))
         if not matched.num_blocks or not self._host.pays(matched, num_matched):
-            return _NO_MATCH
+            return None
         return matched
 
     def _match_disk(self, sequence: Sequence, num_before: int, num_tokens: int) -> list[int]:
@@ -121,7 +120,9 @@ class BlockTables:
     def num_to_compute(self, sequence: Sequence) -> int:
         """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
         num_matched = len(self.match(sequence, sequence.num_tokens - 1))
-        num_matched += self.match_host(sequence, sequence.num_tokens - 1, num_matched).num_blocks
+        in_host = self.match_host(sequence, sequence.num_tokens - 1, num_matched)
+        if in_host is not None:
+            num_matched += in_host.num_blocks
         return sequence.num_tokens - num_matched * self._block_size
 
     def take(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:

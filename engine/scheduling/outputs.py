@@ -89,21 +89,33 @@ class ChunkLaunched:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
-    """What one step brought. `started`: requests that took part in a step here for the first time,
-    with how many tokens the prefix cache had of them.
+    """What one step brought, complete once `Engine.step` returns it. `started`: requests that took
+    part in a step here for the first time, with how many tokens the prefix cache had of them.
 
     That is their prefill's first chunk, or after `start` their first decode.
     """
 
-    tokens: tuple[TokenOutput, ...] = ()
-    chunks: tuple[ChunkDone, ...] = ()
-    started: Mapping[str, int] = field(default_factory=dict)
-    failed: tuple[tuple[str, BatonError], ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    launched: tuple[ChunkLaunched, ...] = ()
-    beams: tuple[FinishedBeam, ...] = ()
+    tokens: list[TokenOutput] = field(default_factory=list)
+    chunks: list[ChunkDone] = field(default_factory=list)
+    started: dict[str, int] = field(default_factory=dict)
+    failed: list[tuple[str, BatonError]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    launched: list[ChunkLaunched] = field(default_factory=list)
+    beams: list[FinishedBeam] = field(default_factory=list)
+
+    def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """The next of its prompt's tokens, if there are any."""
+        if logprobs:
+            first = sequence.next_prompt_logprob
+            self.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
+            sequence.next_prompt_logprob += len(logprobs)
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        """With it end the samples that have not become sequences of their own yet."""
+        for request in (sequence.request, *sequence.forks):
+            self.failed.append((request.key, error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,39 +180,3 @@ class Totals:
     host: HostCounts = HostCounts()  # noqa: RUF009 (frozen)
     disk: DiskCounts = DiskCounts()  # noqa: RUF009 (frozen)
     speculation: SpeculationCounts = SpeculationCounts()
-
-
-@dataclass(slots=True)
-class StepOutputBuilder:
-    """A StepOutput in the making."""
-
-    tokens: list[TokenOutput] = field(default_factory=list)
-    chunks: list[ChunkDone] = field(default_factory=list)
-    started: dict[str, int] = field(default_factory=dict)
-    failed: list[tuple[str, BatonError]] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    launched: list[ChunkLaunched] = field(default_factory=list)
-    beams: list[FinishedBeam] = field(default_factory=list)
-
-    def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """The next of its prompt's tokens, if there are any."""
-        if logprobs:
-            first = sequence.next_prompt_logprob
-            self.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
-            sequence.next_prompt_logprob += len(logprobs)
-
-    def fail(self, sequence: Sequence, error: BatonError) -> None:
-        """With it end the samples that have not become sequences of their own yet."""
-        for request in (sequence.request, *sequence.forks):
-            self.failed.append((request.key, error))
-
-    def build(self) -> StepOutput:
-        return StepOutput(
-            tuple(self.tokens),
-            tuple(self.chunks),
-            self.started,
-            tuple(self.failed),
-            tuple(self.prompt_logprobs),
-            tuple(self.launched),
-            tuple(self.beams),
-        )

@@ -24,7 +24,7 @@ class Preemption:
     def make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Slots for all its tokens, preempting others if need be; False: not in this step."""
         if self._tables.has_room(sequence):
-            return True  # as of most decodes in most steps
+            return True
         if self.has_outgrown_pool(sequence, schedule):
             return False
         while not self._tables.grow(sequence):

@@ -183,7 +183,8 @@ class Scheduler:
                 continue
             if sequence.draft_token_ids:
                 self.preemption.fit_drafts(sequence, schedule)
-            if self.preemption.make_room(sequence, schedule):
+            has_room = sequence.group is None and self._tables.grow(sequence)
+            if has_room or self.preemption.make_room(sequence, schedule):
                 schedule.plan(sequence)
         if self.promise.tbt_target_s is not None and schedule.scheduled:
             self.promise.keep(schedule)
@@ -262,7 +263,8 @@ class Scheduler:
                 return
             if self.queues.refused_at == self.queues.opportunities:
                 return
-            if self.preemption.has_outgrown_pool(sequence, schedule):
+            is_too_long = self._limits.blocks_for(sequence.num_slots) > self._limits.capacity
+            if is_too_long and self.preemption.has_outgrown_pool(sequence, schedule):
                 beside = None
                 continue
             if before is not None and not self._may_pass(sequence, before, num_tokens=1):
@@ -270,7 +272,7 @@ class Scheduler:
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
             in_host = self._tables.match_host(sequence, sequence.num_tokens - 1, len(matched))
-            num_matched = len(matched) + in_host.num_blocks
+            num_matched = len(matched) + (0 if in_host is None else in_host.num_blocks)
             num_tokens = sequence.num_tokens - num_matched * self._limits.block_size
             if schedule.would_stretch(sequence.request.caller_id, num_tokens):
                 if before is None:
@@ -286,14 +288,15 @@ class Scheduler:
                 return
             if beside is None:
                 beside = self._admission.footprints(self.queues.owners())
-            if not self._try_admit(sequence, matched, in_host.coming, beside):
+            coming = [] if in_host is None else in_host.coming
+            if not self._try_admit(sequence, matched, coming, beside):
                 self.queues.waiting.pin_head()
                 self.queues.refused_at = self.queues.opportunities
                 return
             self.queues.waiting.pop(num_tokens)
             self.queues.take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
-            if in_host.num_blocks:
+            if in_host is not None:
                 sequence.state = SequenceState.LOADING
                 self.queues.loading[sequence] = self._tables.load(sequence, in_host)
             else:

@@ -1,4 +1,6 @@
-"""Measured steps in, their cost as a function of what is in them out (core/step_cost.py).
+"""Measured steps in; out: their cost as a function of what is in them (core/step_cost.py), and a
+record of what they had in them, how long those with decodes were, and how many of these kept what
+was promised.
 
     steps, by size of each part ─► median of the last ones of each size ─► least squares of the
                                                                            relative error, no part
@@ -25,6 +27,7 @@ _MAX_SIZES = 256
 _NUM_ERRORS, _MIN_ERRORS = 512, 10
 _NUM_OVERRUNS, _MOST_OVERRUN = 256, 1.5
 _KEPT_SHARE = 0.98
+_NUM_RECORDED = 512  # steps that the percentile is of
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
@@ -122,6 +125,36 @@ class StepCostEstimator:
             key_s=parts[-1],
             max_rows=max(rows),
         )
+
+
+class StepRecord:
+    """One engine's, since it was made."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_promised_steps = 0
+        self.num_kept_steps = 0
+        self._last_s: deque[float] = deque(maxlen=_NUM_RECORDED)
+
+    def observe(self, shape: StepShape, seconds: float, promise_s: float | None) -> None:
+        """A step took so long; `promise_s`: what its decodes, if it had any, were promised."""
+        self.num_prompt_tokens += shape.num_prompt_tokens
+        if not shape.num_decodes:
+            return
+        self.num_decode_tokens += shape.num_decodes
+        self._last_s.append(seconds)
+        if promise_s is not None:
+            self.num_promised_steps += 1
+            self.num_kept_steps += seconds <= promise_s
+
+    @property
+    def p99_s(self) -> float | None:
+        """Of the last steps with decodes, nearest rank; None: there were none."""
+        if not self._last_s:
+            return None
+        ordered = sorted(self._last_s)
+        return ordered[(99 * len(ordered) - 1) // 100]
 
 
 def _size_of(shape: StepShape) -> _Size:

@@ -44,36 +44,26 @@ def launch_slice(
     elif end < num_known:
         next_token_id = sequence.token_ids[end]
     sequence.num_launched_tokens = end
-    slot = sequence.adapter_slot
-    if not (is_prompt and sequence.owes_prompt_logprobs):
-        # By position: by name it takes twice as long, for hundreds a step.
-        return SequenceSlice(
-            token_ids,
-            start,
-            sequence.block_ids,
-            sample,
-            follows,
-            (),
-            0,
-            0,
-            slot,
-            (),
-            is_prompt,
-            next_token_id,
-        )
-    first = max(start + 1, sequence.next_prompt_logprob)
-    return SequenceSlice(
+    targets: Row[int] = ()
+    first_target = num_top = 0
+    if is_prompt and sequence.owes_prompt_logprobs:
+        first = max(start + 1, sequence.next_prompt_logprob)
+        targets = sequence.request.prompt_token_ids[first : end + 1]
+        first_target = first - start - 1
+        num_top = sequence.request.sampling.prompt_logprobs or 0
+    return SequenceSlice(  # by position: by name it takes twice as long, for hundreds a step
         token_ids,
         start,
         sequence.block_ids,
         sample,
         follows,
-        prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
-        first_prompt_target=first - start - 1,
-        num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
-        adapter_slot=slot,
-        is_prompt=is_prompt,
-        next_token_id=next_token_id,
+        targets,
+        first_target,
+        num_top,
+        sequence.adapter_slot,
+        (),
+        is_prompt,
+        next_token_id,
     )
 
 

@@ -31,14 +31,15 @@ from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
+from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
-    ServedModel,
     ValidatedRequest,
     check_model,
     check_request,
     check_token_ids,
     complete_request,
+    prompt_token_ids,
 )
 from .admission import LoopPacing, QueueLimit
 
@@ -298,8 +299,8 @@ class FrontDoor:
             if (refusal := self.constraint_refusal) is not None:
                 raise InvalidRequest(refusal, "constraint", "unsupported_parameter")
             await self.model.constraints.check(request.sampling.constraint)
-        prompt = await self.model.prompt_token_ids(
-            request, wire.text, limits.max_model_len, special_at
+        prompt = await prompt_token_ids(
+            request, wire.text, self.model.tokenizer, limits.max_model_len, special_at
         )
         seed = self._entropy.new_seed()
         request = complete_request(request, wire, prompt, limits, drawn_seed=seed)
@@ -333,7 +334,8 @@ class FrontDoor:
                     yield RunningCall(record, request, queue, self._clock, self._feed, self._ends)
                 finally:
                     for session in sessions:
-                        self._sessions.cancel(session, Cancelled("the client went away"))
+                        if not session.is_over:
+                            self._sessions.cancel(session, Cancelled("the client went away"))
                     self._end(record, queue.error, sessions[0])
         except TimeoutError:
             raise public_error(queue.error or Cancelled("the stream was ended")) from None

@@ -18,7 +18,7 @@ from ...cluster.tls import ClusterTls
 from ...core.errors import BatonError
 from ...core.membership import Member
 from ...core.ports import Clock, Directory
-from ..request.engine_link import EngineOutput, PlainToken
+from ...proto.v1 import node_pb2
 from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection
 from .engine_table import EngineTable
@@ -123,21 +123,23 @@ class ClusterView:
 
     # -- engine_connection.ConnectionEvents --------------------------------------------------------
 
-    def linked(self, link: EngineConnection) -> None:
+    def linked(self, link: EngineConnection, welcome: node_pb2.Welcome) -> LinkedEngine:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         engine = LinkedEngine(
             member,
             link,
             clock=self._clock,
-            max_num_seqs=link.max_num_seqs,
-            block_bytes=link.block_bytes,
-            own_target_s=link.own_target_s,
-            num_host_blocks=link.num_host_blocks,
-            max_loras=link.max_loras,
+            max_num_seqs=welcome.max_num_seqs,
+            block_bytes=welcome.block_bytes,
+            own_target_s=welcome.tbt_target_s,
+            num_host_blocks=welcome.num_host_blocks,
+            max_loras=welcome.max_loras,
+            sessions=self._sessions,
         )
         self._table.add(engine)
         self._adapters.linked(engine)
+        return engine
 
     def adapter_loaded(
         self, link: EngineConnection, order_id: int, found: str | BatonError
@@ -153,14 +155,6 @@ class ClusterView:
             return  # a busy engine's heartbeats are many
         self._reported_s = now_s
         self._changed(is_load_only=is_same)
-
-    def outputs(
-        self, link: EngineConnection, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
-    ) -> None:
-        incarnation = link.member.incarnation
-        self._table.engines[incarnation].settle(outputs, tokens)
-        self._sessions.engine_tokens(incarnation, tokens)
-        self._sessions.engine_outputs(incarnation, outputs)
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)

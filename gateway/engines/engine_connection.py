@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from google.protobuf.message import DecodeError
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, role_name
-from ...core.channels.addresses import host_id, require_same_user, socket_address
 from ...core.channels.admission import (
     GATEWAY,
     MAX_REFUSAL_BYTES,
-    SOCKET,
     THIS_HOST,
     check_verdict,
-    tune,
 )
-from ...core.channels.channel import (
+from ...core.channels.frames import (
     LENGTH_BYTES,
     MAX_UNSENT_BYTES,
     BrokenStream,
@@ -44,6 +40,7 @@ from ...core.request.request import Request, Ticket
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
+from .engine_sockets import has_ended, is_local, open_socket
 from .reported_load import ReportedLoad
 from .wire import NodeClock, load_from_wire, output_from_wire, tokens_from_wire
 
@@ -53,26 +50,24 @@ _WORK_TO_WIRE = {
     Work.LOCAL: node_pb2.WORK_LOCAL,
 }
 _CONNECT_TIMEOUT_S = 3.0
-_PROBE_S = 0.3
-_PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
+
+
+class OutputReceiver(Protocol):
+    """Who takes what a linked engine's steps bring: linked_engine.LinkedEngine."""
+
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None: ...
 
 
 class ConnectionEvents(Protocol):
-    """Whom a connection reports to. `lost` comes last, and only after `linked`.
+    """Whom a connection reports to. `lost` comes last, and only after `linked`, which returns who
+    takes the outputs.
 
     `has_died`: the node lives, and the engine's process has ended.
     """
 
-    def linked(self, engine: EngineConnection) -> None: ...
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> OutputReceiver: ...
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None: ...
-
-    def outputs(
-        self,
-        engine: EngineConnection,
-        outputs: Sequence[EngineOutput],
-        tokens: Sequence[PlainToken],
-    ) -> None: ...
 
     def adapter_loaded(
         self, engine: EngineConnection, order_id: int, found: str | BatonError
@@ -94,15 +89,12 @@ class EngineConnection(asyncio.Protocol):
         tls: ClusterTls | None = None,
     ) -> None:
         self.member = member
-        self.max_num_seqs = self.block_bytes = 0  # by its Welcome
-        self.own_target_s = 0.0
-        self.num_host_blocks = self.max_loras = 0
         self._secret = secret
         self._events = events
         self._clock = clock
         self._silence_s = silence_s
         self._tls = tls
-        self._is_local = member.host_id == host_id().hex()
+        self._is_local = is_local(member)
         self._node_clock = NodeClock(member.name, clock, is_ours=self._is_local)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -113,7 +105,7 @@ class EngineConnection(asyncio.Protocol):
         self._over: asyncio.Future[str] = self._loop.create_future()  # why nothing more will come
         self._last_received_s = clock.monotonic_s()
         self._has_died = False
-        self._is_linked = False
+        self._receiver: OutputReceiver | None = None  # while it is linked
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -155,13 +147,13 @@ class EngineConnection(asyncio.Protocol):
         reason = "closed by the gateway"
         try:
             reason = await self._connect_and_serve()
-            if self._is_linked and not self._has_died:
-                self._has_died = self._over.done() and await self._process_has_ended()
+            if self._receiver is not None and not self._has_died:
+                self._has_died = self._over.done() and await has_ended(self.member)
         finally:
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.abort()
-            if self._is_linked:
-                self._is_linked = False
+            if self._receiver is not None:
+                self._receiver = None
                 self._events.lost(self, reason, has_died=self._has_died)
         return reason
 
@@ -186,7 +178,7 @@ class EngineConnection(asyncio.Protocol):
         member = self.member
         context = None if self._tls is None or self._is_local else self._tls.client_context()
         name = None if context is None else role_name(member.role.value)
-        sock = await self._open_socket()
+        sock = await open_socket(member)
         await self._loop.create_connection(
             lambda: self, sock=sock, ssl=context, server_hostname=name
         )
@@ -206,49 +198,6 @@ class EngineConnection(asyncio.Protocol):
         received, self._received = bytes(self._received), bytearray()
         self.data_received(received)
 
-    async def _open_socket(self) -> socket.socket:
-        """Raises OSError, HandoffFailed."""
-        if not self._is_local:
-            return await self._open_tcp(self.member.engine_address)
-        there = socket_address(self.member.incarnation, SOCKET)
-        sock = await self._open(socket.AF_UNIX, there)
-        try:
-            require_same_user(sock)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    async def _open_tcp(self, address: str) -> socket.socket:
-        """At the first that answers of the addresses that its name stands for. Raises OSError."""
-        host, _, port = address.rpartition(":")
-        failure = OSError(f"{address} is no address")
-        try:
-            found = await self._loop.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM
-            )
-            for family, _, _, _, there in found:
-                try:
-                    sock = await self._open(family, there)
-                except OSError as error:
-                    failure = error
-                else:
-                    tune(sock, GATEWAY)
-                    return sock
-        except (OverflowError, ValueError) as error:  # no port, no name of a host
-            raise failure from error
-        raise failure
-
-    async def _open(self, family: int, there: Any) -> socket.socket:
-        """Raises OSError, OverflowError."""
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            await self._loop.sock_connect(sock, there)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
     async def _read(self, num_bytes: int) -> bytes:
         """Of the handshake. Raises NodeLost."""
         while len(self._received) < num_bytes:
@@ -259,21 +208,6 @@ class EngineConnection(asyncio.Protocol):
         data = bytes(self._received[:num_bytes])
         del self._received[:num_bytes]
         return data
-
-    async def _process_has_ended(self) -> bool:
-        """Whether nobody listens for this engine any more, while its node does."""
-        try:
-            async with asyncio.timeout(_PROBE_S):
-                for pause_s in _PROBE_PAUSES_S:
-                    await asyncio.sleep(pause_s)
-                    try:
-                        (await self._open_socket()).close()
-                    except ConnectionRefusedError:
-                        (await self._open_tcp(self.member.address)).close()
-                        return True
-        except (OSError, BatonError):  # TimeoutError too
-            pass
-        return False
 
     async def _watch_silence(self) -> str:
         """Return once the engine was silent for too long.
@@ -325,12 +259,12 @@ class EngineConnection(asyncio.Protocol):
             case "outputs":
                 self._pass_on(message.outputs)
             case "heartbeat":
-                if self._is_linked:
+                if self._receiver is not None:
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                if self._is_linked:
+                if self._receiver is not None:
                     self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._link(message.welcome)
@@ -347,8 +281,8 @@ class EngineConnection(asyncio.Protocol):
         except EngineFailed as error:
             self._end(error.message)
             return
-        if self._is_linked:
-            self._events.outputs(self, outputs, tokens)
+        if self._receiver is not None:
+            self._receiver.receive(outputs, tokens)
 
     def _link(self, welcome: node_pb2.Welcome) -> None:
         """Check what the directory promised; the engine counts from now on."""
@@ -359,10 +293,5 @@ class EngineConnection(asyncio.Protocol):
                 self._end(f"{field} is {getattr(welcome, field)!r}, announced was {expected!r}")
                 return
         if not self._welcome.done():
-            self.max_num_seqs, self.block_bytes = welcome.max_num_seqs, welcome.block_bytes
-            self.own_target_s = welcome.tbt_target_s
-            self.num_host_blocks = welcome.num_host_blocks
-            self.max_loras = welcome.max_loras
-            self._is_linked = True
-            self._events.linked(self)
+            self._receiver = self._events.linked(self, welcome)
             self._welcome.set_result(None)

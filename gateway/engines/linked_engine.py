@@ -1,13 +1,13 @@
 """One engine behind a live link: its last heartbeat, and what this gateway sent it.
 
-Owns what was dispatched to it (prefill_backlog.py, decode_places.py have the accounts of it), and
-how often the prefix index was right. Knows no other engine, no grpc and no directory.
+Owns what was dispatched to it (engine_accounts.py), and how often the prefix index was right. Knows
+no other engine, no grpc and no directory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,9 +18,8 @@ from ...core.request.request import Request, Ticket
 from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
-from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
-from .decode_places import DecodePlaces, Key
-from .prefill_backlog import Backlog, PrefillBacklog
+from ..request.engine_link import Demand, EngineOutput, PlainToken, RequestSender, Work
+from .engine_accounts import DecodePlaces, Key, PrefillBacklog
 from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
 from .routing import EngineState
@@ -29,18 +28,20 @@ _RESERVED_BLOCKS = 2  # padding and canary
 MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
 
 
-class EngineSender(Protocol):
-    """Where an engine's messages go; never blocks."""
-
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None: ...
-
-    def cancel(self, request_id: str, attempt: int) -> None: ...
+class EngineSender(RequestSender, Protocol):
+    """Where an engine's messages go."""
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
 
     def load_adapter(self, order_id: int, name: str, path: str) -> None: ...
+
+
+class Sessions(Protocol):
+    """Whose outputs they are: session_table.SessionTable."""
+
+    def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None: ...
+
+    def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -50,10 +51,10 @@ class LinkedEngine:
     `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
     does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
     `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
-    adapters in its steps; 0: it serves none. `released`: callers of
-    which something ended here, or was answered, so that what waits may find a place; whoever
-    dispatches what waits clears it. `prompts`: those of all engines. `num_index_hits`: dispatches
-    for which the index promised cached tokens; `num_stale_hits`: those of them that found fewer.
+    adapters in its steps; 0: it serves none. `released`: callers of which something ended here, or
+    was answered, so that what waits may find a place; whoever dispatches what waits clears it.
+    `prompts`, `sessions`: those of all engines. `num_index_hits`: dispatches for which the index
+    promised cached tokens; `num_stale_hits`: those of them that found fewer.
     """
 
     member: Member
@@ -71,6 +72,7 @@ class LinkedEngine:
     max_loras: int = 0
     released: set[int] = field(default_factory=set)
     prompts: PromptsInFlight | None = None
+    sessions: Sessions | None = None
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
@@ -111,9 +113,7 @@ class LinkedEngine:
         self.load, self._has_refused = load, False
         self.heard_s = self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
-        self.backlog.heartbeat(
-            Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
-        )
+        self.backlog.heartbeat(load)
         self.places.heartbeat(load.num_requests, load.room_blocks)
         target_s = load.tbt_target_s
         self._num_promised = MANY_DECODES if target_s is None else load.decodes_within(target_s)
@@ -156,6 +156,13 @@ class LinkedEngine:
     def cancel(self, request_id: str, attempt: int) -> None:
         self._ended((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
+
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
+        """What a step brought: for its sessions, behind what it answers or ends here."""
+        self.settle(outputs, tokens)
+        if self.sessions is not None:
+            self.sessions.engine_tokens(self.incarnation, tokens)
+            self.sessions.engine_outputs(self.incarnation, outputs)
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
         """Take note of what these outputs answer or end."""

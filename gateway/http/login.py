@@ -8,7 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...core.errors import PermissionDenied, Unauthenticated
-from ..security.gate import COOKIE, SESSION_S
+from ..security.browser_sessions import COOKIE, SESSION_S
 from .protocol.access import ACCESS, LOGIN_PATH
 from .protocol.body import in_time
 from .protocol.errors import Refusal

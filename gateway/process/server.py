@@ -49,11 +49,11 @@ from ..promises.promise_leader import LEASE_S, PromiseLeader
 from ..request.dispatch_wait import SessionLimits
 from ..request.engine_link import Avoid, Demand
 from ..request.session_table import DispatchQueue, SessionTable
-from ..security.gate import Security
-from ..telemetry.call_feed import Telemetry
+from ..security.security import Security
+from ..telemetry.telemetry import Telemetry
 from ..telemetry.window.redis_windows import RedisWindows
 from ..telemetry.window.window_share import About, WindowShare
-from ..validation.validation import ServedModel
+from ..validation.served_model import ServedModel
 from .startup_message import startup_lines
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""One dispatch of a request to a pair of engines, or to one that does all: whose messages are due,
-and what doubt there is.
+"""One dispatch of a request to a pair of engines, or to one that does all: how it is sent, whose
+messages are due, and what doubt there is.
 
 A *doubt* is a state that one of the engines must clear up soon: who is right becomes known by the
 next message of the other, or, after a fixed time, the attempt counts as failed.
@@ -12,13 +12,17 @@ next message of the other, or, after a fixed time, the attempt counts as failed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
-from ...core.request.request import FinishReason, TokenLogprobs
+from ...core.ports import Clock, Entropy
+from ...core.request.request import FinishReason, Request, SamplingParams, Ticket, TokenLogprobs
 from ...core.request.timeline import Event
-from .engine_link import EngineLink, EngineOutput, Route
-from .output_chunk import TokenSplice
+from ..validation.validation import ValidatedRequest
+from .engine_link import EngineLink, EngineOutput, Route, Work
+from .output_chunk import PromptScores, TokenSplice
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 
@@ -150,3 +154,70 @@ class Attempt:
         for link in self._holders.values():
             link.cancel(request_id, self.number)
         self._holders.clear()
+
+
+class Dispatcher:
+    """Sends one session's attempts to their engines; each goes on behind `output_ids`, the tokens
+    so far."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: ValidatedRequest,
+        sample_index: int,
+        output_ids: Sequence[int],
+        prompt_scores: PromptScores,
+        clock: Clock,
+        entropy: Entropy,
+        deadline_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self._request = request
+        self._sample_index = sample_index
+        self._output_ids = output_ids
+        self._prompt_scores = prompt_scores
+        self._clock = clock
+        self._entropy = entropy
+        self._deadline_s = deadline_s
+
+    def send(self, attempt: Attempt, fork_ids: tuple[str, ...], *, may_refuse: bool) -> None:
+        """To its two engines, or to the one."""
+        prefill, decode = attempt.route.prefill, attempt.route.decode
+        request = self._engine_request(attempt, fork_ids, may_refuse=may_refuse)
+        remaining_s = self._deadline_s - self._clock.monotonic_s()
+        if attempt.route.is_local:
+            decode.dispatch(request, Work.LOCAL, None, remaining_s)
+            return
+        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
+        prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
+        decode.dispatch(request, Work.DECODE, ticket, remaining_s)
+
+    def send_move(self, attempt: Attempt, link: EngineLink) -> None:
+        """To the engine that it moves to."""
+        request = self._engine_request(attempt, (), may_refuse=True)
+        remaining_s = self._deadline_s - self._clock.monotonic_s()
+        link.dispatch(request, Work.LOCAL, None, remaining_s)
+
+    def _engine_request(
+        self, attempt: Attempt, fork_ids: tuple[str, ...], *, may_refuse: bool
+    ) -> Request:
+        return Request(
+            request_id=self.request_id,
+            attempt=attempt.number,
+            prompt_token_ids=self._request.prompt_token_ids,
+            sampling=self._wanted_sampling(),
+            output_token_ids=tuple(self._output_ids),
+            cache_salt=self._request.options.cache_salt,
+            sample_index=self._sample_index,
+            fork_ids=fork_ids,
+            caller_id=self._request.caller_id,
+            may_refuse=may_refuse,
+            adapter=self._request.adapter,
+        )
+
+    def _wanted_sampling(self) -> SamplingParams:
+        """Without what is known already, or another sample's to request."""
+        sampling = self._request.sampling
+        if self._sample_index or self._prompt_scores.is_complete:
+            return replace(sampling, prompt_logprobs=None)
+        return sampling

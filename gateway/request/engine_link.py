@@ -58,8 +58,18 @@ class EngineOutput(NamedTuple):
 PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
-class EngineLink(Protocol):
-    """One engine, as long as its stream lives. Sending never blocks and never raises."""
+class RequestSender(Protocol):
+    """Where requests go. Never blocks and never raises."""
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+
+class EngineLink(RequestSender, Protocol):
+    """One engine, as long as its stream lives."""
 
     @property
     def incarnation(self) -> str: ...
@@ -74,12 +84,6 @@ class EngineLink(Protocol):
     def heard_s(self) -> float:
         """When its last heartbeat came, on the monotonic clock."""
         ...
-
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None: ...
-
-    def cancel(self, request_id: str, attempt: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

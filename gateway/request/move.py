@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
-from .attempt import Attempt, OutputToken
-from .dispatcher import Dispatcher
+from .attempt import Attempt, Dispatcher, OutputToken
 from .engine_link import EngineLink, EngineOutput, Route
 
 MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed

@@ -34,9 +34,8 @@ from ...core.request.timeline import Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
 from .answer import Answer, Shown
-from .attempt import Attempt, OutputToken
+from .attempt import Attempt, Dispatcher, OutputToken
 from .dispatch_wait import DispatchWait, SessionLimits
-from .dispatcher import Dispatcher
 from .engine_link import Blocked, Demand, EngineOutput, Route, Router
 from .move import Moves
 from .output_chunk import ChunkSink, UnfinishedRun
@@ -86,10 +85,11 @@ class Session:
         self._answer = Answer(request, sample_index, text, sink, arrived, clock)
         self._wait = DispatchWait(limits, router, suspects, clock.monotonic_s())
         self._deaths = EngineDeaths(request_id, suspects, limits.max_engine_failures)
+        tokens, scores = self._answer.output_ids, self._answer.prompt_scores
         self._dispatcher = Dispatcher(
-            request_id, request, sample_index, self._answer, clock, entropy, deadline_s
+            *(request_id, request, sample_index, tokens, scores, clock, entropy, deadline_s)
         )
-        self._moves = Moves(self, self._dispatcher, self._answer.output_ids)
+        self._moves: Moves | None = None  # from its first move on
         self._attempt: Attempt | None = None
         self._last: Attempt | None = None  # the same, and what was the last one
         self._num_attempts = 0
@@ -100,7 +100,7 @@ class Session:
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take what an engine sent; anything of another attempt is dropped."""
         moves = self._moves
-        if moves.now is not None and moves.take(incarnation, output, self._clock.monotonic_s()):
+        if moves is not None and moves.take(incarnation, output, self._clock.monotonic_s()):
             return
         attempt = self._attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
@@ -136,7 +136,7 @@ class Session:
         attempt = self._attempt
         if (
             attempt is None
-            or self._moves.now is not None
+            or (self._moves is not None and self._moves.now is not None)
             or self._fingerprint is None
             or self._deaths.is_suspect
             or self._answer.text.is_searched
@@ -153,7 +153,8 @@ class Session:
         `has_died`: its supervisor lives and reports that the engine process ended.
         """
         attempt = self._attempt
-        self._moves.lose(incarnation)
+        if self._moves is not None:
+            self._moves.lose(incarnation)
         if attempt is None or incarnation not in attempt.pair:
             self._wait.engine_lost(incarnation)
             if has_died and not self.is_over:
@@ -208,7 +209,8 @@ class Session:
 
     @property
     def _num_taken(self) -> int:
-        return self._num_attempts - self._num_refusals - self._moves.num_rounds
+        num_of_moves = 0 if self._moves is None else self._moves.num_rounds
+        return self._num_attempts - self._num_refusals - num_of_moves
 
     def cancel(self, error: BatonError) -> None:
         """End early: `Cancelled`, or what made the gateway give up on the client."""
@@ -219,7 +221,8 @@ class Session:
     def next_wakeup_s(self) -> float:
         """When `tick` has something to do, on the monotonic clock."""
         if self._attempt is not None:
-            return min(self._deadline_s, self._attempt.doubt_until_s, self._moves.deadline_s)
+            due_s = min(self._deadline_s, self._attempt.doubt_until_s)
+            return due_s if self._moves is None else min(due_s, self._moves.deadline_s)
         is_queued = self._waits_for_its_first_place
         return min(self._deadline_s, self._wait.until_s(is_queued=is_queued))
 
@@ -233,7 +236,7 @@ class Session:
             self._end_badly(DeadlineExceeded("the request's deadline passed"))
         elif attempt is not None and now_s >= attempt.doubt_until_s:
             self.fail_attempt(attempt, attempt.doubt or HandoffFailed("no message came"))
-        elif self._moves.is_late(now_s):
+        elif self._moves is not None and self._moves.is_late(now_s):
             return
         elif self._waits_for_its_first_place:
             if error := self._wait.queue_error(now_s):
@@ -316,9 +319,9 @@ class Session:
     ) -> None:
         """Give this attempt up; try again if that can help. `blamed` None: the pair."""
         attempt.cancel(self.request_id)
-        self._attempt = None
-        if self._moves.now is not None and attempt is self._moves.now.target:
-            self._moves.end("lost")
+        self._attempt, moves = None, self._moves
+        if moves is not None and moves.now is not None and attempt is moves.now.target:
+            moves.end("lost")
         now_s = self._clock.monotonic_s()
         self._wait.failed(blamed, attempt.pair, now_s)
         num_tokens = len(self._answer.output_ids)
@@ -329,7 +332,8 @@ class Session:
             # All tokens are out: only the message that ends it was lost.
             self._finish(attempt, FinishReason.LENGTH, Shown("", [], None))
         elif error.is_retryable and self._may_try_again:
-            self._attempt = self._moves.take_over(is_suspect=self._deaths.is_suspect)
+            if moves is not None:
+                self._attempt = moves.take_over(is_suspect=self._deaths.is_suspect)
             self._last = self._attempt or attempt
             if self._attempt is None:
                 self.try_dispatch()
@@ -359,11 +363,14 @@ class Session:
         may_move = is_alone and self._answer.output_ids and not self._deaths.is_suspect
         if attempt is None or not attempt.is_decoding or not may_move:
             return None
-        return attempt.pair[1] if self._moves.may_begin(self._clock.monotonic_s()) else None
+        is_time = self._moves is None or self._moves.may_begin(self._clock.monotonic_s())
+        return attempt.pair[1] if is_time else None
 
     def begin_move(self, route: Route, on_over: Callable[[str], None]) -> None:
         """To another engine of this model, while `movable_from`; move.py has what follows."""
         assert self._attempt is not None and route.decode.fingerprint == self._fingerprint
+        if self._moves is None:
+            self._moves = Moves(self, self._dispatcher, self._answer.output_ids)
         self._moves.begin(route, self._attempt, self._clock.monotonic_s(), on_over)
 
     def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
@@ -404,6 +411,7 @@ class Session:
         assert not self.is_over, "a request ends once"
         self.is_over = True
         self._attempt = None
-        self._moves.end("ended")
+        if self._moves is not None:
+            self._moves.end("ended")
         self._deaths.ended()
         self._answer.stamp(event)

@@ -2,15 +2,6 @@
 
 Reads the key file anew when it has changed; a file that cannot be used leaves the last keys in
 force, and is logged. No error shows which part of a credential was wrong.
-
-A browser holds a cookie in place of a key after the login, for some hours:
-
-    cookie = expiry . reference of the key . tag of both
-
-Reference and tag are HMACs with a secret of this gateway, or of those that share a port: nothing
-about the key can be learnt from a cookie. Nothing is kept here: a cookie ends by its time, with its
-key, or with that secret. It never carries more than the scope `metrics`, so a page that misuses it
-changes nothing.
 """
 
 from __future__ import annotations
@@ -19,27 +10,19 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from ...cluster.exposure import check_exposure
-from ...cluster.secret import ClusterSecret, operator_key, salt_key, session_key
-from ...cluster.tls import CertificateFiles, ClusterTls
+from ...cluster.secret import ClusterSecret, operator_key
 from ...cluster.watched_files import WatchedFiles
-from ...core.channels.addresses import host_id
-from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed, Unauthenticated
-from ...core.ports import Clock
 from .key_file import ApiKey, BadKeyFile, digest_of, load_keys
-from .tenancy import ADMIN, METRICS, Caller, Tenancy, anyone, caller_id_of
+from .tenancy import ADMIN, METRICS, Caller, anyone, caller_id_of
 
 log = logging.getLogger(__name__)
 
 MAX_CREDENTIAL_CHARS = 512
 OPERATOR = "@operator"  # no name that a key file could give
-COOKIE = "baton_session"
-SESSION_S = 12 * 3600
-_MAX_COOKIE_CHARS = 256
 
 
 class KeyRing:
@@ -132,89 +115,3 @@ def _bearer(authorization: Sequence[str | bytes]) -> str:
     if scheme.lower() != "bearer" or not key.strip():
         raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
     return key.strip()
-
-
-class BrowserSessions:
-    """Gives and judges cookies. Times are of the monotonic clock, which a host has in common."""
-
-    def __init__(self, gate: Gate, clock: Clock, secret: bytes | None = None) -> None:
-        self._gate = gate
-        self._clock = clock
-        self._secret = secret or secrets.token_bytes(32)
-
-    def open(self, key: str) -> str:
-        """A cookie for who shows a key; raises Unauthenticated, PermissionDenied."""
-        found = self._gate.key(key)
-        found.caller.check_scope(METRICS)
-        until = str(int(self._clock.monotonic_s() + SESSION_S))
-        text = f"{until}.{self._reference(found)}"
-        return f"{text}.{self._tag(text)}"
-
-    def caller(self, cookie: str) -> Caller:
-        """Who holds this cookie; raises Unauthenticated."""
-        text, _, tag = cookie.rpartition(".")
-        if len(cookie) > _MAX_COOKIE_CHARS or not hmac.compare_digest(
-            tag.encode("utf-8", "surrogatepass"), self._tag(text).encode()
-        ):
-            raise Unauthenticated("the session is over: log in again")
-        until, _, reference = text.partition(".")
-        if self._clock.monotonic_s() >= int(until):
-            raise Unauthenticated("the session is over: log in again")
-        key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), reference))
-        return replace(key.caller, front="http", scopes=key.caller.scopes & {METRICS})
-
-    def _reference(self, key: ApiKey) -> str:
-        return hmac.digest(self._secret, b"reference" + key.digest, "sha256").hex()
-
-    def _tag(self, text: str) -> str:
-        message = b"tag" + text.encode("utf-8", "surrogatepass")
-        return hmac.digest(self._secret, message, "sha256").hex()
-
-
-_PROTECTION = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}
-_SALT_KEY_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Security:
-    """`certificate` None: plain text; `cluster_tls` None: the same towards the nodes."""
-
-    certificate: CertificateFiles | None
-    cluster_tls: ClusterTls | None
-    gate: Gate
-    sessions: BrowserSessions
-    tenancy: Tenancy
-
-    @classmethod
-    def of(cls, config: GatewayConfig, cluster: ClusterConfig, clock: Clock) -> Security:
-        """Raises StartupFailed, also where too much would lie open to the network."""
-        missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
-        check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
-        ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
-        gate, secret = Gate(ring, ClusterSecret.of(cluster)), cluster.cluster_secret
-        certificate = None
-        if config.tls_cert is not None and config.tls_key is not None:
-            chain, key = Path(config.tls_cert), Path(config.tls_key)
-            certificate = CertificateFiles(chain, key, None, "--tls-cert, --tls-key")
-        # Gateways that share a port take each other's logins; else each takes its own alone.
-        cookie_key = session_key(secret, host_id()) if config.reuse_port and secret else None
-        # Without a secret of the deployment, each gateway has its own part of the prefix caches.
-        salts = salt_key(secret) if secret else secrets.token_bytes(_SALT_KEY_BYTES)
-        return cls(
-            certificate,
-            ClusterTls.of(cluster),
-            gate,
-            BrowserSessions(gate, clock, cookie_key),
-            Tenancy(clock, salts, shares_prefixes=config.share_prefix_across_tenants),
-        )
-
-    @property
-    def certificates(self) -> tuple[CertificateFiles, ...]:
-        """All that this process shows to anybody."""
-        cluster = None if self.cluster_tls is None else self.cluster_tls.files
-        return tuple(files for files in (self.certificate, cluster) if files is not None)
-
-    def certificate_ends_s(self) -> dict[str, float]:
-        """By file, the Unix time at which its certificate ends."""
-        ends = (files.current().ends_s for files in self.certificates)
-        return {file: ends_s for each in ends for file, ends_s in each.items()}

@@ -8,19 +8,14 @@ Nearly all deliveries are a single token behind a sample's second: each costs an
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from ...core.config import GatewayConfig
 from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...core.request.timeline import Event
-from ..engines.cluster_view import ClusterView
-from ..engines.engine_table import EngineTable
 from ..request.output_chunk import OutputChunk, RequestResult
 from ..security.tenancy import Caller
 from .calls.call_record import (
@@ -28,15 +23,11 @@ from .calls.call_record import (
     CallRecord,
     SloTargets,
     call_figures,
-    log_ended,
-    log_refused,
     times_of,
 )
-from .calls.traces import CallTraces, open_traces
 from .metrics import metric_table as table
-from .metrics.metric_table import ALL
-from .metrics.prometheus import Exporter, full_prefix
-from .metrics.tally import OTHER, MetricStore, Tally, bucket_of
+from .metrics.metric_store import OTHER, MetricStore
+from .metrics.tally import Tally, bucket_of
 from .window.window import TelemetryWindow
 
 log = logging.getLogger(__name__)
@@ -215,45 +206,3 @@ def _count_finished(tally: Tally, first: RequestResult | None, figures: CallFigu
         for metric, begin, end in _PHASES:
             if (spent_s := times.between_s(begin, end)) is not None:
                 tally.observe(metric, spent_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    """`feed` takes every call; `window` and `exporter` are read by routes."""
-
-    feed: CallFeed
-    window: TelemetryWindow
-    exporter: Exporter
-    traces: CallTraces | None
-
-    @staticmethod
-    def of(
-        config: GatewayConfig,
-        model: str,
-        engines: EngineTable,
-        view: ClusterView,
-        clock: Clock,
-        is_index_up: Callable[[], bool],
-        num_queued: Callable[[], int],
-        certificate_ends_s: Callable[[], Mapping[str, float]],
-    ) -> Telemetry:
-        """Raises StartupFailed where what is configured is not installed."""
-        window = TelemetryWindow(clock)
-        store = MetricStore(ALL, full_prefix(config.metrics_prefix), model)
-        traces = None
-        on_ended: list[OnEnded] = []
-        if config.otlp_traces_endpoint is not None:
-            traces = open_traces(config.otlp_traces_endpoint, config.otlp_traces_ratio)
-            on_ended.append(traces.call_ended)
-        if config.log_json:
-            on_ended.append(log_ended)
-        on_refused = [log_refused] if config.log_json else []
-        targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
-        feed = CallFeed(clock, targets, window, store, on_refused, on_ended)
-        of_engines = (engines, view, clock, is_index_up, num_queued, certificate_ends_s)
-        return Telemetry(feed, window, Exporter(store, feed.settle, *of_engines), traces)
-
-    async def close(self) -> None:
-        """Send what is still to be sent."""
-        if self.traces is not None:
-            await asyncio.to_thread(self.traces.close)

@@ -19,16 +19,13 @@ import asyncio
 import json
 import logging
 import os
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from ...core.errors import (
     ContextLengthExceeded,
@@ -37,8 +34,9 @@ from ...core.errors import (
     is_failure,
     refusing,
 )
+from .least_tokens import MOST_BYTES, LeastTokens, least_tokens
 from .special_tokens import MarkedEncoder, Spans, specials_of
-from .text_stream import BYTE_TOKEN, Detokenizer, TokenText, WholeTexts, byte_of_letter, token_text
+from .text_stream import Detokenizer, TokenText, WholeTexts, token_text
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +146,7 @@ class Tokenizer:
         """
 
         def work() -> tuple[int, ...]:
-            if max_tokens is not None and self._least and self._least.exceed(text, max_tokens):
+            if max_tokens is not None and self._exceeds(text, max_tokens):
                 raise _too_long(f"{len(text)} characters", max_tokens, param)
             with refusing("the model's tokenizer cannot take this text", param):
                 library, named = self._library, text
@@ -165,6 +163,11 @@ class Tokenizer:
                 return tuple(encoding.ids)
 
         return await self._lanes.run(len(text), work)
+
+    def _exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether it has more tokens for sure, as far as its bytes tell."""
+        is_short = MOST_BYTES * len(text) <= max_tokens
+        return not is_short and self._least is not None and self._least.exceed(text, max_tokens)
 
     def _with_names(self, text: str, special_at: Spans) -> tuple[tokenizers.Tokenizer, str]:
         if self._marked is None:
@@ -234,156 +237,7 @@ class Tokenizer:
         self._lanes.close()
 
 
-class NoTokenizer:
-    """In a `Tokenizer`'s place where there is none: token ids are served, text is refused."""
-
-    async def encode(
-        self, text: str, *, param: str = "prompt", **options: object
-    ) -> tuple[int, ...]:
-        """Raises InvalidRequest."""
-        raise no_text(param)
-
-    async def decode(
-        self, token_ids: Sequence[int], *, param: str = "ids", **options: object
-    ) -> str:
-        """Raises InvalidRequest."""
-        raise no_text(param)
-
-    def token(self, token_id: int) -> TokenText:
-        """Its id stands for it."""
-        name = f"token_id:{token_id}"
-        return TokenText(name, name.encode())
-
-    def token_id(self, text: str) -> int | None:
-        return None
-
-    def detokenizer(self, prompt_token_ids: Sequence[int], **options: object) -> NoTokenizer:
-        """Itself, with no text for any token."""
-        return self
-
-    def step(self, token_id: int) -> str:
-        return ""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 def _too_long(what: str, max_tokens: int, param: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
         f"{param} ({what}) does not fit the context of {max_tokens} tokens", param=param
-    )
-
-
-def no_text(param: str) -> InvalidRequest:
-    """What a gateway without a tokenizer answers to text."""
-    return InvalidRequest(
-        "this gateway has no tokenizer: give the prompt as token ids, without stop strings", param
-    )
-
-
-_SLICE_CHARS = 1 << 16
-_COMPOSED = 12  # bytes of what Unicode could compose across a slice's end
-
-_WHITESPACE = "".join(map(chr, [*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B),
-                                0x2028, 0x2029, 0x202F, 0x205F, 0x3000]))  # fmt: skip
-_KEEPING = {"ByteLevel", "Digits", "Metaspace"}  # pre-tokenizers that lose no byte
-_KEEPING_UNLESS_REMOVED = {"Split", "Punctuation"}
-
-
-@dataclass(frozen=True, slots=True)
-class LeastTokens:
-    """How many tokens a text has at least, by its bytes: no tokenizer needs to run.
-
-    Each byte weighs 1 / (bytes of the longest token that contains it). The bytes of a token weigh
-    at most 1 together, so that what fits is never refused, and a vocabulary's long runs of spaces
-    make no room for as many letters. Where a text may lose bytes on the way to its tokens (unknown
-    characters, whitespace that is cut off, normalizers that are not looked through) they weigh
-    nothing. `composes`: the tokens are of text in Unicode's NFC.
-    """
-
-    weights: NDArray[np.float32]  # [256]
-    composes: bool = False
-
-    def exceed(self, text: str, most: int) -> bool:
-        """Whether the text has more than `most` tokens for sure.
-
-        Goes on a slice at a time, so that other threads get their turns.
-        """
-        least = 0.0
-        for start in range(0, len(text), _SLICE_CHARS):
-            if least + (len(text) - start) * 4 <= most:  # four bytes a character at most
-                return False
-            least += self._weigh(text[start : start + _SLICE_CHARS])
-            if least > most + 1:  # far more than rounding can be
-                return True
-        return False
-
-    def _weigh(self, part: str) -> float:
-        if self.composes and not part.isascii():
-            part = unicodedata.normalize("NFC", part)
-        counts = np.bincount(np.frombuffer(part.encode(), np.uint8), minlength=256)
-        return max(0.0, float(counts @ self.weights) - (_COMPOSED if self.composes else 0))
-
-
-def least_tokens(spec: Mapping[str, Any]) -> LeastTokens | None:
-    """The bound for a tokenizer.json; None where its texts may lose anything, or for no BPE."""
-    model, normalizer = spec["model"], _parts(spec.get("normalizer"), "normalizers")
-    pre_tokenizers = _parts(spec.get("pre_tokenizer"), "pretokenizers")
-    is_bpe = model.get("type") == "BPE" and not any(
-        model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
-    )
-    if not is_bpe or not all(map(_keeps, normalizer)) or not all(map(_is_keeping, pre_tokenizers)):
-        return None
-    is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
-    pieces: list[str] = list(model["vocab"])
-    if is_byte_level:
-        kinds = {part["type"] for part in (*normalizer, *pre_tokenizers)}
-        if kinds & {"Replace", "Metaspace"}:  # its spaces would be other bytes
-            return None
-        letters = {ord(letter): byte for letter, byte in byte_of_letter().items()}
-        tokens = [piece.translate(letters).encode("latin-1", "ignore") for piece in pieces]
-        known = {token[0] for token in tokens if len(token) == 1}
-    else:
-        known = {int(m[1], 16) for m in map(BYTE_TOKEN.match, pieces) if m}
-        if not model.get("byte_fallback") or len(known) < 256:
-            return None
-        tokens = [piece.encode() for piece in pieces]
-        tokens += [piece.replace("\u2581", " ").encode() for piece in pieces]
-    added = spec.get("added_tokens") or []
-    tokens += [token["content"].encode() for token in added]
-    weights = _weights(tokens, known)
-    if any(token.get("lstrip") or token.get("rstrip") for token in added):
-        weights[list(set(_WHITESPACE.encode()))] = 0  # such a token takes all that stands beside it
-    return LeastTokens(weights, composes=any(part["type"] == "NFC" for part in normalizer))
-
-
-def _weights(tokens: Iterable[bytes], known: set[int]) -> NDArray[np.float32]:
-    weights = np.zeros(256, np.float32)
-    unseen = set(known)
-    for token in sorted(tokens, key=len, reverse=True):
-        if new := unseen.intersection(token):
-            weights[list(new)] = 1 / len(token)
-            unseen -= new
-    return weights
-
-
-def _parts(part: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
-    """A sequence's members, of whatever depth."""
-    if part is None:
-        return ()
-    if part["type"] != "Sequence":
-        return (part,)
-    return [inner for member in part[name] for inner in _parts(member, name)]
-
-
-def _keeps(normalizer: Mapping[str, Any]) -> bool:
-    if normalizer["type"] == "Replace":  # SentencePiece's space
-        return (normalizer["pattern"], normalizer["content"]) == ({"String": " "}, "\u2581")
-    return normalizer["type"] in ("NFC", "Prepend")
-
-
-def _is_keeping(pre_tokenizer: Mapping[str, Any]) -> bool:
-    kind = pre_tokenizer["type"]
-    return kind in _KEEPING or (
-        kind in _KEEPING_UNLESS_REMOVED and pre_tokenizer.get("behavior") != "Removed"
     )

@@ -12,6 +12,7 @@ from ...proto.v1 import common_pb2
 
 # Of beams alone: without them they would change nothing.
 _OF_BEAMS = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
+OF_SEARCHES = frozenset({"use_beam_search", "best_of", *_OF_BEAMS})  # who has one is checked here
 # What draws, or keeps tokens from being drawn.
 _OF_CHANCE = ("top_p", "top_k", "min_p")
 

@@ -1,5 +1,5 @@
-"""The served model as the gateway knows it, and the one validator of requests to it: what a client
-may request, and what absent fields mean.
+"""The one validator of requests to the served model: what a client may request, and what absent
+fields mean.
 
 Two steps, since a text's length is known only after tokenisation:
 
@@ -13,30 +13,22 @@ should be. Knows no node: what the deployment can hold comes in as `ModelLimits`
 
 from __future__ import annotations
 
-import asyncio
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...constraints.grammars import MAX_CHOICES, Grammars
-from ...core.config import GatewayConfig
+from ...constraints.grammars import MAX_CHOICES
 from ...core.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotFound,
-    Overloaded,
     PromptTooLarge,
-    StartupFailed,
-    refusing,
 )
-from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ...core.request.parameters import Parameter, check_in_vocabulary
 from ...core.request.request import (
     OPTIONS,
@@ -50,9 +42,10 @@ from ...core.request.request import (
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
+from ..text.no_tokenizer import NoTokenizer, no_text
 from ..text.special_tokens import Spans
-from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
-from .beams import complete_search
+from ..text.tokenizer import Tokenizer
+from .beams import OF_SEARCHES, complete_search
 
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
@@ -118,7 +111,10 @@ def check_request(
     prompt = _prompt(wire, limits.vocab_size)
     options = RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size))
     sampling = check_sampling(wire.sampling, limits.vocab_size)
-    sampling = complete_search(sampling, wire.sampling, options.n)
+    if OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
+        sampling = replace(sampling, best_of=options.n)
+    else:
+        sampling = complete_search(sampling, wire.sampling, options.n)
     adapter = adapters.get(wire.model)
     if adapter is not None and sampling.use_beam_search:
         raise InvalidRequest(
@@ -127,6 +123,29 @@ def check_request(
             "unsupported_parameter",
         )
     return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
+
+
+async def prompt_token_ids(
+    request: ValidatedRequest,
+    text: str,
+    tokenizer: Tokenizer | NoTokenizer,
+    max_tokens: int,
+    special_at: Spans | None = None,
+) -> Sequence[int]:
+    """The request's prompt, of which `text` is to be tokenised; `special_at`: see Tokenizer.encode.
+
+    Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
+    """
+    if request.sampling.stop and isinstance(tokenizer, NoTokenizer):
+        raise no_text("stop")
+    if not text:
+        return request.prompt_token_ids
+    return await tokenizer.encode(
+        text,
+        adds_special_tokens=request.options.add_special_tokens,
+        special_at=special_at,
+        max_tokens=max_tokens,
+    )
 
 
 def complete_request(
@@ -269,111 +288,3 @@ def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
     elif not constraint.source:
         raise InvalidRequest("constraint is empty", "constraint", "invalid_schema")
     return constraint
-
-
-_MAX_WAITING = 64
-
-
-class ConstraintCheck:
-    """Judges constraints on a thread before anybody computes a token for one; belongs to the event
-    loop. Bounded in number, and in time by what the compiler takes: an endless grammar is refused.
-    """
-
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
-        self._num_waiting = 0
-
-    @property
-    def refusal(self) -> str | None:
-        """Why this model's outputs cannot be constrained by anybody here, or None."""
-        return self._grammars.refusal
-
-    async def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest with what is wrong, Overloaded."""
-        if self.refusal is not None:
-            raise InvalidRequest(self.refusal, "constraint", "unsupported_parameter")
-        if self._grammars.is_kept(constraint):
-            return
-        if self._num_waiting >= _MAX_WAITING:
-            raise Overloaded("too many new constraints at once")
-        self._num_waiting += 1
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._compile, constraint)
-        finally:
-            self._num_waiting -= 1
-
-    def _compile(self, constraint: Constraint) -> None:
-        with refusing("the constraint cannot be used", "constraint"):
-            self._grammars.compile(constraint)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Name, limits, tokenizer, which constraints it can take; never its weights. `limits` are the
-    model's own, before any node is known."""
-
-    limits: ModelLimits
-    eos_token_ids: tuple[int, ...]
-    tokenizer: Tokenizer | NoTokenizer
-    model_dir: Path
-    constraints: ConstraintCheck
-
-    @classmethod
-    def load(cls, config: GatewayConfig) -> ServedModel:
-        """Read the model directory's JSON files; raises StartupFailed saying what is wrong."""
-        model_dir = resolve_model_dir(config.model)
-        name = config.served_model_name or model_dir.resolve().name
-        eos_ids = eos_token_ids(model_dir)
-        tokenizer = (
-            NoTokenizer()
-            if config.skip_tokenizer_init
-            else Tokenizer.load(
-                model_dir,
-                eos_ids,
-                refuses_special=config.special_tokens_in_prompts == "refuse",
-            )
-        )
-        limits = _read_limits(model_dir, name)
-        constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
-        return cls(limits, eos_ids, tokenizer, model_dir, constraints)
-
-    async def prompt_token_ids(
-        self, request: ValidatedRequest, text: str, max_tokens: int, special_at: Spans | None = None
-    ) -> Sequence[int]:
-        """The request's prompt, of which `text` is to be tokenised; `special_at`: see
-        Tokenizer.encode.
-
-        Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
-        """
-        if request.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
-            raise no_text("stop")
-        if not text:
-            return request.prompt_token_ids
-        return await self.tokenizer.encode(
-            text,
-            adds_special_tokens=request.options.add_special_tokens,
-            special_at=special_at,
-            max_tokens=max_tokens,
-        )
-
-    def close(self) -> None:
-        """End its threads."""
-        self.tokenizer.close()
-        self.constraints.close()
-
-
-def _read_limits(model_dir: Path, name: str) -> ModelLimits:
-    path = model_dir / "config.json"
-    config = read_json(path)
-    found = {}
-    for key in ("vocab_size", "max_position_embeddings"):
-        value = config.get(key)
-        if type(value) is not int or value < 1:
-            raise StartupFailed(f"{path} has no {key}", hint="--model takes a decoder-only model")
-        found[key] = value
-    return ModelLimits(name, found["vocab_size"], found["max_position_embeddings"])

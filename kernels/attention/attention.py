@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kv.kv_8bit import dequantize, head_dim_of, is_8bit
+from ..kv.kv_8bit import dequantize, head_dim_of, is_8bit, store_kv_8bit
 from ..kv.kv_blocks import apply_rope, block_rows, store_kv
 
 MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, with padding
@@ -132,6 +132,7 @@ class TorchAttention:
         self._kv_heads, self._block_size = pool.shape[3:5]
         self._head_dim = head_dim_of(pool)
         self._is_8bit = is_8bit(pool)
+        self._store_kv = store_kv_8bit if self._is_8bit else store_kv
         self._dtype = dtype if self._is_8bit else pool.dtype
         self._pieces = pool.view(-1, *pool.shape[4:])
         self._slices: list[_Slice] = []
@@ -162,7 +163,7 @@ class TorchAttention:
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q_and_k, v = qkv.tensor_split([-self._kv_heads], dim=1)
         q, k = apply_rope(q_and_k, *rope).tensor_split([-self._kv_heads], dim=1)
-        store_kv(self._pool, layer, k, v, self._blocks, self._offsets)
+        self._store_kv(self._pool, layer, k, v, self._blocks, self._offsets)
         return torch.cat([self._run_slice(layer, s, q[s.first : s.last]) for s in self._slices])
 
     def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Tensor:

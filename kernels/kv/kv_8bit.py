@@ -58,3 +58,14 @@ def dequantize(pieces: Tensor, dtype: torch.dtype) -> Tensor:
     """Pieces of a pool [n, block_size, head_dim + 4] -> [n, block_size, head_dim] of `dtype`."""
     values, scales = values_and_scales(pieces)
     return (values.view(pieces.dtype).float() * scales[..., None]).to(dtype)
+
+
+def store_kv_8bit(
+    pool: Tensor, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor
+) -> None:
+    """`kv_blocks.store_kv` for a pool of 8 bits."""
+    all_values, all_scales = values_and_scales(pool[:, layer])
+    for which, x in enumerate((k, v)):
+        values, scales = quantize(x, pool.dtype)
+        all_values[blocks, which, :, offsets] = values.view(torch.uint8)
+        all_scales[blocks, which, :, offsets] = scales

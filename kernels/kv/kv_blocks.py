@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kv_8bit import is_8bit, quantize, values_and_scales
+from .kv_8bit import is_8bit
 
 
 def rope_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -39,17 +39,10 @@ def store_kv(
     pool: Tensor, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor
 ) -> None:
     """Write one layer's k and v [tokens, kv_heads, dim] to the offsets [tokens] in blocks [tokens],
-    int64: the slots, split once for all layers of a step."""
+    int64: the slots, split once for all layers of a step. Not for 8 bits: kv_8bit.store_kv_8bit."""
     layer_pool = pool[:, layer]
-    if not is_8bit(pool):
-        layer_pool[blocks, 0, :, offsets] = k
-        layer_pool[blocks, 1, :, offsets] = v
-        return
-    all_values, all_scales = values_and_scales(layer_pool)
-    for which, x in enumerate((k, v)):
-        values, scales = quantize(x, pool.dtype)
-        all_values[blocks, which, :, offsets] = values.view(torch.uint8)
-        all_scales[blocks, which, :, offsets] = scales
+    layer_pool[blocks, 0, :, offsets] = k
+    layer_pool[blocks, 1, :, offsets] = v
 
 
 def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:

@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeAlias
 from google.protobuf.message import DecodeError
 
 from ...core.channels.admission import LOST_S
-from ...core.channels.channel import BrokenStream, Channel, ChannelBroken
+from ...core.channels.channel import Channel, ChannelBroken
+from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
 from ...proto import codec
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2

@@ -34,8 +34,7 @@ from ..channels.engine_channels import (
 from ..channels.mailboxes import Inbox, Kind, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
-from .adapter_gate import AdapterGate, AdapterRead
-from .grammar_gate import CompiledDispatch, GrammarGate
+from .dispatch_gates import AdapterGate, AdapterRead, CompiledDispatch, GrammarGate
 from .heartbeat import HeartbeatSender, heartbeat
 from .promise_orders import PromiseOrders
 
@@ -130,7 +129,7 @@ class EngineLoop:
             self._role.after_step(output)
         self._outbox.flush()
         self._is_watching = self._role.poll()
-        is_idle = self._role.is_idle() and self._gate.is_empty and self._adapters.is_empty
+        is_idle = self._role.is_idle() and not self._num_gated
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._recount()
         self._pulse.turn_ended()
@@ -175,8 +174,12 @@ class EngineLoop:
     def _numbers(self) -> node_pb2.Heartbeat:
         numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
         numbers.num_steps = self._num_steps
-        numbers.num_requests += self._gate.num_waiting + self._adapters.num_waiting
+        numbers.num_requests += self._num_gated
         return numbers
+
+    @property
+    def _num_gated(self) -> int:
+        return self._gate.num_waiting + self._adapters.num_waiting
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:
         """How long to wait for the first of some deadlines; None if there is none."""
@@ -239,7 +242,7 @@ class EngineLoop:
         if older is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
-            self._role.peer_linked(link)
+            self._role.side_of(link).linked(link)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -254,7 +257,7 @@ class EngineLoop:
             self._adapters.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
-        self._role.peer_lost(link)
+        self._role.side_of(link).lost(link.name)
         self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
@@ -263,7 +266,7 @@ class EngineLoop:
             self._end(link, codec.error_from_wire(message.refused))
             return
         try:
-            self._role.peer_message(link, message)
+            self._role.side_of(link).message(link.name, message)
         except EngineFailed:
             raise
         except Exception as error:
@@ -276,7 +279,8 @@ class EngineLoop:
         match message.WhichOneof("body"):
             case "dispatch":
                 dispatch = message.dispatch
-                if self._gate.admits(gateway, dispatch):
+                has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
+                if not has_constraint or self._gate.admits(gateway, dispatch):
                     self._dispatch(gateway, dispatch)
             case "load_adapter":
                 self._adapters.load(gateway, message.load_adapter)
@@ -288,7 +292,7 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if self._adapters.admits(gateway, dispatch):
+        if not dispatch.HasField("adapter") or self._adapters.admits(gateway, dispatch):
             self._role.dispatch(gateway, dispatch)
 
     def _blame(self, item: Item, error: Exception) -> None:

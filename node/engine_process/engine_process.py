@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
 from ...core.channels.addresses import host_id
-from ...core.channels.channel import BrokenStream, FrameSocket
+from ...core.channels.channel import FrameSocket
+from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
 from ...core.ports import SystemClock, SystemEntropy
@@ -56,14 +57,14 @@ from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
-from .adapter_gate import AdapterGate
+from ..requests.request_role import EngineParts
+from .dispatch_gates import AdapterGate, GrammarGate
 from .engine_links import EngineLinks
 from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
-from .grammar_gate import GrammarGate
 from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders
-from .role_plan import EngineParts, RolePlan
+from .role_plan import RolePlan
 from .startup_messages import (
     LoadReport,
     Settings,

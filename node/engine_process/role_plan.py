@@ -1,4 +1,4 @@
-"""How the engine processes of prefill and decode nodes differ, and what they are built from."""
+"""How the engine processes of prefill and decode nodes differ."""
 
 from __future__ import annotations
 
@@ -8,30 +8,7 @@ from dataclasses import dataclass
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
 from ...core.membership import Role as RoleName
-from ...core.ports import Clock
-from ...engine.engine import Engine
-from ..channels.mailboxes import Outbox
-from ..peers.puller_side import PullerSide
-from ..peers.source_side import SourceSide
-from ..requests.request_io import RequestIO
-from ..requests.request_role import EngineRole
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What a role is built from: everything that its engine process has made.
-
-    `block_bytes`: of all ranks.
-    """
-
-    engine: Engine
-    requests: RequestIO
-    outbox: Outbox
-    source: SourceSide
-    puller: PullerSide
-    clock: Clock
-    fingerprint: str
-    block_bytes: int
+from ..requests.request_role import EngineParts, EngineRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.errors import BatonError, NodeLost
+from ...core.errors import NodeLost
 from ...core.ports import Clock, Entropy
 from ...core.request.request import Request, Ticket
 from ...core.request.token_ids import block_hashes, root_hash
 from ...engine.engine import Engine
 from ...engine.kv.lent_prefixes import BorrowedPrefix
-from ...kv_transfer.protocol.events import Complete, Intended, Reserved
+from ...kv_transfer.protocol.events import Complete, Failed, Intended, Reserved
 from ...proto.v1 import node_pb2
 
 
@@ -32,7 +32,8 @@ class _Fetch:
 
 
 class PrefixFetches:
-    """One engine's. `counts`: since its incarnation began."""
+    """One engine's. `by_transfer`: until their blocks are given back; `counts`: since its
+    incarnation began."""
 
     def __init__(
         self,
@@ -50,19 +51,13 @@ class PrefixFetches:
         self._incarnation = incarnation
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
-        self._fetches: dict[str, _Fetch] = {}  # by transfer, until its blocks are given back
+        self.by_transfer: dict[str, _Fetch] = {}
         self.counts = node_pb2.Counters()
-
-    def __contains__(self, transfer_id: str) -> bool:
-        return transfer_id in self._fetches
-
-    def __len__(self) -> int:
-        return len(self._fetches)
 
     @property
     def requests(self) -> list[Request]:
         """Those that wait for their prefix."""
-        return [fetch.request for fetch in self._fetches.values() if fetch.on_over is not None]
+        return [fetch.request for fetch in self.by_transfer.values() if fetch.on_over is not None]
 
     def plan(self, request: Request, on_over: Callable[[], None]) -> Intended | None:
         """The transfer for the prefix that the request names, whose room is taken; None: it is to
@@ -79,7 +74,7 @@ class PrefixFetches:
             return None
         now_s = self._clock.monotonic_s()
         ticket = Ticket(self._entropy.new_id(), source.incarnation, self._incarnation)
-        self._fetches[ticket.transfer_id] = _Fetch(request, prefix, now_s, on_over)
+        self.by_transfer[ticket.transfer_id] = _Fetch(request, prefix, now_s, on_over)
         return Intended(
             ticket,
             request.key,
@@ -92,15 +87,18 @@ class PrefixFetches:
 
     def abandoned_by(self, key: str, is_open: Callable[[str], bool]) -> str | None:
         """The transfer for which nobody waits any more, since this request was the last to."""
-        for transfer_id, fetch in self._fetches.items():
+        for transfer_id, fetch in self.by_transfer.items():
             keys = [sample.key for sample in (fetch.request, *fetch.request.forks)]
             if fetch.on_over is not None and key in keys and not any(map(is_open, keys)):
                 fetch.on_over = None
                 return transfer_id
         return None
 
+    def reserve(self, transfer_id: str, key: str) -> None:
+        raise AssertionError("a prefix has its room before it is intended")
+
     def complete(self, complete: Complete) -> None:
-        fetch = self._fetches.pop(complete.transfer_id)
+        fetch = self.by_transfer.pop(complete.transfer_id)
         self._engine.prefixes.keep(fetch.prefix)
         self.counts.num_fetches += 1
         self.counts.fetched_blocks += complete.num_pulled_blocks
@@ -108,13 +106,13 @@ class PrefixFetches:
         self.counts.fetch_s += self._clock.monotonic_s() - fetch.began_s
         self._over(fetch)
 
-    def failed(self, transfer_id: str, error: BatonError) -> None:
+    def failed(self, failed: Failed) -> None:
         """Its room stays until nothing writes to it: `dropped`."""
-        self.counts.failed_fetches[error.code] += 1
-        self._over(self._fetches[transfer_id])
+        self.counts.failed_fetches[failed.error.code] += 1
+        self._over(self.by_transfer[failed.transfer_id])
 
     def dropped(self, transfer_id: str) -> None:
-        self._engine.prefixes.drop(self._fetches.pop(transfer_id).prefix)
+        self._engine.prefixes.drop(self.by_transfer.pop(transfer_id).prefix)
 
     def not_linked(self) -> None:
         """The source that a request names is none of ours."""

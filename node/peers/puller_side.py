@@ -1,8 +1,8 @@
 """What this engine pulls from others: hand-offs, for which a role waits, and prefixes.
 
     Puller ─┬─► StartPull, OpenWindow ─► windows ─► copies
-            └─► Reserve, Complete, Failed, DropReservation ─┬─► `handoffs`: the role
-                                                            └─► `fetches`: prefixes
+            └─► Reserve, Complete, Failed, DropReservation ─► a receiver: `handoffs`, of the role,
+                                                              or `fetches`, of prefixes
 
 Glue: `kv_transfer.protocol.puller` decides about transfers.
 """
@@ -34,7 +34,6 @@ from ...kv_transfer.protocol.events import (
     Reserve,
     Send,
     StartPull,
-    Tick,
     WindowFailed,
     WindowOpened,
 )
@@ -51,8 +50,8 @@ from .windows import Windows
 log = logging.getLogger(__name__)
 
 
-class Handoffs(Protocol):
-    """Who takes up what is handed off to this engine."""
+class Receiver(Protocol):
+    """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
 
     def reserve(self, transfer_id: str, key: str) -> None: ...
 
@@ -64,7 +63,7 @@ class Handoffs(Protocol):
 
 
 class PullerSide:
-    """`handoffs` is set where there are any."""
+    """`machine` decides; `handoffs` is set where there are any."""
 
     def __init__(
         self,
@@ -74,16 +73,16 @@ class PullerSide:
         outbox: Outbox,
         fetches: PrefixFetches,
     ) -> None:
-        self._puller = puller
+        self.machine = puller
         self._routes = routes
         self._outbox = outbox
         self.windows = windows
         self.fetches = fetches
-        self.handoffs: Handoffs | None = None
+        self.handoffs: Receiver | None = None
 
     @property
     def is_idle(self) -> bool:
-        return not (self.fetches or self.windows.num_pulls)
+        return not (self.fetches.by_transfer or self.windows.num_pulls)
 
     # -- prefixes ------------------------------------------------------------------------------
 
@@ -94,7 +93,7 @@ class PullerSide:
         """
         if request.prefix_source is None:
             return False
-        if not self._puller.is_linked(request.prefix_source.incarnation):
+        if not self.machine.is_linked(request.prefix_source.incarnation):
             self.fetches.not_linked()
             return False
         intended = self.fetches.plan(request, on_over)
@@ -124,20 +123,11 @@ class PullerSide:
         self._routes.lost(incarnation)
         self.feed(PeerLost(incarnation))
 
-    def tick(self) -> None:
-        self.feed(Tick())
-
-    def next_deadline(self) -> float | None:
-        return self._puller.next_deadline()
-
-    def ledger(self) -> dict[str, object]:
-        return self._puller.ledger()
-
     # -- effects -------------------------------------------------------------------------------
 
     def feed(self, event: PullerEvent) -> None:
         """A `Reserve` comes last: its answer may be fed."""
-        for effect in self._puller.handle(event):
+        for effect in self.machine.handle(event):
             self._apply(effect)
 
     def _apply(self, effect: PullerEffect) -> None:
@@ -156,35 +146,25 @@ class PullerSide:
                 log.warning("refused source %s: %s", incarnation, error.message)
                 self._outbox.close_peer(Kind.SOURCE, incarnation, error)
             case Reserve() | Complete() | Failed() | DropReservation():
-                if effect.transfer_id in self.fetches:
-                    self._tell_fetches(effect)
-                else:
-                    self._tell_handoffs(effect)
+                is_prefix = effect.transfer_id in self.fetches.by_transfer
+                self._pass_on(effect, self.fetches if is_prefix else self.handoffs)
             case _:
                 assert_never(effect)
 
-    def _tell_fetches(self, effect: Reserve | Complete | Failed | DropReservation) -> None:
-        match effect:
-            case Complete():
-                self.fetches.complete(effect)
-            case Failed(transfer_id, _, error):
-                self.fetches.failed(transfer_id, error)
-            case DropReservation(transfer_id):
-                self.fetches.dropped(transfer_id)
-            case _:
-                raise AssertionError("a prefix has its room before it is intended")
-
-    def _tell_handoffs(self, effect: Reserve | Complete | Failed | DropReservation) -> None:
-        assert self.handoffs is not None, "nothing is handed off to this engine"
+    @staticmethod
+    def _pass_on(
+        effect: Reserve | Complete | Failed | DropReservation, receiver: Receiver | None
+    ) -> None:
+        assert receiver is not None, "nothing is handed off to this engine"
         match effect:
             case Reserve(transfer_id, key):
-                self.handoffs.reserve(transfer_id, key)
+                receiver.reserve(transfer_id, key)
             case Complete():
-                self.handoffs.complete(effect)
+                receiver.complete(effect)
             case Failed():
-                self.handoffs.failed(effect)
+                receiver.failed(effect)
             case DropReservation(transfer_id):
-                self.handoffs.dropped(transfer_id)
+                receiver.dropped(transfer_id)
 
     def _open_window(self, incarnation: str, link: int) -> None:
         def opened(error: BatonError | None) -> None:

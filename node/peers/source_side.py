@@ -30,7 +30,6 @@ from ...kv_transfer.protocol.events import (
     ReleaseBlocks,
     Send,
     SourceEvent,
-    Tick,
     Withdrawn,
 )
 from ...kv_transfer.protocol.messages import HandoffState, Hello
@@ -44,13 +43,14 @@ log = logging.getLogger(__name__)
 
 
 class SourceSide:
-    """`on_release` gets the key of each request whose hand-off is over, and why, if it failed."""
+    """`machine` decides; `on_release` gets the key of each request whose hand-off is over, and why,
+    if it failed."""
 
     def __init__(
         self, source: Source, engine: Engine, outbox: Outbox, incarnation: str, access: PoolAccess
     ) -> None:
         """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
-        self._source = source
+        self.machine = source
         self._engine = engine
         self._outbox = outbox
         self._incarnation = incarnation
@@ -71,17 +71,8 @@ class SourceSide:
     def lost(self, incarnation: str) -> None:
         self.feed(PeerLost(incarnation))
 
-    def tick(self) -> None:
-        self.feed(Tick())
-
-    def next_deadline(self) -> float | None:
-        return self._source.next_deadline()
-
-    def ledger(self) -> dict[str, object]:
-        return self._source.ledger()
-
     def feed(self, event: SourceEvent) -> None:
-        for effect in self._source.handle(event):
+        for effect in self.machine.handle(event):
             match effect:
                 case Send(incarnation, message):
                     if isinstance(message, Hello):

@@ -21,9 +21,10 @@ from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
-from ...proto.v1 import handoff_pb2, node_pb2
+from ...kv_transfer.protocol.events import Tick
+from ...proto.v1 import node_pb2
 from ..channels.engine_channels import Link
-from ..channels.mailboxes import Kind
+from ..channels.mailboxes import Kind, Outbox
 from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from .request_io import Entry, RequestIO
@@ -39,25 +40,35 @@ class Vitals:
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What a role is built from: everything that its engine process has made.
+
+    `block_bytes`: of all ranks.
+    """
+
+    engine: Engine
+    requests: RequestIO
+    outbox: Outbox
+    source: SourceSide
+    puller: PullerSide
+    clock: Clock
+    fingerprint: str
+    block_bytes: int
+
+
 class EngineRole(ABC):
     """Never raises because of one request: it fails that request. What it raises all the same, the
     loop turns into `fail`."""
 
     ticket_work: node_pb2.Work  # that this role does with a ticket
 
-    def __init__(
-        self,
-        engine: Engine,
-        request_io: RequestIO,
-        source: SourceSide,
-        puller: PullerSide,
-        clock: Clock,
-    ) -> None:
-        self._engine = engine
-        self._request_io = request_io
-        self._source = source
-        self._puller = puller
-        self._clock = clock
+    def __init__(self, parts: EngineParts) -> None:
+        self._engine = parts.engine
+        self._request_io = parts.requests
+        self._source = parts.source
+        self._puller = parts.puller
+        self._clock = parts.clock
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._request_io.accept(gateway, dispatch)
@@ -67,14 +78,14 @@ class EngineRole(ABC):
         try:
             self._admit(entry, samples, dispatch.work)
         except BatonError as error:
-            for sample in samples:
-                self.fail(sample.key, error)
+            self._fail_all(samples, error)
 
     def _admit(self, entry: Entry, samples: Sequence[Request], work: node_pb2.Work) -> None:
-        if entry.request.may_refuse and work != node_pb2.WORK_PREFILL:
-            if work == node_pb2.WORK_LOCAL and not self._engine.promise.is_promising:
+        promise, may_refuse = self._engine.promise, entry.request.may_refuse
+        if promise.tbt_target_s is not None and may_refuse and work != node_pb2.WORK_PREFILL:
+            if work == node_pb2.WORK_LOCAL and not promise.is_promising:
                 raise PromiseRefused("this engine promises nothing now")
-            self._engine.promise.check(entry.request, self._num_coming)
+            promise.check(entry.request, self._num_coming)
         is_half = work == self.ticket_work and entry.ticket is not None
         if work != node_pb2.WORK_LOCAL and not is_half:
             name = node_pb2.Work.Name(self.ticket_work)
@@ -91,8 +102,7 @@ class EngineRole(ABC):
         try:
             self._begin_work(entry, samples)
         except BatonError as error:
-            for sample in samples:
-                self.fail(sample.key, error)
+            self._fail_all(samples, error)
 
     def _begin_work(self, entry: Entry, samples: Sequence[Request]) -> None:
         if entry.ticket is not None:
@@ -130,6 +140,10 @@ class EngineRole(ABC):
         self._end(key, error)
         self._puller.forget(key, self._is_open)
 
+    def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
+        for sample in samples:
+            self.fail(sample.key, error)
+
     def _is_open(self, key: str) -> bool:
         return self._request_io.book.get(key) is not None
 
@@ -137,16 +151,8 @@ class EngineRole(ABC):
         for key in self._request_io.forget_gateway(gateway):
             self.cancel(key)
 
-    def peer_linked(self, link: Link) -> None:
-        self._side(link).linked(link)
-
-    def peer_message(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
-        self._side(link).message(link.name, message)
-
-    def peer_lost(self, link: Link) -> None:
-        self._side(link).lost(link.name)
-
-    def _side(self, link: Link) -> SourceSide | PullerSide:
+    def side_of(self, link: Link) -> SourceSide | PullerSide:
+        """Whom a peer's link, its messages and its end are for."""
         return self._puller if link.kind is Kind.SOURCE else self._source
 
     @abstractmethod
@@ -179,10 +185,10 @@ class EngineRole(ABC):
         for key in book.overdue():
             self.fail(key, DeadlineExceeded("the request's deadline passed"))
         for side in (self._source, self._puller):
-            due_s = side.next_deadline()
+            due_s = side.machine.next_deadline()
             if due_s is not None and due_s <= self._clock.monotonic_s():
-                side.tick()
-        sides = (self._source.next_deadline(), self._puller.next_deadline())
+                side.feed(Tick())
+        sides = (self._source.machine.next_deadline(), self._puller.machine.next_deadline())
         deadlines = (*sides, book.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -216,7 +222,11 @@ class EngineRole(ABC):
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
         name = {"node": self._request_io.node_name}
-        return name | self._engine.ledger() | _both(self._source.ledger(), self._puller.ledger())
+        return (
+            name
+            | self._engine.ledger()
+            | _both(self._source.machine.ledger(), self._puller.machine.ledger())
+        )
 
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:

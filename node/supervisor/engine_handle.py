@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from ...core.channels.channel import encode_payload, read_frame
+from ...core.channels.frames import encode_payload, read_frame
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
 from ...prefix_index.journal import CacheJournal

@@ -22,7 +22,7 @@ from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.targets import Target
 from baton.engine.model.weights.weight_files import weight_files
-from baton.gateway.validation.validation import ServedModel
+from baton.gateway.validation.served_model import ServedModel
 
 _PARSER_OF = {
     "gateway": (GatewayConfig, ClusterConfig),

@@ -24,7 +24,7 @@ from patience import AT_ONCE_S, SOON_S
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.admission import PULLER, dial
-from baton.core.channels.channel import FrameBuffer, encode_payload
+from baton.core.channels.frames import FrameBuffer, encode_payload
 from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams, Ticket

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from baton.core.channels.admission import PULLER
-from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.channels.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Opening
 from baton.proto.v1 import handoff_pb2
 

@@ -10,7 +10,13 @@ import torch
 
 from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata, TorchAttention
 from baton.kernels.kv import kv_blocks
-from baton.kernels.kv.kv_8bit import SMALLEST, dequantize, quantize, values_and_scales
+from baton.kernels.kv.kv_8bit import (
+    SMALLEST,
+    dequantize,
+    quantize,
+    store_kv_8bit,
+    values_and_scales,
+)
 
 TYPES = [torch.float8_e4m3fn, pytest.param(torch.int8, marks=pytest.mark.slow)]
 HAS_GPU = torch.cuda.is_available()
@@ -67,7 +73,7 @@ def test_a_block_holds_what_was_stored_and_is_copied_with_its_scales(dtype: torc
     k, v = torch.randn(2, 5, 3, 12, device=DEVICE)
     blocks = torch.tensor([2, 2, 0, 2, 1], device=DEVICE)
     offsets = torch.tensor([0, 15, 7, 3, 3], device=DEVICE)
-    kv_blocks.store_kv(pool, 1, k, v, blocks, offsets)
+    store_kv_8bit(pool, 1, k, v, blocks, offsets)
     assert torch.equal(pool.view(torch.uint8)[:, 0], before[:, 0])
     stored = dequantize(pool.view(-1, *pool.shape[4:]), torch.float32).view(4, 2, 2, 3, 16, 12)
     for token in range(5):
@@ -108,7 +114,7 @@ class Step:
             # Some tokens' K and V are many times those of others, as in real models.
             k, v = torch.randn(2, start, kv_heads, dim, device=DEVICE)
             v *= torch.logspace(-4, 2, start, device=DEVICE)[:, None, None]
-            kv_blocks.store_kv(self.pool, 1, k, v, blocks, places % BLOCK_SIZE)
+            store_kv_8bit(self.pool, 1, k, v, blocks, places % BLOCK_SIZE)
         slots = [
             table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
             for table, (start, new) in zip(tables, lens, strict=True)
@@ -238,7 +244,7 @@ def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype
     slots = torch.randperm(3 * BLOCK_SIZE, device=DEVICE)[:9]
     k = kv_blocks.apply_rope(qkv[:, heads : heads + kv_heads], *rope)
     v = qkv[:, heads + kv_heads :].clone()
-    kv_blocks.store_kv(expected, 1, k, v, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+    store_kv_8bit(expected, 1, k, v, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
     triton_kernels.rotate_and_store(qkv, rope, pool[:, 1], slots)
     (values, scales), (wanted, wanted_scales) = map(values_and_scales, (pool, expected))
     assert torch.equal(scales.isnan(), wanted_scales.isnan())
@@ -378,7 +384,7 @@ def attend(hay: Haystack, kv_dtype: torch.dtype, prefill: str | None = None) -> 
         pool = torch.zeros(shape, dtype=kv_dtype, device=DEVICE)
     places = torch.arange(num_keys, device=DEVICE)
     k, v = (x.to(DEVICE, dtype)[:, None] for x in (hay.k, hay.v))
-    kv_blocks.store_kv(pool, 1, k, v, places // BLOCK_SIZE, places % BLOCK_SIZE)
+    store_kv_8bit(pool, 1, k, v, places // BLOCK_SIZE, places % BLOCK_SIZE)
     new = 1 if prefill is None else 2  # their own K and V are written once more, not rotated
     metadata = AttentionMetadata([new], [num_keys], [range(num_blocks)], places[-new:])
     q = hay.q.to(DEVICE, dtype).expand(new, -1, -1)

@@ -19,7 +19,7 @@ from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY, dial
-from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.membership import Member
 from baton.core.request.request import Request, SamplingParams
 from baton.loadgen.driver import Driver, DriverError

@@ -11,7 +11,8 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.ports import Entropy, SystemEntropy
-from ...validation.validation import ModelLimits, ServedModel
+from ...validation.served_model import ServedModel
+from ...validation.validation import ModelLimits
 from ..generate.structured import SamplingFields, constraint_of, lark_of
 from ..protocol.app_state import APP_STATE
 from .chat_template import ChatPrompt, ChatTemplate

@@ -18,7 +18,8 @@ from aiohttp import web
 
 from ....core.config import GatewayConfig
 from ....core.errors import PermissionDenied, Unauthenticated
-from ...security.gate import COOKIE, BrowserSessions, Gate
+from ...security.browser_sessions import COOKIE, BrowserSessions
+from ...security.gate import Gate
 from ...security.tenancy import ADMIN, INFER, METRICS, Caller, anyone
 from .app_state import APP_STATE, CALLER
 from .connections import check_head

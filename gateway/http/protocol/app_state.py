@@ -13,7 +13,7 @@ from ...admission.front_door import FrontDoor
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...security.tenancy import Caller
-from ...telemetry.call_feed import Telemetry
+from ...telemetry.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True)

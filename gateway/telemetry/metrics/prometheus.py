@@ -23,8 +23,8 @@ from ...engines.linked_engine import LinkedEngine
 from ...engines.reported_load import EngineCounters, ReportedLoad
 from . import metric_table as table
 from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
+from .metric_store import MetricStore
 from .metric_table import Metric
-from .tally import MetricStore
 
 FORGET_S = 600.0  # how long an engine that is gone is shown as down
 

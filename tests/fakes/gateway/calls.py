@@ -13,8 +13,8 @@ from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.tenancy import SCOPES, Caller
 from baton.gateway.telemetry.call_feed import CallFeed, OnEnded
 from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
+from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
-from baton.gateway.telemetry.metrics.tally import MetricStore
 from baton.gateway.telemetry.window.window import TelemetryWindow
 
 # When a stage's end is stamped, after arrival.

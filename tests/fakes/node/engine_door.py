@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from baton.core.channels.addresses import HOST_ID_BYTES, socket_address
 from baton.core.channels.admission import GATEWAY, SOCKET, THIS_HOST
-from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from baton.core.errors import Unauthenticated
 

@@ -26,7 +26,7 @@ from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
-from baton.node.engine_process.adapter_gate import AdapterGate
+from baton.node.engine_process.dispatch_gates import AdapterGate
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
@@ -35,6 +35,7 @@ from baton.node.peers.puller_side import PullerSide
 from baton.node.peers.source_side import SourceSide
 from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
+from baton.node.requests.request_role import EngineParts
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
@@ -55,7 +56,7 @@ GATEWAY = "gateway"
 
 # No grammar has to be compiled.
 _OPEN_GATE: Any = SimpleNamespace(
-    is_empty=True, num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None
+    num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None
 )
 
 
@@ -288,13 +289,15 @@ class NodeWorld:
         self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
         self.back_ends: tuple[AnyChannel, ...] = ()  # of the other one, by which prefill pulls
         to_p, to_d = (_Transport(node.pool, pools, self.windows) for node in (p, d))
-        p.start(PrefillRole(p.engine, p.desk, p.outbox, *p.sides(to_p, LEASE_S), self.clock))
-        d.start(
-            DecodeRole(
-                d.engine, d.desk, *d.sides(to_d, LEASE_S), self.clock,
-                fingerprint="toy", block_bytes=d.pool.block_bytes,
-            )
-        )  # fmt: skip
+        p.start(PrefillRole(self._parts(p, to_p)))
+        d.start(DecodeRole(self._parts(d, to_d)))
+
+    def _parts(self, node: Node, transport: _Transport) -> EngineParts:
+        return EngineParts(
+            *(node.engine, node.desk, node.outbox, *node.sides(transport, LEASE_S), self.clock),
+            fingerprint="toy",
+            block_bytes=node.pool.block_bytes,
+        )
 
     # -- the network ---------------------------------------------------------------------------
 

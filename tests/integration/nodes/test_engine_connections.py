@@ -73,17 +73,13 @@ class Events:
     is_over: bool = False
     lost_by: list[tuple[str, bool]] = field(default_factory=list)  # reason, has_died
 
-    def linked(self, engine: EngineConnection) -> None: ...
+    def linked(self, engine: EngineConnection, welcome: object) -> Events:
+        return self
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
         self.load = load
 
-    def outputs(
-        self,
-        engine: EngineConnection,
-        outputs: Sequence[EngineOutput],
-        tokens: Sequence[PlainToken],
-    ) -> None:
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
         assert not self.lost_by
         for _, _, index, token_id in tokens:
             self._take(index, (token_id,))

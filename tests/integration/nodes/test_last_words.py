@@ -81,8 +81,9 @@ class BusyGateway:
         self.lost_by: list[tuple[str, bool]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    def linked(self, engine: EngineConnection) -> None:
+    def linked(self, engine: EngineConnection, welcome: object) -> BusyGateway:
         self._writing = asyncio.create_task(self._write(engine))
+        return self
 
     async def _write(self, engine: EngineConnection) -> None:
         while True:
@@ -92,7 +93,7 @@ class BusyGateway:
 
     def heartbeat(self, engine: EngineConnection, load: object) -> None: ...
 
-    def outputs(self, engine: EngineConnection, outputs: object, tokens: object) -> None: ...
+    def receive(self, outputs: object, tokens: object) -> None: ...
 
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None:
         self.lost_by.append((reason, has_died))

@@ -33,7 +33,7 @@ from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.channels.addresses import socket_address
 from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
-from baton.core.channels.channel import encode_payload
+from baton.core.channels.frames import encode_payload
 from baton.core.channels.handshake import CHALLENGE_BYTES, OPENING_BYTES, Dialer, Opening
 from baton.core.errors import HandoffFailed, NodeLost, Unauthenticated
 from baton.core.membership import Member, Role

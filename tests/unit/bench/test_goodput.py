@@ -22,7 +22,7 @@ from baton.bench.goodput.cells import (
 from baton.bench.goodput.results import Results, key_of
 from baton.bench.serve.clients.workloads import PROBE
 from baton.core.config import GatewayConfig
-from baton.gateway.validation.validation import ServedModel
+from baton.gateway.validation.served_model import ServedModel
 from baton.loadgen.arrivals import BACKGROUND
 from baton.loadgen.figures import ReportWindow
 from baton.loadgen.records import Record

@@ -30,7 +30,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import PermissionDenied, StartupFailed
 from baton.core.membership import Role
 from baton.core.ports import SystemClock
-from baton.gateway.security.gate import Security
+from baton.gateway.security.security import Security
 from baton.node.supervisor import supervisor
 
 

@@ -13,13 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.channels.channel import (
-    MAX_FRAME_BYTES,
-    BrokenStream,
-    Channel,
-    ChannelBroken,
-    encode_payload,
-)
+from baton.core.channels.channel import Channel, ChannelBroken
+from baton.core.channels.frames import MAX_FRAME_BYTES, BrokenStream, encode_payload
 
 
 @pytest.fixture
@@ -106,7 +101,7 @@ def test_what_is_no_frame_is_said(ends: tuple[Channel, socket.socket]) -> None:
 def test_no_more_is_read_at_once_than_there_is_time_for(
     ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.core.channels.channel.MAX_CHUNKS", 1)
+    monkeypatch.setattr("baton.core.channels.frames.MAX_CHUNKS", 1)
     channel, theirs = ends
     theirs.sendall(encode_payload(b"x" * 100_000))
     assert channel.receive() == ([], False)

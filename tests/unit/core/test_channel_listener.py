@@ -22,9 +22,10 @@ from baton.core.channels import admission, channel_listener
 from baton.core.channels.accept_thread import MAX_PENDING
 from baton.core.channels.addresses import socket_address
 from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
-from baton.core.channels.channel import Channel, encode_payload
+from baton.core.channels.channel import Channel
 from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.channels.engine_tls import EngineTls
+from baton.core.channels.frames import encode_payload
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer, Opening, key_id
 from baton.core.errors import BatonError, HandoffFailed, NodeLost, PermissionDenied, StartupFailed
 

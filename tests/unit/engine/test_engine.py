@@ -99,7 +99,7 @@ class Recorder:
         self.reasons: dict[str, FinishReason] = {}
 
     def take(self, output: StepOutput) -> StepOutput:
-        assert output.failed == ()
+        assert not output.failed
         for token in output.tokens:
             assert token.key not in self.reasons, "a token behind the end"
             assert token.index == len(self.tokens[token.key])
@@ -605,7 +605,7 @@ def test_a_held_request_that_ends_with_its_first_token_holds_nothing() -> None:
     engine.add(new_request("r", [1] * 9, max_tokens=1), hold=True)
     output = engine.step()
     assert output.tokens[0].finish_reason is FinishReason.LENGTH
-    assert output.chunks == ()
+    assert not output.chunks
     assert_idle(engine)
 
 

@@ -16,8 +16,7 @@ from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout
 from baton.engine.model.fingerprint import short
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.placement import Placement
-from baton.kernels.kv.kv_8bit import dequantize
-from baton.kernels.kv.kv_blocks import store_kv
+from baton.kernels.kv.kv_8bit import dequantize, store_kv_8bit
 from baton.kv_transfer.protocol.messages import Hello
 from baton.kv_transfer.protocol.pairing import Pairs
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
@@ -95,7 +94,7 @@ def test_some_heads_of_a_block_take_their_scales_along() -> None:
     source = CpuKvMemory(layout, 4)
     k, v = torch.randn(2, 4, 2, 8)
     for layer in range(3):
-        store_kv(source.tensor, layer, k, v, torch.full((4,), 2), torch.arange(4))
+        store_kv_8bit(source.tensor, layer, k, v, torch.full((4,), 2), torch.arange(4))
     piece = HeadPiece(0, 1, 0, 1, source_heads=2, my_heads=1)
     mine = KvLayout(3, 1, 4, 8, torch.float8_e4m3fn)
     cut = BlockCut.of(piece, 2 * mine.num_layers, mine.block_bytes)

@@ -91,7 +91,7 @@ class Outcome:
         self.totals = engine.engine.totals()
 
     def _take(self, output: StepOutput) -> None:
-        assert output.failed == ()
+        assert not output.failed
         for token in output.tokens:
             self.tokens.setdefault(token.key, []).append(token.token_id)
             self.tops.setdefault(token.key, []).append([i for i, _ in token.top])

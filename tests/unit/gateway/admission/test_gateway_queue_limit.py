@@ -16,9 +16,9 @@ from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.admission.admission import QueueLimit
+from baton.gateway.engines.engine_accounts import PrefillBacklog
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.prefill_backlog import PrefillBacklog
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.wire import load_from_wire
 from baton.gateway.request.engine_link import EngineOutput, Work

@@ -22,11 +22,11 @@ from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.cluster.tls import ClusterTls
 from baton.core.channels import admission
 from baton.core.channels.addresses import host_id
-from baton.core.channels.channel import MAX_FRAME_BYTES
+from baton.core.channels.frames import MAX_FRAME_BYTES
 from baton.core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
-from baton.gateway.engines import engine_connection
+from baton.gateway.engines import engine_connection, engine_sockets
 from baton.gateway.engines.engine_connection import EngineConnection
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
@@ -58,25 +58,23 @@ class Events:
     """What the gateway was told, in order, as a line each."""
 
     heard: list[str] = field(default_factory=list)
+    welcome: node_pb2.Welcome | None = None
     loads: list[int] = field(default_factory=list)
     tokens: list[PlainToken] = field(default_factory=list)
     reason: str = ""
     has_died: bool | None = None  # None: it is not lost
     fails_on: int = -1  # a token's index
 
-    def linked(self, engine: EngineConnection) -> None:
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Events:
         self.heard.append("linked")
+        self.welcome = welcome
+        return self
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
         self.heard.append("heartbeat")
         self.loads.append(load.num_running)
 
-    def outputs(
-        self,
-        engine: EngineConnection,
-        outputs: Sequence[EngineOutput],
-        tokens: Sequence[PlainToken],
-    ) -> None:
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
         if any(index == self.fails_on for _, _, index, _ in tokens):
             raise ZeroDivisionError
         self.heard.append("outputs")
@@ -229,7 +227,7 @@ def num_open_files() -> int:
 
 async def test_messages_pass_both_ways_in_order(scene: Scene) -> None:
     async with scene.linked() as (connection, end, _):
-        assert connection.max_num_seqs == 7
+        assert scene.events.welcome is not None and scene.events.welcome.max_num_seqs == 7
         for index in range(50):
             connection.cancel(f"{index}" * 1000, index)
         end.send(heartbeat(3))
@@ -333,7 +331,7 @@ async def test_an_engine_of_another_user_is_not_spoken_with(
     def refuse(connection: socket.socket) -> None:
         raise HandoffFailed("the other end belongs to user 1")
 
-    monkeypatch.setattr(engine_connection, "require_same_user", refuse)
+    monkeypatch.setattr(engine_sockets, "require_same_user", refuse)
     before = num_open_files()
     assert "belongs to user 1" in await here.connection().run()
     await until(lambda: num_open_files() <= before)
@@ -478,7 +476,7 @@ async def test_a_node_that_does_not_answer_is_not_waited_for(
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(EngineConnection, "_open_tcp", never)
+    monkeypatch.setattr(engine_sockets, "_open_tcp", never)
     async with here.linked() as (_, _, running):
         await here.die()
         await asyncio.wait_for(running, 5)

@@ -24,9 +24,10 @@ from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets
-from baton.gateway.telemetry.metrics import metric_table, tally
+from baton.gateway.telemetry.metrics import metric_table
+from baton.gateway.telemetry.metrics.metric_store import MAX_CHILDREN, MetricStore
 from baton.gateway.telemetry.metrics.prometheus import Exporter, full_prefix
-from baton.gateway.telemetry.metrics.tally import Histogram, MetricStore
+from baton.gateway.telemetry.metrics.tally import Histogram
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -341,17 +342,17 @@ def test_tokens_of_a_running_call() -> None:
 
 def test_labels_are_bounded() -> None:
     world = World()
-    for number in range(tally.MAX_CHILDREN + 50):
+    for number in range(MAX_CHILDREN + 50):
         PlayedCall(world.clock, world.feed, tenant=f"t{number}").end(Cancelled("x"))
     series = [key for key in world.scrape() if key[0] == "baton_tenant_requests_total"]
     assert len(series) <= 101
     assert world.value("baton_tenant_requests_total", tenant="other") == 250
     store = MetricStore(metric_table.ALL, "x_", "m")
-    for number in range(tally.MAX_CHILDREN + 50):
+    for number in range(MAX_CHILDREN + 50):
         store.add(metric_table.FAILURES, f"r{number}")
     [family] = [f for f in store.collect() if f.name == "x_request_failure"]
-    assert len(family.samples) == tally.MAX_CHILDREN + 1
-    assert sum(sample.value for sample in family.samples) == tally.MAX_CHILDREN + 50
+    assert len(family.samples) == MAX_CHILDREN + 1
+    assert sum(sample.value for sample in family.samples) == MAX_CHILDREN + 50
 
 
 @pytest.mark.parametrize(

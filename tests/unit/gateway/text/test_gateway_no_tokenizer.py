@@ -10,7 +10,8 @@ import pytest
 from baton.core.config import GatewayConfig
 from baton.core.errors import InvalidRequest, StartupFailed
 from baton.gateway.text.text_stream import TextStream
-from baton.gateway.validation.validation import ServedModel, ValidatedRequest, check_request
+from baton.gateway.validation.served_model import ServedModel
+from baton.gateway.validation.validation import ValidatedRequest, check_request, prompt_token_ids
 from baton.proto.v1 import inference_pb2
 
 
@@ -31,18 +32,19 @@ def request_of(model: ServedModel, stop: str = "", **prompt: object) -> Validate
 
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
     request = request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
-    assert list(await model.prompt_token_ids(request, "", 64)) == [5, 6]
+    assert list(await prompt_token_ids(request, "", model.tokenizer, 64)) == [5, 6]
     text = TextStream(model.tokenizer.detokenizer((5, 6)), ())
     assert text.feed([7, 8, 9]).text == "" and text.flush() == ""
 
 
 async def test_what_needs_text_is_refused(model: ServedModel) -> None:
     with pytest.raises(InvalidRequest, match="no tokenizer") as refused:
-        await model.prompt_token_ids(request_of(model, text="hello"), "hello", 64)
+        await prompt_token_ids(request_of(model, text="hello"), "hello", model.tokenizer, 64)
     assert refused.value.param == "prompt"
     ids = inference_pb2.TokenIds(ids=[5])
     with pytest.raises(InvalidRequest, match="stop strings") as refused:
-        await model.prompt_token_ids(request_of(model, stop="END", token_ids=ids), "", 64)
+        request = request_of(model, stop="END", token_ids=ids)
+        await prompt_token_ids(request, "", model.tokenizer, 64)
     assert refused.value.param == "stop"
     with pytest.raises(InvalidRequest):
         await model.tokenizer.encode("x")

@@ -19,8 +19,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request.request import Constraint, ConstraintKind
-from baton.gateway.text.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer, least_tokens
-from baton.gateway.validation.validation import ConstraintCheck
+from baton.gateway.text.least_tokens import least_tokens
+from baton.gateway.text.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer
+from baton.gateway.validation.served_model import ConstraintCheck
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 LONG, MIDDLE, SHORT = "x" * (LONG_CHARS + 1), "y" * (INLINE_CHARS + 1), "z"

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from baton.core.channels.channel import MAX_FRAME_BYTES, Channel, FrameBuffer, encode_payload
+from baton.core.channels.channel import Channel
+from baton.core.channels.frames import MAX_FRAME_BYTES, FrameBuffer, encode_payload
 from baton.core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest, NodeLost
 from baton.node.channels.engine_channels import (
     Connected,

@@ -8,7 +8,7 @@ import pytest
 from fakes.node.node_world import PULLER, SOURCE, Node, NodeWorld, request, wired_world
 from fakes.runner import expected_tokens
 
-from baton.core.channels.channel import encode_payload
+from baton.core.channels.frames import encode_payload
 from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request
 from baton.node.channels.mailboxes import Kind

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.core.channels.channel import Channel, encode_payload
+from baton.core.channels.channel import Channel
+from baton.core.channels.frames import encode_payload
 from baton.node.channels import engine_channels
 from baton.node.channels.engine_channels import EngineChannels, Kind, Link, LinkOver
 from baton.node.channels.mailboxes import Inbox

@@ -17,8 +17,9 @@ from baton.cli.host.certs import make_certificates
 from baton.core.channels import engine_tls
 from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY, PULLER, dial
-from baton.core.channels.channel import Channel, FrameBuffer
+from baton.core.channels.channel import Channel
 from baton.core.channels.engine_tls import EngineTls
+from baton.core.channels.frames import FrameBuffer
 from baton.core.channels.handshake import key_id
 from baton.core.config import NodeConfig
 from baton.core.errors import EngineFailed, PermissionDenied

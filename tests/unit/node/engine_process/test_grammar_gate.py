@@ -15,9 +15,8 @@ from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
 from baton.core.request.request import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
-from baton.node.engine_process.adapter_gate import AdapterGate
+from baton.node.engine_process.dispatch_gates import AdapterGate, GrammarGate
 from baton.node.engine_process.engine_loop import EngineLoop
-from baton.node.engine_process.grammar_gate import GrammarGate
 from baton.proto.v1 import common_pb2, node_pb2
 
 NEW, KNOWN, BAD = (common_pb2.SamplingParams(regex=name) for name in ("new", "known", "bad"))
@@ -138,7 +137,7 @@ def test_others_pass_while_a_grammar_is_compiled(world: World) -> None:
     while len(world.role.dispatched) < 4:
         world.wait()
     assert world.role.dispatched[2:] == ["g:a", "g:d"], "the engine will say what is wrong with d"
-    assert world.gate.is_empty
+    assert not world.gate.num_waiting
     assert world.role.deadlines_us[:2] == [10**9] * 2 and world.role.deadlines_us[2] < 10**9
     world.dispatch("e", NEW)
     assert world.turn()[4:] == ["g:e"]
@@ -150,7 +149,7 @@ def test_what_lost_its_gateway_never_arrives(world: World) -> None:
     world.inbox.put(LinkOver(world.link("lost"), NodeLost("it hung up")))
     assert world.turn() == []
     world.grammars.may_compile.set()
-    while not world.gate.is_empty:
+    while world.gate.num_waiting:
         world.wait()
     assert world.role.dispatched == ["g:b"]
 

@@ -14,7 +14,7 @@ from fakes.clock import FakeClock
 
 from baton.cluster.known_nodes import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
-from baton.core.channels.channel import encode_payload, read_frame
+from baton.core.channels.frames import encode_payload, read_frame
 from baton.core.channels.handshake import Dialer
 from baton.core.errors import NodeLost, Unauthenticated
 from baton.core.membership import Member, Role

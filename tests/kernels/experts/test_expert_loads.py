@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from fakes.clock import FakeClock
 
-from baton.engine.execution.expert_loads import EVERY_S, ExpertLoadReader
+from baton.kernels.experts.expert_loads import EVERY_S, ExpertLoadReader
 from baton.kernels.experts.experts import ExpertLoads
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...kernels.experts.experts import ExpertLoads
+from .experts import ExpertLoads
 
 EVERY_S = 1.0
 

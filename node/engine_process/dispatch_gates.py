@@ -1,10 +1,12 @@
-"""Reads LoRA adapters beside the engine's thread: for orders, and for dispatches that name one that
-is not in host memory.
+"""Keep dispatches away from the engine's thread until what they name is there: a grammar is
+compiled, a LoRA adapter read, each on a thread of its own.
 
-    LoadAdapter ─────────────────► read on a thread ─► AdapterRead ─► inbox ─► AdapterLoaded
-    dispatch ──► in host memory ─────────────────────────────────────────────► role
-            └──► not there ──────► read on a thread ─► AdapterRead ─► inbox ─► role
-The role sees a dispatch late, as if it had come late. One whose adapter cannot be read fails there.
+    dispatch ──► what it names is here ─────────────────────────────► role
+            └──► not here ──► thread ──► CompiledDispatch ─► inbox ─► role
+                                     └─► AdapterRead
+    LoadAdapter ──► read on a thread ──► AdapterRead ─► inbox ─► AdapterLoaded
+The role sees a dispatch late, as if it had come late: one that was cancelled until then finds its
+tombstone. What has lost its gateway it never sees; what cannot be compiled or read fails there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...constraints.grammars import Grammars
 from ...core.errors import BatonError
+from ...core.request.request import Constraint
 from ...engine.lora.adapter_files import HostAdapter
 from ...engine.lora.adapter_room import AdapterRoom, refuse_adapter
 from ...engine.scheduling.sequence import Sequence
@@ -24,6 +28,80 @@ from ...proto import codec
 from ...proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
+
+
+class _Gate:
+    """Belongs to the engine loop's thread. `num_waiting`: dispatches."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def gateway_lost(self, gateway: str) -> None:
+        """Nobody wants what it sent."""
+        self._waiting = {key: name for key, name in self._waiting.items() if name != gateway}
+
+    def close(self) -> None:
+        """What still waits is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
+        self._waiting[dispatch.request_id, dispatch.attempt] = gateway
+
+    def _has_waited(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether its gateway is still there. Call once."""
+        return self._waiting.pop((dispatch.request_id, dispatch.attempt), None) == gateway
+
+
+def _take_off(dispatch: node_pb2.Dispatch, waited_s: float) -> None:
+    """What it waited is no longer left of its deadline."""
+    left_us = dispatch.deadline_remaining_us - int(waited_s * 1e6)
+    dispatch.deadline_remaining_us = max(0, left_us)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledDispatch:
+    """Its grammar is compiled, or cannot be: the engine will report that."""
+
+    gateway: str
+    dispatch: node_pb2.Dispatch
+
+
+class GrammarGate(_Gate):
+    """`put` is called from another thread."""
+
+    def __init__(self, grammars: Grammars, put: Callable[[CompiledDispatch], None]) -> None:
+        super().__init__("grammars")
+        self._grammars = grammars
+        self._put = put
+
+    def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether one with a constraint can go on now; if not it returns as a CompiledDispatch."""
+        constraint = codec.constraint_from_wire(dispatch.sampling)
+        assert constraint is not None
+        if self._grammars.is_kept(constraint):
+            return True
+        self._wait(gateway, dispatch)
+        self._pool.submit(self._compile, CompiledDispatch(gateway, dispatch), constraint)
+        return False
+
+    def _compile(self, waiting: CompiledDispatch, constraint: Constraint) -> None:
+        began_s = time.monotonic()
+        try:
+            self._grammars.compile(constraint)
+        except BatonError as error:
+            log.info("%s: %s", waiting.dispatch.request_id, error.message)  # the engine reports it
+        finally:
+            _take_off(waiting.dispatch, time.monotonic() - began_s)
+            self._put(waiting)
+
+    def is_wanted(self, compiled: CompiledDispatch) -> bool:
+        """Whether its gateway is still there. Call once."""
+        return self._has_waited(compiled.gateway, compiled.dispatch)
 
 
 class Reader(Protocol):
@@ -42,8 +120,8 @@ class AdapterRead:
     took_s: float
 
 
-class AdapterGate:
-    """Belongs to the engine loop's thread; `put` is called from another."""
+class AdapterGate(_Gate):
+    """`put` is called from another thread."""
 
     def __init__(
         self,
@@ -55,27 +133,16 @@ class AdapterGate:
     ) -> None:
         """`room` and `reader`: None where no adapters are served; `is_wanted`: whether a request,
         by its key, is open; `send`: to a gateway."""
+        super().__init__("adapters")
         self._room, self._reader, self._put, self._send = room, reader, put, send
-        self._dispatches: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
         if room is not None:
             room.is_wanted = is_wanted
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._dispatches
-
-    @property
-    def num_waiting(self) -> int:
-        """Dispatches that wait for their adapter."""
-        return len(self._dispatches)
-
     def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it can go on now; if not, `was_read` returns it."""
-        room = self._room
-        if room is None or not dispatch.HasField("adapter") or self._hold(dispatch):
+        """Whether one that names an adapter can go on now; if not, `was_read` returns it."""
+        if self._room is None or self._hold(dispatch):
             return True  # where no adapters are served the engine refuses it
-        self._dispatches[dispatch.request_id, dispatch.attempt] = gateway
+        self._wait(gateway, dispatch)
         adapter = dispatch.adapter
         self._submit(gateway, dispatch, adapter.path, adapter.digest)
         return False
@@ -102,21 +169,11 @@ class AdapterGate:
         dispatch = read.message
         if isinstance(found, BatonError):
             log.warning("%s: %s", dispatch.request_id, found.message)
-        if self._dispatches.pop((dispatch.request_id, dispatch.attempt), None) != read.gateway:
+        if not self._has_waited(read.gateway, dispatch):
             return []
-        left_us = dispatch.deadline_remaining_us - int(read.took_s * 1e6)
-        dispatch.deadline_remaining_us = max(0, left_us)
+        _take_off(dispatch, read.took_s)
         self._hold(dispatch)
         return [(read.gateway, dispatch)]
-
-    def gateway_lost(self, gateway: str) -> None:
-        """Nobody wants what it sent."""
-        left = {key: name for key, name in self._dispatches.items() if name != gateway}
-        self._dispatches = left
-
-    def close(self) -> None:
-        """What still waits is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _hold(self, dispatch: node_pb2.Dispatch) -> bool:
         """Whether its adapter is in host memory: then it stays there for the request's life."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.engines.decode_places import DecodePlaces
+from baton.gateway.engines.engine_accounts import DecodePlaces
 
 
 def key(number: int) -> tuple[str, int]:

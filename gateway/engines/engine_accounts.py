@@ -1,4 +1,5 @@
-"""The prompt tokens that wait at one prefill engine, and how long it takes to compute them.
+"""What one engine has to do, by its heartbeats and by what this gateway has sent it since: prompt
+tokens that wait there, and how long they take; places of decodes, and blocks for their KV.
 
     heartbeat: tokens that wait, by caller ─┬─ ours, sent and not answered ► others'
     since then: ours that were sent         │
@@ -6,30 +7,31 @@
                                                measured cost of a step
 Only others' tokens rest on a heartbeat, which may be older than an answer: whatever of ours was
 there since the heartbeat before counts as ours, so that nothing of ours is ever taken for others'.
+
+    last heartbeat: requests of all gateways ─┬─ ours then ─ what others have there
+                                              └─ + ours now: dispatched and not ended
+Several gateways may take the same place between two heartbeats; the engine queues what is too much.
+Blocks of what was sent since the heartbeat are taken off the room that it named: all that it is
+expected to grow to, as the engine will judge it. Knows no request's tokens: only keys, how long
+they stay, and what they need.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ...core.ports import Clock
 from ...core.step_cost import PromptSpeed
-from .decode_places import Key
+from .reported_load import ReportedLoad
 
+Key: TypeAlias = tuple[str, int]  # request id, attempt
+
+_DECAY = 0.95  # of the mean stay, at each new one
 _UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not known yet
 _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """An engine's heartbeat as far as it is about prompts. `by_caller`: of the largest alone."""
-
-    waiting_tokens: int = 0
-    by_caller: Mapping[int, int] | None = None
-    num_steps: int = 0
-    speed: PromptSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +55,36 @@ class PrefillBacklog:
         self._num_own_tokens = 0  # of all callers
         self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._answered_s = 0.0  # when one of ours was last answered
-        self._reported = Backlog()
-        self._step_began_s = 0.0  # by heartbeat
+        self._waiting_tokens = self._num_steps = 0  # by heartbeat, as all below
+        self._step_began_s = 0.0
         self._others: dict[int, int] = {}
         self._others_unlisted = 0
         self._least_listed = 0
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def heartbeat(self, backlog: Backlog) -> None:
-        before = self._reported
-        is_on_same_step = (
-            before.num_steps == backlog.num_steps
-            and 0 < before.waiting_tokens <= backlog.waiting_tokens
-        )
-        if not is_on_same_step:
+    def heartbeat(self, load: ReportedLoad) -> None:
+        has_as_much = 0 < self._waiting_tokens <= load.waiting_tokens
+        if self._num_steps != load.num_steps or not has_as_much:
             self._step_began_s = self._clock.monotonic_s()
-        self._reported = backlog
-        self.speed = backlog.speed
-        self._find_others(backlog)
+        self._num_steps, self._waiting_tokens = load.num_steps, load.waiting_tokens
+        self.speed = load.prompt_speed
+        self._find_others(load)
         self._answered.clear()
 
-    def _find_others(self, backlog: Backlog) -> None:
-        """What waits, less what is or may be ours."""
+    def _find_others(self, load: ReportedLoad) -> None:
+        """What waits, less what is or may be ours. Only the largest callers are listed."""
         ours = self._answered.copy()
         for sent in self._sent.values():
             ours[sent.caller_id] += sent.num_tokens
-        listed = backlog.by_caller or {}
+        listed = load.waiting_by_caller
         self._least_listed = min(listed.values(), default=0)
         self._others = {
             caller_id: num_tokens - ours[caller_id]
             for caller_id, num_tokens in listed.items()
             if num_tokens > ours[caller_id]
         }
-        unlisted = backlog.waiting_tokens - sum(listed.values())
+        unlisted = load.waiting_tokens - sum(listed.values())
         our_unlisted = sum(count for caller, count in ours.items() if caller not in listed)
         self._others_unlisted = max(0, unlisted - our_unlisted)
 
@@ -137,7 +135,7 @@ class PrefillBacklog:
         """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
         ours, whichever is more, less what has been computed since the step on the device began. Two
         engines that compute a prompt each are not equals: one of them is done sooner."""
-        ahead, speed = self._reported.waiting_tokens, self.speed
+        ahead, speed = self._waiting_tokens, self.speed
         if not ahead and not self._sent:
             return 0
         now_s = self._clock.monotonic_s()
@@ -181,3 +179,56 @@ class PrefillBacklog:
 
     def _computed_in(self, seconds: float) -> int:
         return 0 if self.speed is None else self.speed.tokens_in(seconds)
+
+
+class DecodePlaces:
+    """One engine's. `max_num_seqs` 0: the engine did not say, and all have a place."""
+
+    def __init__(self, max_num_seqs: int = 0) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._open: dict[Key, float] = {}  # ours, with when they were sent
+        self._num_others = 0
+        self._room_blocks = 0  # beside all that the engine knew of at its last heartbeat
+        self._mean_stay_s: float | None = None
+
+    def heartbeat(self, num_requests: int, room_blocks: int) -> None:
+        """What the engine says of all gateways' requests."""
+        self._num_others = max(0, num_requests - len(self._open))
+        self._room_blocks = room_blocks
+
+    def sent(self, keys: Iterable[Key], num_blocks: int, now_s: float) -> None:
+        """A dispatch of one or several sequences, which need so many blocks together."""
+        for key in keys:
+            self._open[key] = now_s
+        self._room_blocks -= num_blocks
+
+    def ended(self, key: Key, now_s: float) -> bool:
+        """It finished, failed or was cancelled. False: it had ended already."""
+        sent_s = self._open.pop(key, None)
+        if sent_s is None:
+            return False
+        stay_s, mean_s = now_s - sent_s, self._mean_stay_s
+        self._mean_stay_s = stay_s if mean_s is None else _DECAY * mean_s + (1 - _DECAY) * stay_s
+        return True
+
+    def has(self, key: Key) -> bool:
+        """Whether it was sent and has not ended."""
+        return key in self._open
+
+    @property
+    def num_requests(self) -> int:
+        """Of all gateways, by our best estimate."""
+        return self._num_others + len(self._open)
+
+    @property
+    def places_per_s(self) -> float | None:
+        """How many of our places become free, by Little's law; None: none ever did."""
+        return len(self._open) / self._mean_stay_s if self._mean_stay_s else None
+
+    def has_place(self, num_sequences: int, num_blocks: int) -> bool:
+        """An engine that has nothing takes whatever comes: no larger place can become free."""
+        num_requests = self.num_requests
+        if not num_requests or not self.max_num_seqs:
+            return True
+        has_seats = num_requests + num_sequences <= self.max_num_seqs
+        return has_seats and num_blocks <= self._room_blocks

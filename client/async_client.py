@@ -1,0 +1,115 @@
+"""The client for asyncio: made inside a running event loop, and used from that loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar, Unpack
+
+import grpc
+
+from ..core.errors import Cancelled
+from . import messages
+from .client import Connection, RunningStream
+from .messages import Call, Chunk, GenerateParams, ModelInfo, Result, translate
+
+T = TypeVar("T")
+
+
+class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
+    """One running request: `async for chunk in generation`, or `await generation.finish()`.
+
+    Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
+    """
+
+    _is_cancelled = False
+
+    @property
+    def result(self) -> Result:
+        """The first sample's whole result, once the stream was read to its end."""
+        if self._collector.result is None:
+            raise RuntimeError("the stream is not at its end: iterate, or await finish()")
+        return self._collector.result
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The results of the samples that are finished: of all, at the stream's end."""
+        return self._collector.results
+
+    async def finish(self) -> Result:
+        """Read what is left of the stream; returns the result or raises a typed error."""
+        async for _ in self:
+            pass
+        return self.result
+
+    async def __anext__(self) -> Chunk:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise translate(error) from error
+        except asyncio.CancelledError:
+            if self._is_cancelled:  # the call, not our task
+                raise Cancelled("the request was cancelled") from None
+            raise
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return self._collector.add(message)
+
+    def cancel(self) -> None:
+        """End the request on the server; a request that is over stays as it ended."""
+        self._is_cancelled = True
+        super().cancel()
+
+    async def aclose(self) -> None:
+        """For contextlib.aclosing."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncGeneration:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class AsyncClient(Connection):
+    """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`
+
+    Its arguments and methods are those of Client.
+    """
+
+    _grpc = grpc.aio
+
+    def generate(
+        self, prompt: str | None = None, **params: Unpack[GenerateParams]
+    ) -> AsyncGeneration:
+        """See Client, as for the methods below."""
+        return AsyncGeneration(*self._start(prompt, params))
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return await self._unary(messages.tokenize_call(text))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._unary(messages.detokenize_call(token_ids))
+
+    async def model_info(self) -> ModelInfo:
+        return await self._unary(messages.model_info_call())
+
+    async def abort(self, *ids: str) -> int:
+        return await self._unary(messages.abort_call(ids))
+
+    async def close(self) -> None:
+        """Cancel what is running and close the connection."""
+        await self._channel.close()
+
+    async def _unary(self, call: Call[T]) -> T:
+        method, request, read = call
+        try:
+            return read(await getattr(self._stub, method)(request, metadata=self._metadata))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()

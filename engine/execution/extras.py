@@ -1,0 +1,208 @@
+"""What few requests have beside their tokens: further samples, alternatives, beams' candidates and
+the prompt's scores.
+
+They are computed behind the ordinary sampling, from the same logits, for those rows alone; they
+come to the host with the step's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.request.request import TokenLogprobs
+from ...kernels.sampling.sample_spec import SampleSpec
+from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
+from ...kernels.upload import upload
+from .batch import Candidate, SampledToken, SequenceSlice
+from .step_parts import SampledRows
+
+WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
+_MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """Rows [first, first + num_rows) of the prompt tokens' results belong to the slice."""
+
+    slice_index: int
+    first: int
+    num_rows: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Tensors in host memory that are written once the step has completed."""
+
+    forks: list[int]  # rows, one entry a further sample
+    tops: list[tuple[int, int]]  # (row, number of alternatives)
+    prompt: list[_PromptPart]
+    fork_tokens: tuple[Tensor, ...] | None  # ids, logprobs [forks]
+    top_tokens: tuple[Tensor, ...] | None  # ids, logprobs [tops, most]
+    prompt_tokens: tuple[Tensor, ...] | None  # logprobs [rows]; ids, logprobs of tops
+    beams: list[tuple[int, int]]  # (row, number of candidates)
+    candidates: tuple[Tensor, ...] | None  # ids, scores, logprobs [beams, most]
+
+    def add_to(self, tokens: list[SampledToken]) -> None:
+        """Complete the sampled tokens, which are parallel to the rows. The step has completed."""
+        if self.top_tokens is not None:
+            ids, logprobs = (part.tolist() for part in self.top_tokens)
+            for place, (row, num_top) in enumerate(self.tops):
+                top = tuple(zip(ids[place][:num_top], logprobs[place][:num_top], strict=True))
+                tokens[row] = tokens[row]._replace(top=top)
+        if self.fork_tokens is not None:
+            ids, logprobs = (part.tolist() for part in self.fork_tokens)
+            for row, token_id, logprob in zip(self.forks, ids, logprobs, strict=True):
+                one = tokens[row]
+                fork = SampledToken(token_id, logprob, one.top)
+                tokens[row] = one._replace(forks=(*one.forks, fork))
+
+        if self.candidates is not None:
+            columns = [part.tolist() for part in self.candidates]
+            for place, (row, most) in enumerate(self.beams):
+                found = tuple(map(Candidate, *(column[place][:most] for column in columns)))
+                tokens[row] = tokens[row]._replace(candidates=found)
+
+    def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """By slice, of its `prompt_targets`. The step has completed."""
+        if self.prompt_tokens is None:
+            return {}
+        logprobs, top_ids, tops = (part.tolist() for part in self.prompt_tokens)
+
+        def one(row: int, num_top: int) -> TokenLogprobs:
+            pairs = zip(top_ids[row][:num_top], tops[row][:num_top], strict=True)
+            return TokenLogprobs(logprobs[row], tuple(pairs))
+
+        return {
+            part.slice_index: tuple(
+                one(row, part.num_top) for row in range(part.first, part.first + part.num_rows)
+            )
+            for part in self.prompt
+        }
+
+
+def compute_extras(
+    batch: Sequence[SequenceSlice],
+    rows: SampledRows,
+    logits: Tensor | None,
+    hidden: Tensor | None,
+    project: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
+) -> Extras | None:
+    """`logits`: this rank's of the `rows`; None where there are none.
+
+    `hidden` [tokens, hidden] of all slices (None: none asks for its prompt). `project` makes whole
+    logits [n, vocab] of rows of it, `gather` of rows of `logits`. None if nobody asks for anything;
+    waits for nothing.
+    """
+    forks = [row for row, spec in enumerate(rows.specs) for _ in spec.fork_keys]
+    tops = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.params.logprobs)]
+    beams = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.num_candidates)]
+    prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
+    if not (forks or tops or beams or prompt):
+        return None
+
+    def whole(wanted: Sequence[int]) -> Tensor:
+        assert logits is not None
+        return gather(logits.index_select(0, _index(wanted, logits.device)))
+
+    fork_tokens = top_tokens = found = None
+    if forks:
+        fork_tokens = _sample_forks(rows.specs, forks, whole)
+    if tops:
+        top_tokens = _find_tops([row for row, _ in tops], whole, max(n for _, n in tops))
+    if beams:
+        places = [row for row, _ in beams]
+        found = _find_candidates(places, [rows.specs[row] for row in places], whole)
+    parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
+    return Extras(
+        forks,
+        tops,
+        parts,
+        fork_tokens,
+        top_tokens,
+        prompt_tokens,
+        beams,
+        found,
+    )
+
+
+def _sample_forks(
+    specs: list[SampleSpec], rows: list[int], whole: WholeLogits
+) -> tuple[Tensor, ...]:
+    """Sample `rows` (one entry a fork) again, each under its own key."""
+    wanted = [spec._replace(key=key) for spec in specs for key in spec.fork_keys]
+    parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
+    return _joined(parts)
+
+
+def _find_tops(rows: list[int], whole: WholeLogits, most: int) -> tuple[Tensor, ...]:
+    """The `most` likeliest of each of the rows."""
+    parts = [top_logprobs(whole(rows[part]), most) for part in _parts(len(rows))]
+    return _joined(parts)
+
+
+def _find_candidates(
+    rows: list[int], specs: list[SampleSpec], whole: WholeLogits
+) -> tuple[Tensor, ...]:
+    """The likeliest tokens of each of the rows, by what its spec makes of the logits."""
+    most = max(spec.num_candidates for spec in specs)
+    parts = [candidates(whole(rows[p]), specs[p], most) for p in _parts(len(rows))]
+    return _joined(parts)
+
+
+def _score_prompts(
+    batch: Sequence[SequenceSlice],
+    asking: list[int],
+    hidden: Tensor | None,
+    project: Callable[[Tensor], Tensor],
+) -> tuple[list[_PromptPart], tuple[Tensor, ...] | None]:
+    if not asking:
+        return [], None
+    assert hidden is not None, "a step of decodes has no prompt"
+    begins = np.cumsum([0, *(piece.num_scheduled_tokens for piece in batch)]).tolist()
+    parts: list[_PromptPart] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    for index in asking:
+        piece = batch[index]
+        num_top = piece.num_prompt_top
+        parts.append(_PromptPart(index, len(rows), len(piece.prompt_targets), num_top))
+        first = begins[index] + piece.first_prompt_target
+        rows += range(first, first + len(piece.prompt_targets))
+        targets += piece.prompt_targets
+    most = max(part.num_top for part in parts)
+    scores = []
+    for part in _parts(len(rows)):
+        wanted = _index(targets[part], hidden.device)
+        logits = project(hidden.index_select(0, _index(rows[part], hidden.device)))
+        scores.append((token_logprobs(logits, wanted), *top_logprobs(logits, most)))
+    return parts, _joined(scores)
+
+
+def _parts(num_rows: int) -> list[slice]:
+    return [slice(start, start + _MAX_ROWS) for start in range(0, num_rows, _MAX_ROWS)]
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """One tensor of each kind, on its way to the host."""
+    return _to_host(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
+
+
+def _index(values: Sequence[int], device: torch.device) -> Tensor:
+    return upload(np.array(values, np.int64), device)
+
+
+def _to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Without waiting: a GPU's go to pinned memory, which is valid once the step has completed."""
+    return tuple(_pinned_copy(tensor) if tensor.is_cuda else tensor for tensor in tensors)
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

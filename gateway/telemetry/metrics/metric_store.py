@@ -1,0 +1,94 @@
+"""What was added up of calls since the start, by metric and labels: prometheus_client reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from .metric_table import Metric
+from .tally import Histogram, Tally
+
+MAX_CHILDREN = 300
+OTHER = "other"
+
+Labels: TypeAlias = tuple[str, ...]
+
+
+class MetricStore(Collector):
+    """Of a fixed set of metrics, whose names `prefix` comes before. One thread writes and reads,
+    without a lock. A metric has at most MAX_CHILDREN label sets; what is beyond is "other"."""
+
+    def __init__(self, metrics: Iterable[Metric], prefix: str, model_name: str) -> None:
+        self._metrics = tuple(metrics)
+        self._prefix = prefix
+        self._model_name = model_name
+        self._numbers: dict[str, dict[Labels, float]] = {m.name: {} for m in self._metrics}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {m.name: {} for m in self._metrics}
+        for metric in self._metrics:
+            if metric.buckets and not metric.labels:
+                self._histograms[metric.name][()] = Histogram()
+            elif metric.kind == "counter" and not metric.labels:
+                self._numbers[metric.name][()] = 0.0
+
+    def take(self, tally: Tally) -> None:
+        """Add what was counted."""
+        for (name, *labels), number in tally.counts.items():
+            if name in self._numbers:
+                _add(self._numbers[name], tuple(labels), number)
+        for (name, *labels), histogram in tally.histograms.items():
+            children = self._histograms[name]
+            child = children.setdefault(_bounded(tuple(labels), children), Histogram())
+            child.add(histogram.counts, histogram.total)
+
+    def add(self, metric: Metric, *labels: str, value: float = 1) -> None:
+        """Add to a counter."""
+        _add(self._numbers[metric.name], labels, value)
+
+    def set(self, metric: Metric, *labels: str, value: float) -> None:
+        """Of a gauge, or a counter that is added up elsewhere."""
+        children = self._numbers[metric.name]
+        children[_bounded(labels, children)] = value
+
+    def forget(self, metric: Metric, *labels: str) -> None:
+        """Drop all series of a counter or gauge whose labels begin like this."""
+        children = self._numbers[metric.name]
+        for values in [values for values in children if values[: len(labels)] == labels]:
+            del children[values]
+
+    def collect(self) -> Iterator[Family]:
+        for metric in self._metrics:
+            labels = ("model_name", *metric.labels)
+            name = self._prefix + metric.name
+            if metric.buckets:
+                bounds = [floatToGoString(bound) for bound in (*metric.buckets, math.inf)]  # type: ignore[no-untyped-call]
+                histogram = HistogramMetricFamily(name, metric.help, labels=labels)
+                for values, child in self._histograms[metric.name].items():
+                    own = (self._model_name, *values)
+                    counts = map(float, child.cumulative(metric.buckets))
+                    buckets = list(zip(bounds, counts, strict=True))
+                    histogram.add_metric(own, buckets, sum_value=child.total)
+                yield histogram
+                continue
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(name, metric.help, labels=labels)
+            for values, number in self._numbers[metric.name].items():
+                family.add_metric((self._model_name, *values), number)
+            yield family
+
+
+def _add(children: dict[Labels, float], labels: Labels, value: float) -> None:
+    labels = _bounded(labels, children)
+    children[labels] = children.get(labels, 0) + value
+
+
+def _bounded(labels: Labels, children: Mapping[Labels, object]) -> Labels:
+    """The labels, or "other" for all where a new child would be one too many."""
+    if labels in children or len(children) < MAX_CHILDREN:
+        return labels
+    return (OTHER,) * len(labels)

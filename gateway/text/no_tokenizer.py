@@ -1,0 +1,49 @@
+"""What stands in a `Tokenizer`'s place where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.errors import InvalidRequest
+from .text_stream import TokenText
+
+
+class NoTokenizer:
+    """Token ids are served, text is refused."""
+
+    async def encode(
+        self, text: str, *, param: str = "prompt", **options: object
+    ) -> tuple[int, ...]:
+        """Raises InvalidRequest."""
+        raise no_text(param)
+
+    async def decode(
+        self, token_ids: Sequence[int], *, param: str = "ids", **options: object
+    ) -> str:
+        """Raises InvalidRequest."""
+        raise no_text(param)
+
+    def token(self, token_id: int) -> TokenText:
+        """Its id stands for it."""
+        name = f"token_id:{token_id}"
+        return TokenText(name, name.encode())
+
+    def token_id(self, text: str) -> int | None:
+        return None
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], **options: object) -> NoTokenizer:
+        """Itself, with no text for any token."""
+        return self
+
+    def step(self, token_id: int) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def no_text(param: str) -> InvalidRequest:
+    """What a gateway without a tokenizer answers to text."""
+    return InvalidRequest(
+        "this gateway has no tokenizer: give the prompt as token ids, without stop strings", param
+    )
