@@ -41,6 +41,11 @@ class CompletedEvent(Event):
         return True
 
 
+ONE_IS_SLOW = pytest.mark.parametrize(
+    "config", [eagle3, pytest.param(mtp, marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture(scope="module", params=[eagle3, mtp])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("head")
@@ -102,6 +107,7 @@ def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: Mode
     assert found.share_of(wanted) == 1.0 and sum(map(bool, found.found.values())) > 4
 
 
+@ONE_IS_SLOW
 def test_a_step_is_counted_behind_the_heads_part(
     on_gpu: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +132,7 @@ def test_a_step_is_counted_behind_the_heads_part(
     assert launched == ["head", "counted"] * 3
 
 
+@ONE_IS_SLOW
 def test_two_ranks_draft_what_one_does(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def settle(engine: LocalEngine) -> None:
         threading.Event().wait(0.001)
 
 
-@pytest.mark.parametrize("kind", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_from_disk(kind: str, tmp_path: Path) -> None:
     cold = engine_of(config_of(400, kind))
     block_bytes = cold.runner.kv.block_bytes

@@ -57,7 +57,7 @@ def generate(engine: LocalEngine, prompts: Prompts, num_tokens: int) -> list[lis
     return [outputs[request.key] for request in requests]
 
 
-@pytest.mark.parametrize("kind", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_from_host_memory(kind: str) -> None:
     cold, tight = engine_of(kind, 400, 0), engine_of(kind, 36, 0.1)
     for prompts in (CHATS, LONGER, CHATS):

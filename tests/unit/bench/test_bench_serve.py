@@ -143,10 +143,12 @@ class SlowDriver:
     """Answers after a time that does not depend on how many ask."""
 
     def __init__(self) -> None:
-        self.num_cancelled = 0
+        self.num_cancelled = self.num_running = self.most_running = 0
 
     async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
         is_over = False
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
         try:
             await asyncio.sleep(0.1)
             if len(prompt_ids) == 13:
@@ -157,6 +159,7 @@ class SlowDriver:
                 yield 1
             is_over = True
         finally:
+            self.num_running -= 1
             self.num_cancelled += not is_over
 
 
@@ -176,7 +179,8 @@ async def test_a_slow_system_is_sent_no_fewer() -> None:
     )
     probes = [record for record in kept if record.group == "probe"]
     assert [record.due_s for record in probes] == pytest.approx([0.02 * i for i in range(10)])
-    assert all(0 <= record.lag_s < 0.9 for record in probes)  # one after the other: 1.2 s
+    assert all(record.lag_s >= 0 for record in probes)
+    assert driver.most_running >= 5, "two are in the background: the others wait for no answer"
     assert [record.error for record in probes if record.error] == ["out of luck"]
     assert all(
         len(r.token_s) == 2 and r.token_s[0] >= r.sent_s + 0.1 for r in probes if not r.error

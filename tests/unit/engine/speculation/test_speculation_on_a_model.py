@@ -115,7 +115,7 @@ def requests_of_every_kind(demo: Demo, seed: int) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_kind_of_request(demo: Demo, seed: int) -> None:
     requests = requests_of_every_kind(demo, seed)
     plain, _ = demo.run(requests, None)
