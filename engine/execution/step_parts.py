@@ -98,10 +98,12 @@ class SampledRows:
         if self.slices == [*range(num_slices)]:
             return [*tokens]
         results: list[SampledToken | None] = [None] * num_slices
-        for index, token in zip(self.slices, tokens, strict=True):
-            if (before := results[index]) is not None:
-                at_drafts = (*before.at_drafts, before._replace(at_drafts=()))
-                token = token._replace(at_drafts=at_drafts)
+        end = 0
+        for index, rows in itertools.groupby(self.slices):
+            begin, end = end, end + sum(1 for _ in rows)
+            token = tokens[end - 1]
+            if end - begin > 1:
+                token = token._replace(at_drafts=tuple(tokens[begin : end - 1]))
             results[index] = token
         return results
 

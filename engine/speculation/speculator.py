@@ -86,11 +86,12 @@ class Speculator:
         if not self.is_due(queues):
             return
         began_s = self._clock.monotonic_s()
-        sequences = [one for one in queues.running if _may_have_drafts(one) and self._room(one)]
-        if not sequences:
+        drafting = [one for one in queues.running if _may_have_drafts(one)]
+        with_room = [(one, room) for one in drafting if (room := self._room(one))]
+        if not with_room:
             return
+        sequences, rooms = zip(*with_room, strict=True)
         self._know(sequences)
-        rooms = [*map(self._room, sequences)]
         if self._proposer.takes_steps:
             wanted = self._lengths(queues, sequences, rooms, prompts)
             chosen = zip(sequences, wanted, strict=True)
