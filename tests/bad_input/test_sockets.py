@@ -281,7 +281,7 @@ def test_rapid_resets_cost_others_nothing(target: Target, has_body: bool) -> Non
         while not flood.done():
             began_s = time.monotonic()
             target.check_serves()
-            assert time.monotonic() - began_s < 5
+            assert time.monotonic() - began_s < 10
         refused = flood.result().of(_RESET)
     assert set(refused) <= {struct.pack(">I", _ENHANCE_YOUR_CALM)}
     assert target.rss_bytes() - before < 128 * _MIB

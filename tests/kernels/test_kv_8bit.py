@@ -13,6 +13,7 @@ from baton.kernels.kv import kv_blocks
 from baton.kernels.kv.kv_8bit import (
     SMALLEST,
     dequantize,
+    is_8bit,
     quantize,
     store_kv_8bit,
     values_and_scales,
@@ -384,7 +385,8 @@ def attend(hay: Haystack, kv_dtype: torch.dtype, prefill: str | None = None) -> 
         pool = torch.zeros(shape, dtype=kv_dtype, device=DEVICE)
     places = torch.arange(num_keys, device=DEVICE)
     k, v = (x.to(DEVICE, dtype)[:, None] for x in (hay.k, hay.v))
-    store_kv_8bit(pool, 1, k, v, places // BLOCK_SIZE, places % BLOCK_SIZE)
+    store = store_kv_8bit if is_8bit(pool) else kv_blocks.store_kv
+    store(pool, 1, k, v, places // BLOCK_SIZE, places % BLOCK_SIZE)
     new = 1 if prefill is None else 2  # their own K and V are written once more, not rotated
     metadata = AttentionMetadata([new], [num_keys], [range(num_blocks)], places[-new:])
     q = hay.q.to(DEVICE, dtype).expand(new, -1, -1)
