@@ -11,9 +11,8 @@ from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
 from ..lora.rank_adapters import RankAdapters
 from .batch import CompletedStep, SampledToken, SequenceSlice
-from .drafting.head_steps import HeadSteps
 from .extras import compute_extras
-from .step_model import StepModel
+from .step_model import StepHead, StepModel
 from .step_parts import SampledRows, flatten, has_extras, metadata_of, padded, plan_adapters
 
 
@@ -34,7 +33,7 @@ class CpuSteps:
         self._adapters = adapters
         self._attention = attention
         self._block_size = block_size
-        self.head: HeadSteps | None = None
+        self.head: StepHead | None = None
 
     def capture_graphs(self) -> None:
         """A CPU has none."""

@@ -41,10 +41,9 @@ from .cuda_graphs import (
     measure_products,
     prefill_sizes,
 )
-from .drafting.head_steps import HeadSteps
 from .extras import Extras, compute_extras
 from .gpu_step import GpuStep, device_errors
-from .step_model import GraphedModel, StepModel
+from .step_model import GraphedModel, StepHead, StepModel
 from .step_parts import (
     PADDING_SLICE,
     SampledRows,
@@ -85,7 +84,7 @@ class GpuSteps:
         sampled: Tensor | None = None,
     ) -> None:
         self.model = model
-        self.head: HeadSteps | None = None
+        self.head: StepHead | None = None
         self._adapters = adapters
         max_rows = decode_graph_rows(max_num_seqs, max_drafts)
         num_places = max_num_seqs * (1 + max_drafts)  # where tokens are sampled

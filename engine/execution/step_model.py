@@ -1,5 +1,5 @@
-"""What steps need of what they run: the engine's model, a draft model, or a head beside one; and
-what of it is in CUDA graphs.
+"""What steps need of what they run: the engine's model, a draft model, or a head beside one; what
+follows them, if the model has a head of its own; and what is in CUDA graphs.
 
     stages whose operations can be captured      | receive, layers, send |
     others, over a network           receive ─►  |        layers         |  ─► send
@@ -7,6 +7,7 @@ what of it is in CUDA graphs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +18,9 @@ from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.layers import Product
 from ..model.stages import LayerRange
+from .batch import Drafter, SequenceSlice
 from .cuda_graphs import StepGraph
+from .step_parts import SampledRows
 
 
 class LmHead(Protocol):
@@ -57,6 +60,21 @@ class StepModel(Protocol):
     def products(self) -> list[tuple[int, Product]]:
         """To be timed for the sizes of graphs; none: these are not worth it."""
         ...
+
+
+class StepHead(Drafter, Protocol):
+    """See head_steps.HeadSteps."""
+
+    def capture_graphs(self) -> None: ...
+
+    def follow(
+        self,
+        batch: Sequence[SequenceSlice],
+        features: Tensor,
+        rows: SampledRows,
+        sampled: Tensor,
+        at: Sequence[int],
+    ) -> None: ...
 
 
 class GraphedModel:

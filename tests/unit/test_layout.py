@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import os
 import subprocess
 import sys
@@ -145,6 +146,23 @@ def test_no_import_runs_up_within_a_folder(name: str) -> None:
             if is_inside and floors.index(room(target, folder)) < floor:
                 wrong.append(f"{path.relative_to(ROOT)} imports {'.'.join(target)}")
     assert not wrong, "\n".join(wrong)
+
+
+def file_of(parts: tuple[str, ...]) -> Path | None:
+    """Of a module, or of what is imported from one; None: a package."""
+    candidates = (
+        ROOT.joinpath(*names).with_suffix(".py") for names in (parts, parts[:-1]) if names
+    )
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Nor where types alone are imported, or in a function."""
+    graph = {
+        path: {found for parts in imports_of(path) if (found := file_of(parts)) not in (None, path)}
+        for path in product_files()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # its error names the circle
 
 
 def test_no_folder_is_full() -> None:

@@ -22,10 +22,10 @@ from ....core.errors import EngineFailed
 from ....core.request.request import SamplingParams
 from ....kernels.sampling.sample_spec import SampleSpec
 from ..batch import LaunchedStep, SequenceSlice
+from ..cpu_steps import CpuSteps
 
 if TYPE_CHECKING:
-    from ..cpu_steps import CpuSteps
-    from ..gpu_steps import GpuSteps
+    from ..gpu_steps import GpuSteps  # needs Triton
 
 _NOBODYS = SampleSpec(SamplingParams(temperature=0.0), key=0)  # of a token that is known
 MOST_ROWS = 2  # of a sequence in the first step of its drafts

@@ -26,12 +26,12 @@ from ....kernels.upload import upload
 from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
 from ..batch import LaunchedStep, SequenceSlice
+from ..cpu_steps import CpuSteps
 from ..step_parts import SampledRows, flatten
 from .draft_steps import DraftSteps
 from .head_decoder import HeadDecoder
 
 if TYPE_CHECKING:
-    from ..cpu_steps import CpuSteps
     from ..gpu_steps import GpuSteps
 
 
@@ -65,8 +65,6 @@ class HeadSteps(DraftSteps):
         most_tokens: int,
     ) -> HeadSteps:
         """Beside `model`, whose steps have at most `most_tokens`, with padding."""
-        from ..cpu_steps import CpuSteps
-
         states = _states(model, head, most_tokens)
         behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
         follows = CpuSteps(behind, attention, block_size)
@@ -85,7 +83,7 @@ class HeadSteps(DraftSteps):
         sampled: Tensor,
     ) -> HeadSteps:
         """The same; the model's steps leave in `sampled` what they sample."""
-        from ..gpu_steps import GpuSteps
+        from ..gpu_steps import GpuSteps  # needs Triton
 
         states = _states(model, head, most_tokens)
         behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
