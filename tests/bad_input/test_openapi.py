@@ -72,7 +72,7 @@ def _search(target: Target, path: str, num_requests: int, number: int) -> None:
 @pytest.mark.filterwarnings("ignore")  # the tool's own
 @pytest.mark.parametrize("path", [*_GENERATING, *_READING])
 def test_what_the_document_says(target: Target, path: str) -> None:
-    _search(target, path, 8 if path in _GENERATING else 4, 1)
+    _search(target, path, 15 if path in _GENERATING else 5, 1)
 
 
 @pytest.mark.slow

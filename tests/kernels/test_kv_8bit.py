@@ -417,7 +417,6 @@ def test_a_kind_of_keys_is_found_as_in_16_bits(
     assert difference(in_8, hay.expected()) < 0.02
 
 
-@pytest.mark.slow
 def test_products_of_e4m3_would_not_find_it() -> None:
     """The test above would notice, were values not converted before they are multiplied."""
     hay = Haystack(32_768, 16, 64)

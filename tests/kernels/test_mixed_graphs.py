@@ -109,9 +109,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "way", ["graph", "graph beside a prompt", pytest.param("no graph", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("way", ["graph", "graph beside a prompt", "no graph"])
 def test_drafts_have_the_tokens_of_a_step_of_a_cpu(runner: ModelRunner, way: str) -> None:
     """Each sequence has as many as it has, in one graph."""
     rng = random.Random(4)

@@ -214,9 +214,7 @@ def test_quantised_at_load_of_no_whole_groups(tmp_path: Path) -> None:
     engine.runner.close()
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compressed", None))]
-)
+@pytest.mark.parametrize("name", ["gptq", pytest.param("compressed", marks=pytest.mark.slow), None])
 def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) -> None:
     hidden = 1024 if name is None else 512
     sizes = {"hidden_size": hidden, "intermediate_size": 4096, "num_hidden_layers": 6}

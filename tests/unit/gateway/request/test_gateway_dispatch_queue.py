@@ -59,7 +59,7 @@ async def test_a_light_caller_beside_ten_bulk_callers() -> None:
     assert 0 < cluster.engines["prefill"].most_waiting < 40, "the others wait at the gateway"
 
 
-@pytest.mark.parametrize("max_queue_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_queue_s", [None, 1.0])
 async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
     max_queue_s: float | None,
 ) -> None:
