@@ -41,7 +41,7 @@ from .floors.gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
 _NUM_KERNELS, _NAME_CHARS = 20, 80
-_QUEUED_BATCHES, _QUEUED_REPEATS = 20, 3
+_QUEUED_BATCHES, _QUEUED_REPEATS = (8, 20), 3
 _PAUSE_S = 1.0  # in which the card cools down from a prefill
 # What the project wants on an H200 with the 8B shape, in ms.
 _TARGETS = {
@@ -204,13 +204,13 @@ class Bench:
         num_summed = num_prompts * num_tokens
         yield self._figure(name, samples, floor_ms, num_summed)
         yield self._figure(f"{name}, back to back", in_a_row, floor_ms, num_summed)
-        if num_prompts > 1:
-            num_queued = _QUEUED_BATCHES * num_prompts
+        for num_batches in _QUEUED_BATCHES if num_prompts > 1 else ():
+            num_queued = num_batches * num_prompts
             queued = [
-                self._prefill_ms(num_queued, num_tokens) / _QUEUED_BATCHES
+                self._prefill_ms(num_queued, num_tokens) / num_batches
                 for _ in range(_QUEUED_REPEATS)
             ]
-            yield self._figure(f"{name}, queued", queued, floor_ms, num_summed)
+            yield self._figure(f"{name}, of {num_batches} queued", queued, floor_ms, num_summed)
 
     def _prefill_ms(self, num_prompts: int, num_tokens: int) -> float:
         engine = self._engine
@@ -340,6 +340,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--pp", type=int, default=1, help="stages of the engine, each of --tp GPUs")
+    parser.add_argument("--pp-balance", choices=("prefill", "decode"), help="of the stages")
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
     parser.add_argument(
         "--quantization", choices=("fp8", "fp8-block", "int4"), help="of the weights"
@@ -373,6 +374,7 @@ def main(argv: list[str]) -> int:
         kv_cache_dtype=arguments.kv_cache_dtype,
         tensor_parallel_size=arguments.tp,
         pipeline_parallel_size=arguments.pp,
+        pp_balance=arguments.pp_balance,
         max_num_seqs=arguments.max_num_seqs,
         mixed_graph_tokens=arguments.mixed_graph_tokens,
     )

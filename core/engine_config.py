@@ -57,6 +57,12 @@ class EngineConfig:
         "own",
         aliases=("pp",),
     )
+    pp_balance: str | None = flag(
+        None,
+        "what stages are made equally long for: prompts, of which only the last token needs the "
+        "LM head, or decodes; default: prompts on a prefill node, unless it decodes too",
+        choices=("prefill", "decode"),
+    )
     nnodes: int = flag(1, "hosts of an engine, each with as many of its stages")
     node_rank: int = flag(
         0, "which of --nnodes this host is; on the first one the engine listens for the others"

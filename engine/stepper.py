@@ -91,8 +91,9 @@ class Stepper:
         self._collected_s = 0.0  # when the last step was
         self._in_flight: StepInFlight | None = None
         self._pipeline: StepsInFlight[StepInFlight] | None = None
+        self._num_stages = num_stages
         if num_stages > 1:
-            self._pipeline = StepsInFlight(num_stages)
+            self._pipeline = StepsInFlight(self._most_in_flight)
 
     @property
     def has_work(self) -> bool:
@@ -149,6 +150,11 @@ class Stepper:
             if meanwhile is not None and self._host is not None and self._host.has_work:
                 meanwhile()
         return output
+
+    def _most_in_flight(self) -> int:
+        """One for each stage; of prompts alone one more, which the first stage goes on with while
+        the host is told of the last one's. Decodes would wait for it."""
+        return self._num_stages + (not self._scheduler.is_decoding)
 
     def _launch_due_s(self, previous: StepInFlight | None) -> float:
         """When to launch what comes behind `previous`: it takes time, and the estimate may err."""
@@ -266,11 +272,13 @@ class Stepper:
             self._scheduler.queues.wake()
 
     def _measure(self, step: StepInFlight) -> None:
-        """A step begins when it is launched, or when the one before it ends."""
+        """A step begins when it is launched, or when the one before it ends. Of a pipeline a step
+        is what the steps behind it wait for: one that went through it alone took all stages."""
+        is_alone = step.launched_s > self._collected_s
         began_s = max(step.launched_s, self._collected_s)
         self._collected_s = self._clock.monotonic_s()
         took_s = self._collected_s - began_s
-        self._step_costs.observe(step.shape, took_s)
+        self._step_costs.observe(step.shape, took_s / self._num_stages if is_alone else took_s)
         self._step_record.observe(step.shape, took_s, step.promise_s)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)

@@ -26,9 +26,9 @@ S = TypeVar("S", bound=InFlight)
 
 
 class StepsInFlight(Generic[S]):
-    """At most `most` steps, which complete in their order."""
+    """At most as many steps as `most` says at the time, which complete in their order."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: Callable[[], int]) -> None:
         self._most = most
         self._steps: deque[S] = deque()
 
@@ -58,7 +58,7 @@ class StepsInFlight(Generic[S]):
 
     def _fill(self, launch: Callable[[], S | None]) -> None:
         """A step that has completed is collected first: its sequences can go on in the next."""
-        while len(self._steps) < self._most:
+        while len(self._steps) < self._most():
             if self._steps and self._steps[0].launched.has_completed():
                 return
             step = launch()

@@ -29,7 +29,10 @@ PREFILL_CHUNK_TOKENS = 8192
 
 
 def adjust(config: EngineConfig) -> EngineConfig:
-    """Large chunks, unless the operator chose a size of chunks or steps."""
+    """Large chunks, unless the operator chose a size of chunks or steps; stages that are equally
+    long for prompts, unless it decodes too."""
+    if config.pp_balance is None and config.tbt_target_ms is None:
+        config = dataclasses.replace(config, pp_balance="prefill")
     is_chosen = config.max_num_batched_tokens != EngineConfig().max_num_batched_tokens
     if is_chosen or config.prefill_chunk_tokens is not None:
         return config

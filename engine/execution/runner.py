@@ -93,8 +93,12 @@ class ModelRunner:
             stays_quantised=placement.stays_quantised,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
-        ranges = layer_ranges(self.model_config, config.pipeline_parallel_size)
-        self.layers = ranges[communicator.stages.stage]
+        self.stages = layer_ranges(
+            self.model_config,
+            config.pipeline_parallel_size,
+            decodes=config.pp_balance != "prefill",
+        )
+        self.layers = self.stages[communicator.stages.stage]
         self._placement = dataclasses.replace(
             placement, communicator=communicator, has_expert_parallel=has_expert_parallel
         )
@@ -120,7 +124,7 @@ class ModelRunner:
             layout = self._draft_model.beside(layout)
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
-            largest = dataclasses.replace(layout, num_layers=max(map(len, ranges)))
+            largest = dataclasses.replace(layout, num_layers=max(map(len, self.stages)))
             num_blocks = choose_num_cpu_blocks(config, largest, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = load_model(

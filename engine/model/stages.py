@@ -4,9 +4,11 @@
     embedding, layers 0..11   layers 12..22    layers 23..31, norm, LM head
 
 A pipeline is as fast as its slowest stage. What a stage costs is the number of weights that a step
-reads: those of its layers and, on the last, of the LM head, which is as many as those of several
-layers where a vocabulary is large. Among divisions of the same cost the one is chosen whose largest
-stage holds the fewest weights; that counts the embedding too. Knows no tensor and no process.
+applies to each of its tokens: those of its layers and, on the last, of the LM head, which is as
+many as those of several layers where a vocabulary is large. Of prompts only the last token needs
+the head, so an engine that computes prompts alone does not count it. Among divisions of the same
+cost the one is chosen whose largest stage holds the fewest weights; that counts the embedding too.
+Knows no tensor and no process.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ class LayerRange:
         return self.end == self.num_layers
 
 
-def layer_ranges(config: ModelConfig, num_stages: int) -> list[LayerRange]:
-    """The layers of each of `num_stages` stages. Raises StartupFailed if there are too few."""
+def layer_ranges(
+    config: ModelConfig, num_stages: int, *, decodes: bool = True
+) -> list[LayerRange]:
+    """The layers of each of `num_stages` stages, of an engine that decodes or computes prompts
+    alone. Raises StartupFailed if there are too few layers."""
     num_layers = config.num_layers
     if num_stages > num_layers:
         raise StartupFailed(
@@ -51,17 +56,19 @@ def layer_ranges(config: ModelConfig, num_stages: int) -> list[LayerRange]:
     before = [0, *accumulate(_layer_weights(config, index) for index in range(num_layers))]
     embedding = config.vocab_size * config.hidden_size
 
-    def read(first: int, end: int) -> int:
-        return before[end] - before[first] + (embedding if end == num_layers else 0)
+    def applied(first: int, end: int) -> int:
+        has_head = decodes and end == num_layers
+        return before[end] - before[first] + (embedding if has_head else 0)
 
     def held(first: int, end: int) -> int:
-        return read(first, end) + (embedding if first == 0 else 0)
+        num_ends = (first == 0) + (end == num_layers)
+        return before[end] - before[first] + num_ends * embedding
 
     def is_any(first: int, end: int) -> bool:
         return True
 
-    most, _ = _divide(num_layers, num_stages, read, is_any)
-    _, ends = _divide(num_layers, num_stages, held, lambda first, end: read(first, end) <= most)
+    most, _ = _divide(num_layers, num_stages, applied, is_any)
+    _, ends = _divide(num_layers, num_stages, held, lambda first, end: applied(first, end) <= most)
     firsts = [0, *ends[:-1]]
     return [LayerRange(*each, num_layers) for each in zip(firsts, ends, strict=True)]
 

@@ -35,6 +35,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from ...core.request.request import Request
+from ...core.step_cost import StepShape
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
 from .admission import Admission, Footprint, OutputLengthEstimator, distinct_blocks
@@ -60,6 +61,7 @@ class Scheduler:
     ) -> None:
         self.queues = Queues(limits, pool)
         self.promise = StepPromise(limits, self.queues, step_costs)
+        self._step_costs = step_costs
         self.preemption = Preemption(limits, tables, self.queues)
         self._limits = limits
         self._pool = pool
@@ -197,12 +199,25 @@ class Scheduler:
 
     def _share_prompts(self, schedule: Schedule) -> None:
         """Leave prompts for the steps that follow: one stage computes while the others wait, unless
-        there is a step for each."""
-        queues, num_stages = self.queues, self._limits.num_stages
+        there is a step for each. While all of n equal steps pass through S stages, n + S - 1 step
+        times pass: as large steps as make that least, once it is known what they take."""
+        queues, limits = self.queues, self._limits
         num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
         num_tokens += sum(queues.waiting.waiting_tokens().values())
-        share = -(-num_tokens // num_stages)
-        schedule.limit_prompts(max(share, self._limits.small_step_tokens))
+        cost = self._step_costs.estimate()
+        if cost is None:
+            share = -(-num_tokens // limits.num_stages)
+            schedule.limit_prompts(max(share, limits.small_step_tokens))
+            return
+        step_s = {
+            size: cost.seconds(StepShape(num_prompt_tokens=size))
+            for size in (limits.max_num_batched_tokens >> halvings for halvings in range(4))
+            if size
+        }
+        behind = limits.num_stages - 1
+        schedule.limit_prompts(
+            min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
+        )
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""
@@ -247,12 +262,23 @@ class Scheduler:
         """Whether the host has to know the token that a step in flight samples."""
         return self._limits.num_stages > 1 or sequence.needs_last_token
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a step to come has a token of a sequence that is past its prompt."""
+        return any(
+            not (one.is_prefilling or one.is_held or self._has_its_last(one))
+            for one in self.queues.running
+        )
+
     def _awaits_its_end(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes the last token that it can have here."""
-        num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
-        if num_tokens >= sequence.most_tokens or num_tokens >= self._limits.max_model_len:
+        if self._has_its_last(sequence):
             return True
         return sequence.num_unlaunched_tokens == 0  # held behind its first token
+
+    def _has_its_last(self, sequence: Sequence) -> bool:
+        num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
+        return num_tokens >= min(sequence.most_tokens, self._limits.max_model_len)
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""

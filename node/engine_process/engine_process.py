@@ -152,7 +152,7 @@ def _serve(
     parts = pool_parts(
         runner.model_config,
         engine_config.tensor_parallel_size,
-        engine_config.pipeline_parallel_size,
+        runner.stages,
         incarnation,
         SystemEntropy(),
         ranks.hosts,

@@ -26,7 +26,7 @@ from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CpuKvMemory
 from ...engine.model.model_config import ModelConfig
 from ...engine.model.sharding import heads_of_rank
-from ...engine.model.stages import layer_ranges
+from ...engine.model.stages import LayerRange
 from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
@@ -53,16 +53,16 @@ class ExportOrder:
 def pool_parts(
     model: ModelConfig,
     size: int,
-    num_stages: int,
+    stages: Iterable[LayerRange],
     incarnation: str,
     entropy: Entropy,
     hosts: Iterable[str],
 ) -> tuple[PoolPart, ...]:
-    """The pools of all ranks, `size` of each stage, on `hosts` (empty: rank 0's); rank 0's is named
+    """The pools of all ranks, `size` of each of the stages, on `hosts` (empty: rank 0's); rank 0's is named
     by the engine's incarnation."""
     names = chain([incarnation], (entropy.new_id() for _ in count()))
     heads = [heads_of_rank(model, rank, size) for rank in range(size)]
-    places = product(layer_ranges(model, num_stages), heads)
+    places = product(stages, heads)
     return tuple(
         PoolPart(
             *(name, of.first_kv_head, of.num_kv_heads),

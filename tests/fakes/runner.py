@@ -101,7 +101,7 @@ class FakeRunner:
     `on_completed` is told the number of each step that was computed: then steps are counted.
     `on_execute` is called with each batch before it is computed, as if the step were in flight.
     With `runs_ahead` a step is computed as late as can be: when it is collected. With several
-    stages as many may be in flight, and none of them follows another. `batch_sizes` holds the
+    stages as many may be in flight, and one more, and none of them follows another. `batch_sizes` holds the
     number of tokens of every slice of every step, `most_in_flight` how many steps there were.
     """
 
@@ -138,7 +138,7 @@ class FakeRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> FakeStep:
         assert batch, "a step without work"
-        most = self._num_stages if self._num_stages > 1 else 1 + self.runs_ahead
+        most = 1 + (self.runs_ahead if self._num_stages == 1 else self._num_stages)
         assert len(self._in_flight) < most, "too many steps in flight"
         if self._num_stages > 1:
             assert all(one.follows is None for one in batch), "its token is in the pipeline"

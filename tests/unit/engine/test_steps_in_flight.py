@@ -6,6 +6,7 @@ import pytest
 from fakes.runner import FakeRunner, expected_tokens
 
 from baton.core.request.request import Request, SamplingParams
+from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -63,11 +64,34 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     rig = Rig(4, budget=64)
     rig.add(0, 120)
     rig.engine.step()
-    assert rig.runner.most_in_flight == 4
+    assert rig.runner.most_in_flight == 5  # the first stage has its next one
     rig.run()
     prompts = [step[0] for step in rig.runner.batch_sizes if step[0] > 1]
     assert sum(prompts) == 120
     assert prompts[0] == 30 and max(prompts) == 30 and min(prompts[:-1]) >= 64 // 8
+
+
+@pytest.mark.parametrize(
+    ("base_s", "token_s", "length", "size"),
+    [
+        (0.0, 1.0, 64, 8),  # a short step costs nothing: the shortest
+        (0.0, 1.0, 320, 8),
+        (8.0, 1.0, 64, 32),  # (2 + 1) x 40 s; 16: (4 + 1) x 24, 8: (8 + 1) x 16
+        (8.0, 1.0, 320, 64),  # (5 + 1) x 72; 32: (10 + 1) x 40 = 440
+        (1e3, 1e-3, 64, 64),  # a step costs as much whatever is in it: one
+    ],
+)
+def test_the_size_of_steps_is_what_passes_through_soonest(
+    base_s: float, token_s: float, length: int, size: int
+) -> None:
+    rig = Rig(2, budget=64)
+    costs = rig.engine._step_costs
+    for num_tokens in (8, 64):
+        for _ in range(3):
+            costs.observe(StepShape(num_prompt_tokens=num_tokens), base_s + token_s * num_tokens)
+    rig.add(0, length)
+    rig.engine.step()
+    assert rig.runner.batch_sizes[0] == [size]
 
 
 def test_what_comes_while_a_step_is_in_flight_fills_the_pipeline() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
 
+from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
+from baton.decode_node import engine_main as decode
 from baton.engine.model.decoder import Decoder
 from baton.engine.model.model_config import ModelConfig, read_model_config
 from baton.engine.model.stages import layer_ranges
 from baton.engine.model.weights.placement import Placement
+from baton.prefill_node import engine_main as prefill
 
 LAYER = 2 * 8 * 4 * (2 + 1) + 3 * 8 * 16  # weights of one, by the sizes below
 
@@ -63,6 +67,28 @@ def test_the_head_counts(
 ) -> None:
     config = config_of(tmp_path, num_hidden_layers=num_layers, vocab_size=vocab_size)
     assert sizes(config, 3) == expected
+
+
+def test_prompts_alone_do_not_count_the_head(tmp_path: Path) -> None:
+    config = config_of(tmp_path, num_hidden_layers=8, vocab_size=2 * LAYER // 8)
+    assert [len(each) for each in layer_ranges(config, 2)] == [5, 3]
+    assert [len(each) for each in layer_ranges(config, 2, decodes=False)] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "prefill"),
+        ({"tbt_target_ms": 25.0}, None),  # it decodes too
+        ({"pp_balance": "decode"}, "decode"),
+        ({"max_num_batched_tokens": 4096}, "prefill"),
+    ],
+)
+def test_a_prefill_node_is_balanced_for_prompts(
+    flags: dict[str, Any], expected: str | None
+) -> None:
+    assert prefill.adjust(EngineConfig(**flags)).pp_balance == expected
+    assert decode.adjust(EngineConfig(**flags)).pp_balance == flags.get("pp_balance")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
