@@ -5,13 +5,15 @@ python -m baton.bench.host_tier [--model DIR] [--swap-space GIB] [--out FILE]
 An engine of the model (random weights) on the GPU if there is one. Copies of 1k to 32k tokens, of
 blocks that lie side by side and of scattered ones: by the wall from the call to the first look that
 sees the end, and for how long the call kept its caller. On a GPU, the same by one kernel that reads
-the pinned memory. Then decodes run without copies, with copies in, out, and both without a pause;
-and a prompt's first token, computed and with its KV from host memory.
+the pinned memory. A prompt's first token, computed and with its KV from host memory. Then decodes
+without copies, with copies in, out, and both without a pause, in turns and each from the same
+context on; the copies are looked at while a step is on the device, as by a node.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -38,7 +40,8 @@ _TARGET_MS, _TARGET_TOKENS = 26.0, 8192
 _MOST_SLOWER = 1.05  # TBT p99 beside copies over that without
 _NUM_TOKENS = (1024, 8192, 32_768)
 _REPEATS = 15
-_NUM_DECODES, _CONTEXT, _NUM_STEPS = 64, 2048, 400
+_NUM_DECODES, _CONTEXT, _NUM_STEPS, _NUM_ROUNDS = 64, 2048, 400, 3
+_LOOK_S = 0.00005  # as the engine's loop waits for what may come
 _SHAPE = "llama-3.1-8b"
 
 
@@ -122,40 +125,65 @@ class Bench:
     # -- decodes beside them ---------------------------------------------------------------------
 
     def beside_decodes(self) -> Iterator[Figure]:
-        """Steps of decodes, 99th percentile, over those without copies."""
+        """Steps of decodes, median and 99th percentile of each round; and what was copied."""
         context = min(_CONTEXT, self._engine.limits.max_model_len // 2)
         num_decodes = min(_NUM_DECODES, self._engine.limits.max_num_seqs)
-        with self._decoding(num_decodes, context):
-            n = min(_TARGET_TOKENS // self._size, self._copier.num_blocks // 2)
-            ids = self._engine.pool.allocate(n)
-            assert ids is not None, "the pool is too small for decodes and copies"
-            p99_ms = [self._steps_ms(lambda: None)]
-            for directions in ([Direction.IN], [Direction.OUT], [*Direction]):
-                running: dict[Direction, HostCopy] = {}
+        ways: dict[str, Sequence[Direction]] = {
+            "": (),
+            ", in": (Direction.IN,),
+            ", out": (Direction.OUT,),
+            ", in and out": (*Direction,),
+        }
+        p50_ms, p99_ms, gb_per_s = ({name: list[float]() for name in ways} for _ in range(3))
+        for _ in range(_NUM_ROUNDS):
+            for name, directions in ways.items():
+                with self._decoding(num_decodes, context):
+                    steps_ms, num_bytes = self._steps_beside(directions)
+                p50_ms[name].append(statistics.median(steps_ms))
+                p99_ms[name].append(statistics.quantiles(steps_ms, n=100)[-1])
+                gb_per_s[name].append(num_bytes / sum(steps_ms) / 1e6)
+        alone_ms = statistics.median(p99_ms[""])
+        for name, directions in ways.items():
+            beside = f"{num_decodes} x {context}{name}"
+            target = alone_ms * _MOST_SLOWER if directions else None
+            yield Figure(f"TBT, {beside}", "ms", tuple(p50_ms[name]))
+            yield Figure(f"TBT p99, {beside}", "ms", tuple(p99_ms[name]), target=target)
+            if directions:
+                yield Figure(f"copied beside {beside}", "GB/s", tuple(gb_per_s[name]))
 
-                def copy(
-                    directions: Sequence[Direction] = directions,
-                    running: dict[Direction, HostCopy] = running,
-                ) -> None:
-                    """Keep one of each direction on the device."""
-                    for each in directions:
-                        if each not in running or running[each].seconds() is not None:
-                            first = 0 if each is Direction.OUT else n
-                            hosts = range(first, first + n)
-                            running[each] = self._copier.start(each, ids, hosts)
+    def _steps_beside(self, directions: Sequence[Direction]) -> tuple[list[float], int]:
+        """Milliseconds of each step while a copy of each direction is on the device, and bytes that
+        were copied."""
+        n = min(_TARGET_TOKENS // self._size, self._copier.num_blocks // 2)
+        ids = self._engine.pool.allocate(n)
+        assert ids is not None, "the pool is too small for decodes and copies"
+        running: dict[Direction, HostCopy] = {}
+        num_copies, samples = 0, list[float]()
 
-                p99_ms.append(self._steps_ms(copy))
-                while any(copy.seconds() is None for copy in running.values()):
-                    pass
-            self._engine.pool.release(ids)
-        name = f"TBT p99, {num_decodes} x {context}"
-        for what, value in zip(("", ", in", ", out", ", in and out"), p99_ms, strict=True):
-            target = p99_ms[0] * _MOST_SLOWER if what else None
-            yield Figure(name + what, "ms", (value,), None, "", target)
+        def look() -> bool:
+            nonlocal num_copies
+            for each in directions:
+                if each not in running or running[each].seconds() is not None:
+                    first = 0 if each is Direction.OUT else n
+                    running[each] = self._copier.start(each, ids, range(first, first + n))
+                    num_copies += 1
+            time.sleep(_LOOK_S)
+            return False
+
+        is_on_gpu = isinstance(self._copier, CudaCopier)
+        for _ in range(_NUM_STEPS if is_on_gpu else 40):
+            began_s = time.perf_counter()
+            look()
+            self._engine.step(look)
+            samples.append((time.perf_counter() - began_s) * 1e3)
+        while any(copy.seconds() is None for copy in running.values()):
+            pass
+        self._engine.pool.release(ids)
+        return samples[10:], num_copies * n * self._copier.block_bytes
 
     @contextmanager
     def _decoding(self, num_decodes: int, context: int) -> Iterator[None]:
-        requests = [self._request(context, 4 * _NUM_STEPS + 100) for _ in range(num_decodes)]
+        requests = [self._request(context, _NUM_STEPS + 100) for _ in range(num_decodes)]
         for request in requests:
             reservation = self._engine.reserve(request)
             assert reservation is not None, "the pool is too small for the decodes"
@@ -164,17 +192,6 @@ class Bench:
         for request in requests:
             self._engine.abort(request.key)
         self._run()
-
-    def _steps_ms(self, between: Callable[[], None]) -> float:
-        """The 99th percentile of steps with `between` between them."""
-        num_steps = _NUM_STEPS if isinstance(self._copier, CudaCopier) else 40
-        samples = []
-        for _ in range(num_steps):
-            began_s = time.perf_counter()
-            between()
-            self._engine.step()
-            samples.append((time.perf_counter() - began_s) * 1e3)
-        return statistics.quantiles(samples[10:], n=100)[-1]
 
     # -- a prompt --------------------------------------------------------------------------------
 
@@ -227,6 +244,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m baton.bench.host_tier")
     parser.add_argument("--model", help=f"default: {_SHAPE} on a GPU, the demo model on a CPU")
     parser.add_argument("--swap-space", type=float, help="GiB; default: 8 on a GPU, 0.2 on a CPU")
+    parser.add_argument("--only-decodes", action="store_true", help="not the copies alone")
+    parser.add_argument("--commit", help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
     has_gpu = torch.cuda.is_available()
@@ -256,8 +275,12 @@ def main(argv: list[str]) -> int:
             f"{time.perf_counter() - began_s:.1f} s behind the engine"
         )
         bench = Bench(local, copier)
-        figures = [figure for n in _NUM_TOKENS for figure in bench.copies(n)]
-        figures += bench.first_token(_TARGET_TOKENS)
+        gc.collect()
+        gc.freeze()  # as in an engine's process: what was loaded is not looked at again
+        figures = list[Figure]()
+        if not arguments.only_decodes:
+            figures += [figure for n in _NUM_TOKENS for figure in bench.copies(n)]
+            figures += bench.first_token(_TARGET_TOKENS)
         figures += bench.beside_decodes()
         local.close()
     print(table(figures))
@@ -265,7 +288,7 @@ def main(argv: list[str]) -> int:
         result = {
             "gpu": torch.cuda.get_device_name() if has_gpu else None,
             "torch": torch.__version__,
-            "commit": commit(),
+            "commit": arguments.commit or commit(),
             "command": command_line("host_tier", argv),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": machine(),
