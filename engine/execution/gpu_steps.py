@@ -17,6 +17,7 @@ launched kernel by kernel.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
+from ...kernels.results_triton import write_results
 from ...kernels.sampling.sampling import sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
@@ -60,6 +62,7 @@ from .step_parts import (
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
+_MOST_IN_FLIGHT = 64  # steps: more than a pipeline has stages
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 
 
@@ -95,6 +98,8 @@ class GpuSteps:
         own = torch.zeros(num_places, dtype=torch.int64, device=self._device)
         self.sampled = own if sampled is None else sampled
         self._logprobs = torch.zeros(num_places, dtype=torch.float32, device=self._device)
+        # What steps in flight write to, though nobody collects them: a rank's, behind rank 0's.
+        self._written: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MOST_IN_FLIGHT)
         self._count: CudaStepCount | None = None
         self._decode_sizes = decode_sizes(max_rows)
         self._mixed_tokens = mixed_tokens
@@ -379,12 +384,12 @@ class GpuSteps:
         logprobs: Tensor,
         extras: Extras | None,
     ) -> GpuStep:
-        """Copy the results of `rows` to the host, behind all that was launched."""
+        """The results of `rows` go to the host, behind all that was launched."""
         n = len(rows.specs)
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
-        host_ids.copy_(token_ids[:n], non_blocking=True)
-        host_logprobs.copy_(logprobs[:n], non_blocking=True)
+        write_results(token_ids, logprobs, host_ids, host_logprobs)
+        self._written.append((host_ids, host_logprobs))
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
         return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)

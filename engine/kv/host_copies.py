@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -166,18 +165,27 @@ class CpuCopier(_BlocksInHostMemory):
 class CudaCopy:
     """A copy by the copy engines."""
 
-    def __init__(self, lane: _Lane, num_slices: int) -> None:
-        self._lane = lane
+    def __init__(self, lane: _Lane, num_slices: int, submit: Callable[[int], None]) -> None:
+        """`submit(n)`: to the device, slice `n`."""
+        self._lane, self._submit = lane, submit
         self._begin, self.end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
         self.num_waiting = self._num_slices = num_slices
 
-    def begins(self) -> None:
-        """Its next slice is submitted now; it lasts from the first one on."""
+    def submit_next(self) -> torch.cuda.Event:
+        """The next slice, and what comes to pass at its end. A copy lasts from the first one on."""
+        stream = self._lane.stream
         if self.num_waiting == self._num_slices:
-            self._begin.record(self._lane.stream)
+            self._begin.record(stream)
+        self._submit(self._num_slices - self.num_waiting)
+        ended = self.end
+        if self.num_waiting > 1:
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ended.record(stream)
+        self.num_waiting -= 1  # by now: another thread may look
+        return ended
 
     def seconds(self) -> float | None:
         try:
@@ -197,13 +205,13 @@ class _Lane:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[CudaCopy, Callable[[], None]]] = deque()
+        self._waiting: deque[CudaCopy] = deque()
         self._submitted: deque[torch.cuda.Event] = deque()
 
-    def add(self, slices: Sequence[Callable[[], None]]) -> CudaCopy:
-        copy = CudaCopy(self, len(slices))
+    def add(self, num_slices: int, submit: Callable[[int], None]) -> CudaCopy:
+        copy = CudaCopy(self, num_slices, submit)
         with self._lock:
-            self._waiting += [(copy, each) for each in slices]
+            self._waiting.append(copy)
         self.advance()
         return copy
 
@@ -213,24 +221,16 @@ class _Lane:
             while self._submitted and self._submitted[0].query():  # type: ignore[no-untyped-call]
                 self._submitted.popleft()
             while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
-                self._submit(*self._waiting.popleft())
+                with torch.cuda.device(self.stream.device):  # a thread has a device of its own
+                    self._submitted.append(self._waiting[0].submit_next())
+                if not self._waiting[0].num_waiting:
+                    self._waiting.popleft()
 
     def close(self) -> None:
         """Nothing is submitted any more, and what was has ended."""
         with self._lock:
             self._waiting.clear()
             self.stream.synchronize()
-
-    def _submit(self, copy: CudaCopy, submit: Callable[[], None]) -> None:
-        with torch.cuda.device(self.stream.device):  # a thread has a device of its own
-            copy.begins()
-            submit()
-            ended = copy.end
-            if copy.num_waiting > 1:
-                ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ended.record(self.stream)
-        self._submitted.append(ended)
-        copy.num_waiting -= 1
 
 
 class CudaCopier(_BlocksInHostMemory):
@@ -247,14 +247,15 @@ class CudaCopier(_BlocksInHostMemory):
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> CudaCopy:
-        lane = self._lanes[direction]
         n = max(1, _SLICE_BYTES // self.block_bytes)
-        slices = [
-            partial(self._submit, direction, block_ids[i : i + n], host_blocks[i : i + n])
-            for i in range(0, len(block_ids), n)
-        ]
+        block_ids, host_blocks = tuple(block_ids), tuple(host_blocks)
+
+        def submit(index: int) -> None:
+            part = slice(index * n, (index + 1) * n)
+            self._submit(direction, block_ids[part], host_blocks[part])
+
         with torch.cuda.device(self._device):
-            return lane.add(slices)
+            return self._lanes[direction].add(-(-len(block_ids) // n), submit)
 
     def _submit(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]

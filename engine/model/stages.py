@@ -42,9 +42,7 @@ class LayerRange:
         return self.end == self.num_layers
 
 
-def layer_ranges(
-    config: ModelConfig, num_stages: int, *, decodes: bool = True
-) -> list[LayerRange]:
+def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) -> list[LayerRange]:
     """The layers of each of `num_stages` stages, of an engine that decodes or computes prompts
     alone. Raises StartupFailed if there are too few layers."""
     num_layers = config.num_layers

@@ -71,8 +71,8 @@ class _PipelineStep:
 
 
 class PipelineRunner:
-    """`mine` is rank 0's. As many steps may be in flight as there are stages, and one more, and none of them may
-    follow another's tokens: those come to the host first."""
+    """`mine` is rank 0's. As many steps may be in flight as there are stages, and one more, and
+    none of them may follow another's tokens: those come to the host first."""
 
     runs_ahead = True
 

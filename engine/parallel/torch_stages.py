@@ -67,7 +67,7 @@ class GlooStages(Stages):
         self._num_received += 1
 
     def send(self, x: Tensor) -> None:
-        while len(self._sending) >= self.num_stages:
+        while len(self._sending) > self.num_stages:  # as many steps may be in flight
             work, _ = self._sending.popleft()
             work.wait()
         work = self._group.send([x], self.stage + 1, self._num_sent % _MAX_TAG)

@@ -62,6 +62,7 @@ class Scheduler:
         self.queues = Queues(limits, pool)
         self.promise = StepPromise(limits, self.queues, step_costs)
         self._step_costs = step_costs
+        self._pipeline_tokens = 0  # of prompts, in the last step of a pipeline at most
         self.preemption = Preemption(limits, tables, self.queues)
         self._limits = limits
         self._pool = pool
@@ -215,9 +216,12 @@ class Scheduler:
             if size
         }
         behind = limits.num_stages - 1
-        schedule.limit_prompts(
-            min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
-        )
+        size = min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
+        # Behind larger steps smaller ones wait for the next stage as long as those.
+        if any(one.has_prefill_in_flight for one in queues.running):
+            size = max(size, self._pipeline_tokens)
+        self._pipeline_tokens = size
+        schedule.limit_prompts(size)
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""

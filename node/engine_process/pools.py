@@ -58,8 +58,8 @@ def pool_parts(
     entropy: Entropy,
     hosts: Iterable[str],
 ) -> tuple[PoolPart, ...]:
-    """The pools of all ranks, `size` of each of the stages, on `hosts` (empty: rank 0's); rank 0's is named
-    by the engine's incarnation."""
+    """The pools of all ranks, `size` of each of the stages, on `hosts` (empty: rank 0's); rank 0's
+    is named by the engine's incarnation."""
     names = chain([incarnation], (entropy.new_id() for _ in count()))
     heads = [heads_of_rank(model, rank, size) for rank in range(size)]
     places = product(stages, heads)

@@ -101,8 +101,9 @@ class FakeRunner:
     `on_completed` is told the number of each step that was computed: then steps are counted.
     `on_execute` is called with each batch before it is computed, as if the step were in flight.
     With `runs_ahead` a step is computed as late as can be: when it is collected. With several
-    stages as many may be in flight, and one more, and none of them follows another. `batch_sizes` holds the
-    number of tokens of every slice of every step, `most_in_flight` how many steps there were.
+    stages as many may be in flight, and one more, and none of them follows another. `batch_sizes`
+    holds the number of tokens of every slice of every step, `most_in_flight` how many steps there
+    were.
     """
 
     def __init__(
