@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_OF_ONE_RUN = ("--commit", "--out")  # arguments, each with its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,13 @@ def commit() -> str:
 
 
 def command_line(module: str, argv: Sequence[str]) -> str:
-    """What to type for the same run of `bench/module`."""
-    return shlex.join(["python", "-m", f"baton.bench.{module}", *argv])
+    """What to type for the same run of `bench/module`; not where it is written, and as which
+    commit."""
+    left_out = {
+        place + more for place, word in enumerate(argv) if word in _OF_ONE_RUN for more in (0, 1)
+    }
+    words = (word for place, word in enumerate(argv) if place not in left_out)
+    return shlex.join(["python", "-m", f"baton.bench.{module}", *words])
 
 
 def write(
