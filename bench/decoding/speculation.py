@@ -13,6 +13,7 @@ lengths, waits.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -204,7 +205,8 @@ class _CoinStep:
 
 class CoinRunner:
     """A runner whose target agrees with each draft as often as `rate` says, if it did with those
-    before; behind a step's launch a head of `shape` is computed for each draft."""
+    before; in front of each step a head of `shape` is computed for each draft, from a CUDA graph as
+    an engine's heads are."""
 
     runs_ahead = True
 
@@ -219,19 +221,32 @@ class CoinRunner:
         self._weights = [
             torch.randn(size, dtype=torch.bfloat16, device=device) * 0.02 for size in sizes
         ]
+        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by rows
 
     def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
-        longest = max(len(piece.draft_samples) for piece in batch)
-        for place in range(longest):
-            self._head(sum(len(piece.draft_samples) > place for piece in batch))
+        counts = [len(piece.draft_samples) for piece in batch]
+        for place in range(max(counts)):
+            rows = sum(count > place for count in counts)
+            rows = -(-rows // 8) * 8 if rows > 8 else rows  # as graphs are padded
+            if rows not in self._heads:
+                self._heads[rows] = self._capture(rows)
+            self._heads[rows].replay()
         return _CoinStep(self._runner.launch(batch), batch, self)  # type: ignore[return-value]
 
+    @torch.inference_mode()
+    def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph:
+        self._head(num_rows)  # what is made or chosen at a first call
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._head(num_rows)
+        return graph
+
     def _head(self, num_rows: int) -> None:
-        with torch.inference_mode():
-            for weight in self._weights:
-                x = weight.new_zeros(num_rows, weight.shape[1])
-                y = torch.nn.functional.linear(x, weight)
-            y.argmax(-1)
+        for weight in self._weights:
+            x = weight.new_zeros(num_rows, weight.shape[1])
+            y = torch.nn.functional.linear(x, weight)
+        y.argmax(-1)
 
     def toss(self, piece: SequenceSlice, sampled: SampledToken | None) -> SampledToken | None:
         if sampled is None or not piece.draft_samples:
@@ -271,6 +286,8 @@ def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
     )
     local = LocalEngine.load(config, print)
     print("\n".join(local.runner.startup_notes), flush=True)
+    gc.collect()
+    gc.freeze()  # as in an engine's process: what was loaded is not looked at again
     figures: list[Figure] = []
     for batch, context in _CASES:
         if only and f"{batch} x {context}" not in only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +113,35 @@ def test_tokens_are_the_same_from_host_memory(monkeypatch: pytest.MonkeyPatch) -
     assert totals.host_hit_tokens > sum(map(len, chats)), totals
     tight.close()
     cold.close()
+
+
+def test_tokens_are_the_same_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Behind host memory that holds a chat or two."""
+    monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
+    rng = random.Random(11)
+    chats = [tuple(rng.choices(range(3, 4096), k=n)) for n in (250, 100, 400, 330, 120, 280)]
+    config = config_of(num_kv_blocks=400, swap_space=0)
+    cold = LocalEngine(config, ModelRunner(config))
+    expected = [generate(cold, chat) for chat in chats]
+    swap_space = 40 * cold.runner.kv.block_bytes / 2**30
+    cold.close()
+    config = config_of(num_kv_blocks=36, swap_space=swap_space, kv_disk_path=str(tmp_path))
+    tight = LocalEngine(config, ModelRunner(config))
+    assert tight.runner.host_copier is not None
+    tight.runner.host_copier.wait()
+    for _ in range(3):
+        assert [generate(tight, chat) for chat in chats] == expected
+        settle(tight)
+    counts = tight.engine.totals().disk
+    assert counts.num_hit_blocks > 20 and not counts.num_failures
+    tight.close()
+
+
+def settle(engine: LocalEngine) -> None:
+    """Let what is to be written be written."""
+    host, deadline_s = engine.engine._host, time.monotonic() + 20
+    assert host is not None and host.disk is not None
+    while host.num_writing or host.disk._writing:
+        engine.engine._stepper.poll_host()
+        time.sleep(0.001)
+        assert time.monotonic() < deadline_s
