@@ -37,7 +37,9 @@ from .steps_in_flight import StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
-_EARLY = 0.05  # of an estimated step: what comes behind it is launched so much before its end
+# What comes behind a step is launched so much of its estimated time before its end. To be late
+# behind decodes makes all streams wait, and they come again and again.
+_EARLY, _EARLY_BEHIND_DECODES, _LEAST_EARLY_S = 0.05, 0.25, 0.0015
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +159,16 @@ class Stepper:
         return self._num_stages + (not self._scheduler.is_decoding)
 
     def _launch_due_s(self, previous: StepInFlight | None) -> float:
-        """When to launch what comes behind `previous`: it takes time, and the estimate may err."""
-        if previous is None or previous.shape.num_decodes:
+        """When to launch what comes behind `previous`: late, for a prompt that comes meanwhile to
+        be in it; but it takes time, and the estimate may err."""
+        lasts_s = None if previous is None else self._step_costs.expected_s(previous.shape)
+        if previous is None or lasts_s is None:
             return -math.inf
-        lasts_s = self._step_costs.expected_s(previous.shape)
-        if lasts_s is None:
-            return -math.inf
+        early_s = _EARLY * lasts_s
+        if previous.shape.num_decodes:
+            early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
         began_s = max(previous.launched_s, self._collected_s)
-        return began_s + (1 - _EARLY) * lasts_s - previous.launching_s
+        return began_s + lasts_s - early_s - previous.launching_s
 
     def _must_wait(self, previous: StepInFlight) -> bool:
         """Whether the step behind `previous` cannot be planned before that has completed."""
