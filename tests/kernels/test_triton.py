@@ -32,6 +32,7 @@ from baton.kernels.products.gemv_triton import (
     few_rows_tiling,
     gemv,
 )
+from baton.kernels.results_triton import write_results
 from baton.kernels.sampling import sampling
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
@@ -470,3 +471,18 @@ def test_flashinfer_keeps_one_slices_nan_from_the_others() -> None:
         batch.qkv[first:] = math.nan
         out = batch.run(triton_attention(batch, "flashinfer"))
         assert out[first:].isnan().all() and not out[:first].isnan().any()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 300])
+def test_results_of_the_first_rows_are_written_and_nothing_else(num_rows: int) -> None:
+    token_ids = torch.randint(0, 2**40, (400,), device=DEVICE)
+    logprobs = torch.randn(400, device=DEVICE)
+    written = torch.full((400,), -1), torch.full((400,), 7.0)
+    if HAS_GPU:
+        written = written[0].pin_memory(), written[1].pin_memory()
+    write_results(token_ids, logprobs, *(each[:num_rows] for each in written))
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    assert torch.equal(written[0][:num_rows], token_ids[:num_rows].cpu())
+    assert torch.equal(written[1][:num_rows], logprobs[:num_rows].cpu())
+    assert (written[0][num_rows:] == -1).all() and (written[1][num_rows:] == 7.0).all()

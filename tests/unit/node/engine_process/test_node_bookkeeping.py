@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock
@@ -241,7 +242,7 @@ def test_credit_is_a_share_of_the_pool_and_never_nothing() -> None:
 def test_a_prefill_node_takes_long_prompts_in_large_chunks() -> None:
     assert prefill_main.adjust(EngineConfig()).prefill_chunk_tokens == 8192
     for chosen in (EngineConfig(max_num_batched_tokens=64), EngineConfig(prefill_chunk_tokens=1)):
-        assert prefill_main.adjust(chosen) == chosen
+        assert prefill_main.adjust(chosen) == replace(chosen, pp_balance="prefill")
 
 
 def test_pool_is_described_in_tokens_and_requests() -> None:
