@@ -206,6 +206,16 @@ class EngineFailed(
     """The engine process ended or raised; no token of this request can be trusted to follow."""
 
 
+class HostLost(
+    EngineFailed,
+    code="host_lost",
+    grpc="UNAVAILABLE",
+    http=503,
+    public_text="a host of an engine was lost under the request",
+):
+    """The engine ended since another of its hosts cannot be heard: no request is to blame."""
+
+
 class StartupFailed(BatonError, code="startup_failed"):
     """A process cannot start: the message gives the reason, `hint` what to do about it."""
 

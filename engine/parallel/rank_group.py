@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from ...core import errors
-from ...core.errors import BatonError, EngineFailed, StartupFailed
+from ...core.errors import BatonError, EngineFailed, HostLost, StartupFailed
 from .rank_channel import MessageKind, RankChannel, RankMessage
 
 log = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ class RankGroup:
                 standing.append((stage, since_s, rank))
         for rank, heard_s in self._heard.items():
             if now_s - heard_s > SILENT_S:
-                self._lose(EngineFailed(f"{self._name(rank)} says nothing for {SILENT_S} s"))
+                self._lose(HostLost(f"{self._name(rank)} says nothing for {SILENT_S} s"))
         if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
             _, since_s, rank = min(standing)
             self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))

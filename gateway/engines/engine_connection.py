@@ -33,7 +33,7 @@ from ...core.channels.frames import (
     encode_payload,
 )
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
-from ...core.errors import BatonError, EngineFailed, NodeLost
+from ...core.errors import BatonError, EngineFailed, HostLost, NodeLost
 from ...core.membership import Member
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
@@ -269,8 +269,9 @@ class EngineConnection(asyncio.Protocol):
             case "welcome":
                 self._link(message.welcome)
             case "engine_ended":
-                self._has_died = True
-                self._end(codec.error_from_wire(message.engine_ended).message)
+                error = codec.error_from_wire(message.engine_ended)
+                self._has_died = not isinstance(error, HostLost)
+                self._end(error.message)
             case "refused":
                 self._end(codec.error_from_wire(message.refused).message)
 

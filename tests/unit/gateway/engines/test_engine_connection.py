@@ -23,7 +23,7 @@ from baton.cluster.tls import ClusterTls
 from baton.core.channels import admission
 from baton.core.channels.addresses import host_id
 from baton.core.channels.frames import MAX_FRAME_BYTES
-from baton.core.errors import EngineFailed, HandoffFailed, InvalidRequest
+from baton.core.errors import EngineFailed, HandoffFailed, HostLost, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines import engine_connection, engine_sockets
@@ -440,6 +440,14 @@ async def test_the_engines_last_word_is_the_reason(scene: Scene) -> None:
         assert scene.events.heard == ["linked", "outputs", "lost"]
         assert (scene.events.indices, scene.events.has_died) == ([0], True)
         assert scene.events.reason == "out of memory"
+
+
+async def test_an_engine_that_lost_a_host_was_killed_by_no_request(scene: Scene) -> None:
+    async with scene.linked() as (_, end, running):
+        ended = codec.error_to_wire(HostLost("rank 1 on there says nothing for 1.2 s"))
+        end.send(node_pb2.NodeMessage(engine_ended=ended).SerializeToString())
+        assert await running == "rank 1 on there says nothing for 1.2 s"
+        assert not scene.events.has_died
 
 
 async def test_a_refused_gateway_does_not_take_the_engine_for_dead(here: Scene) -> None:
