@@ -51,7 +51,7 @@ class StepInFlight:
     launched: LaunchedStep
     shape: StepShape
     launched_s: float
-    launching_s: float  # how long the launch took
+    launching_s: float  # how long it took to plan and to launch it
     promise_s: float | None
     has_drafts: bool
 
@@ -187,6 +187,7 @@ class Stepper:
 
         `is_waited_for`: the one before has just been collected, for this one to have drafts.
         """
+        began_s = self._clock.monotonic_s()
         self.poll_host()
         if self._sequences.beams.by_key:
             self._sequences.beams.advance(output)
@@ -225,8 +226,9 @@ class Stepper:
         promise, promise_s = self._scheduler.promise, None
         if promise.tbt_target_s is not None and shape.num_decodes:
             promise_s = promise.target_s
+        launching_s = self._clock.monotonic_s() - began_s
         step = StepInFlight(
-            planned, fence, launched, shape, launched_s, took_s, promise_s, has_drafts
+            planned, fence, launched, shape, launched_s, launching_s, promise_s, has_drafts
         )
         self._last_shape = shape
         for sequence, num_tokens in planned:

@@ -17,10 +17,12 @@ Generate = Callable[[list[list[int]], list[int]], object]  # prompts, and tokens
 @dataclass(slots=True)
 class HostTimes:
     """Of steps in which `num_seqs` sequences got a token: the thread's CPU time and the clock's,
-    from the end of the step before to its own, in seconds."""
+    from the end of the step before to its own, in seconds. What the thread takes to sleep until it
+    looks at the device again is apart."""
 
     num_seqs: int
     cpu_s: list[float] = field(default_factory=list)
+    looking_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
     num_steps: int = 0
     _last: tuple[float, float] | None = None
@@ -29,11 +31,21 @@ class HostTimes:
         """Note every step of an engine from now on; once."""
         take = engine.step
 
-        def step(*args: Any) -> Any:
-            output = take(*args)
+        def step(meanwhile: Callable[[], bool]) -> Any:
+            looking_s = 0.0
+
+            def look() -> bool:
+                nonlocal looking_s
+                began_s = time.thread_time()
+                has_news = meanwhile()
+                looking_s += time.thread_time() - began_s
+                return has_news
+
+            output = take(look)
             now = time.thread_time(), time.perf_counter()
             if self._last is not None and len(output.tokens) == self.num_seqs:
-                self.cpu_s.append(now[0] - self._last[0])
+                self.cpu_s.append(now[0] - self._last[0] - looking_s)
+                self.looking_s.append(looking_s)
                 self.wall_s.append(now[1] - self._last[1])
             self._last = now
             self.num_steps += 1
@@ -48,6 +60,7 @@ class HostTimes:
             "num_steps": self.num_steps,
             "num_full_steps": len(self.cpu_s),
             "host_ms": round(1e3 * statistics.median(self.cpu_s), 3),
+            "looking_ms": round(1e3 * statistics.median(self.looking_s), 3),
             "step_ms": round(1e3 * statistics.median(self.wall_s), 3),
         }
 

@@ -282,7 +282,7 @@ class Scheduler:
 
     def _has_its_last(self, sequence: Sequence) -> bool:
         num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
-        return num_tokens >= min(sequence.most_tokens, self._limits.max_model_len)
+        return num_tokens >= sequence.most_tokens or num_tokens >= self._limits.max_model_len
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
