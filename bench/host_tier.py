@@ -138,10 +138,10 @@ class Bench:
         for _ in range(_NUM_ROUNDS):
             for name, directions in ways.items():
                 with self._decoding(num_decodes, context):
-                    steps_ms, num_bytes = self._steps_beside(directions)
+                    steps_ms, rate = self._steps_beside(directions)
                 p50_ms[name].append(statistics.median(steps_ms))
                 p99_ms[name].append(statistics.quantiles(steps_ms, n=100)[-1])
-                gb_per_s[name].append(num_bytes / sum(steps_ms) / 1e6)
+                gb_per_s[name].append(rate)
         alone_ms = statistics.median(p99_ms[""])
         for name, directions in ways.items():
             beside = f"{num_decodes} x {context}{name}"
@@ -151,9 +151,9 @@ class Bench:
             if directions:
                 yield Figure(f"copied beside {beside}", "GB/s", tuple(gb_per_s[name]))
 
-    def _steps_beside(self, directions: Sequence[Direction]) -> tuple[list[float], int]:
-        """Milliseconds of each step while a copy of each direction is on the device, and bytes that
-        were copied."""
+    def _steps_beside(self, directions: Sequence[Direction]) -> tuple[list[float], float]:
+        """Milliseconds of each step while a copy of each direction is on the device, and GB/s of
+        the copies that ended meanwhile."""
         n = min(_TARGET_TOKENS // self._size, self._copier.num_blocks // 2)
         ids = self._engine.pool.allocate(n)
         assert ids is not None, "the pool is too small for decodes and copies"
@@ -176,10 +176,12 @@ class Bench:
             look()
             self._engine.step(look)
             samples.append((time.perf_counter() - began_s) * 1e3)
+        num_ended = num_copies - len(running)
         while any(copy.seconds() is None for copy in running.values()):
             pass
         self._engine.pool.release(ids)
-        return samples[10:], num_copies * n * self._copier.block_bytes
+        rate = num_ended * n * self._copier.block_bytes / sum(samples) / 1e6
+        return samples[10:], rate
 
     @contextmanager
     def _decoding(self, num_decodes: int, context: int) -> Iterator[None]:

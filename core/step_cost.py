@@ -8,7 +8,8 @@
     keys    that decodes read: the sum of their contexts
 
 Engines measure it (engine/scheduling/step_cost_estimator.py), plan by it, and send it with their
-heartbeats; gateways estimate by it what a request would take at each engine.
+heartbeats; gateways estimate by it what a request would take at each engine. Of an engine with
+stages it is the time of one stage: what a request alone would wait for the others is not in it.
 """
 
 from __future__ import annotations

@@ -268,8 +268,8 @@ class Engine:
         `meanwhile` is called again and again while the batch to be collected is on the device. It
         waits a moment for something to do and returns whether there was; it may do all to this
         engine that may be done between two steps. What comes then while no batch is behind that
-        one is launched behind it. A batch is not launched before the one in front of it is nearly
-        done: what comes meanwhile need not wait for it.
+        one is launched behind it. Where it is known how long the one in front takes, a batch is not
+        launched before that is nearly done: what comes meanwhile need not wait for it.
 
         Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
         engine is of no use after it.

@@ -54,6 +54,7 @@ class StepInFlight:
     launching_s: float  # how long it took to plan and to launch it
     promise_s: float | None
     has_drafts: bool
+    num_in_flight: int  # in a pipeline, with this one
 
     def index_of(self) -> dict[Sequence, int]:
         return {sequence: index for index, (sequence, _) in enumerate(self.scheduled)}
@@ -130,6 +131,8 @@ class Stepper:
             self._collect(previous, output)
             if must_wait:
                 step = self._launch(None, output, is_waited_for=True)
+            elif not has_tried:  # it ended before it was to
+                step = self._launch(None, output)
         elif step is None:
             self._scheduler.queues.stall()
             if meanwhile is not None and self._host is not None and self._host.has_work:
@@ -227,8 +230,11 @@ class Stepper:
         if promise.tbt_target_s is not None and shape.num_decodes:
             promise_s = promise.target_s
         launching_s = self._clock.monotonic_s() - began_s
+        num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))
         step = StepInFlight(
-            planned, fence, launched, shape, launched_s, launching_s, promise_s, has_drafts
+            *(planned, fence, launched, shape, launched_s, launching_s, promise_s),
+            has_drafts=has_drafts,
+            num_in_flight=num_in_flight,
         )
         self._last_shape = shape
         for sequence, num_tokens in planned:
@@ -279,12 +285,13 @@ class Stepper:
 
     def _measure(self, step: StepInFlight) -> None:
         """A step begins when it is launched, or when the one before it ends. Of a pipeline a step
-        is what the steps behind it wait for: one that went through it alone took all stages."""
-        is_alone = step.launched_s > self._collected_s
+        takes what each stage does: while fewer are in flight than it has stages, less than what
+        passes between two ends."""
         began_s = max(step.launched_s, self._collected_s)
         self._collected_s = self._clock.monotonic_s()
         took_s = self._collected_s - began_s
-        self._step_costs.observe(step.shape, took_s / self._num_stages if is_alone else took_s)
+        took_s *= min(step.num_in_flight, self._num_stages) / self._num_stages
+        self._step_costs.observe(step.shape, took_s)
         self._step_record.observe(step.shape, took_s, step.promise_s)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)

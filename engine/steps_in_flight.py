@@ -1,4 +1,4 @@
-"""The steps of a pipeline that are in flight, as many as it has stages.
+"""The steps of a pipeline that are in flight: one for each stage, of prompts alone one more.
 
     step()  =  launch while there is room and something to compute -> wait for the oldest -> collect
 

@@ -133,10 +133,12 @@ def commit() -> str:
 def command_line(module: str, argv: Sequence[str]) -> str:
     """What to type for the same run of `bench/module`; not where it is written, and as which
     commit."""
-    left_out = {
-        place + more for place, word in enumerate(argv) if word in _OF_ONE_RUN for more in (0, 1)
-    }
-    words = (word for place, word in enumerate(argv) if place not in left_out)
+    before = [None, *argv]
+    words = (
+        word
+        for word, last in zip(argv, before, strict=False)
+        if last not in _OF_ONE_RUN and word.partition("=")[0] not in _OF_ONE_RUN
+    )
     return shlex.join(["python", "-m", f"baton.bench.{module}", *words])
 
 

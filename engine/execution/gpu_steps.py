@@ -1,7 +1,7 @@
 """Executes steps on a GPU and runs ahead of it: nothing here waits for the device but `collect`.
 
     host     schedule, arrays, plan | launch ...............................  collect
-    device                          | copies in | follow | model | sample | copies out
+    device                          | copies in | follow | model | sample | tokens out
                                                    ▲                  │
                                     last sampled tokens, by slice ◄───┘  never leave the device
 
@@ -17,7 +17,6 @@ launched kernel by kernel.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -62,7 +61,6 @@ from .step_parts import (
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
-_MOST_IN_FLIGHT = 64  # steps: more than a pipeline has stages
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 
 
@@ -98,8 +96,6 @@ class GpuSteps:
         own = torch.zeros(num_places, dtype=torch.int64, device=self._device)
         self.sampled = own if sampled is None else sampled
         self._logprobs = torch.zeros(num_places, dtype=torch.float32, device=self._device)
-        # What steps in flight write to, though nobody collects them: a rank's, behind rank 0's.
-        self._written: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MOST_IN_FLIGHT)
         self._count: CudaStepCount | None = None
         self._decode_sizes = decode_sizes(max_rows)
         self._mixed_tokens = mixed_tokens
@@ -384,12 +380,12 @@ class GpuSteps:
         logprobs: Tensor,
         extras: Extras | None,
     ) -> GpuStep:
-        """The results of `rows` go to the host, behind all that was launched."""
+        """The results of `rows` go to the host, behind all that was launched. Every step with some
+        is collected: until then it keeps the memory that they go to."""
         n = len(rows.specs)
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
         write_results(token_ids, logprobs, host_ids, host_logprobs)
-        self._written.append((host_ids, host_logprobs))
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
         return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)

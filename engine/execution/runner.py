@@ -124,7 +124,8 @@ class ModelRunner:
             layout = self._draft_model.beside(layout)
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
-            largest = dataclasses.replace(layout, num_layers=max(map(len, self.stages)))
+            more = max(map(len, self.stages)) - len(self.layers)
+            largest = dataclasses.replace(layout, num_layers=layout.num_layers + more)
             num_blocks = choose_num_cpu_blocks(config, largest, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = load_model(

@@ -20,8 +20,8 @@ class EngineLimits:
     `max_held_blocks` bounds the KV that waits to be pulled, the running prefills for it included;
     None: the whole pool. A single request may exceed it if nothing else is held.
 
-    Of a pipeline of `num_stages` as many steps are in flight at once; a token has to come back from
-    one before its sequence goes on in another.
+    Of a pipeline of `num_stages` as many steps are in flight at once, or one more; a token has to
+    come back from one before its sequence goes on in another.
     """
 
     num_blocks: int

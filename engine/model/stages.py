@@ -3,10 +3,11 @@
     stage 0                   stage 1          stage 2
     embedding, layers 0..11   layers 12..22    layers 23..31, norm, LM head
 
-A pipeline is as fast as its slowest stage. What a stage costs is the number of weights that a step
-applies to each of its tokens: those of its layers and, on the last, of the LM head, which is as
-many as those of several layers where a vocabulary is large. Of prompts only the last token needs
-the head, so an engine that computes prompts alone does not count it. Among divisions of the same
+A pipeline is as fast as its slowest stage. Where an engine decodes, a stage costs the number of
+weights that a step reads: those of its layers and, on the last, of the LM head, which is as many as
+those of several layers where a vocabulary is large. Where it computes prompts alone, it costs the
+number of weights that each token is multiplied by: of a mixture those of the experts that it
+chooses, and not the head's, which only the last token needs. Among divisions of the same
 cost the one is chosen whose largest stage holds the fewest weights; that counts the embedding too.
 Knows no tensor and no process.
 """
@@ -51,12 +52,15 @@ def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) 
             f"--pipeline-parallel-size {num_stages}: the model has {num_layers} layers",
             hint=f"--pipeline-parallel-size {num_layers}",
         )
-    before = [0, *accumulate(_layer_weights(config, index) for index in range(num_layers))]
+    layers = range(num_layers)
+    before = [0, *accumulate(_layer_weights(config, index) for index in layers)]
+    used = [0, *accumulate(_layer_weights(config, index, of_a_token=True) for index in layers)]
     embedding = config.vocab_size * config.hidden_size
 
-    def applied(first: int, end: int) -> int:
-        has_head = decodes and end == num_layers
-        return before[end] - before[first] + (embedding if has_head else 0)
+    def cost(first: int, end: int) -> int:
+        if not decodes:
+            return used[end] - used[first]
+        return before[end] - before[first] + (embedding if end == num_layers else 0)
 
     def held(first: int, end: int) -> int:
         num_ends = (first == 0) + (end == num_layers)
@@ -65,8 +69,8 @@ def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) 
     def is_any(first: int, end: int) -> bool:
         return True
 
-    most, _ = _divide(num_layers, num_stages, applied, is_any)
-    _, ends = _divide(num_layers, num_stages, held, lambda first, end: applied(first, end) <= most)
+    most, _ = _divide(num_layers, num_stages, cost, is_any)
+    _, ends = _divide(num_layers, num_stages, held, lambda first, end: cost(first, end) <= most)
     firsts = [0, *ends[:-1]]
     return [LayerRange(*each, num_layers) for each in zip(firsts, ends, strict=True)]
 
@@ -99,12 +103,13 @@ def _divide(
     return found
 
 
-def _layer_weights(config: ModelConfig, index: int) -> int:
-    """Numbers in the matrices of a layer."""
+def _layer_weights(config: ModelConfig, index: int, *, of_a_token: bool = False) -> int:
+    """Numbers in the matrices of a layer; or in those that one token is multiplied by."""
     width, experts = config.hidden_size, config.experts
     attention = 2 * width * config.head_dim * (config.num_heads + config.num_kv_heads)
     if experts is None or index not in experts.layers:
         return attention + 3 * width * config.intermediate_size
-    inner = experts.num_experts * experts.intermediate_size
+    num_experts = experts.num_experts_per_token if of_a_token else experts.num_experts
+    inner = num_experts * experts.intermediate_size
     inner += experts.shared_intermediate_size or 0
     return attention + width * (3 * inner + experts.num_experts)

@@ -62,7 +62,7 @@ class Scheduler:
         self.queues = Queues(limits, pool)
         self.promise = StepPromise(limits, self.queues, step_costs)
         self._step_costs = step_costs
-        self._pipeline_tokens = 0  # of prompts, in the last step of a pipeline at most
+        self._pipeline_tokens = 0  # of prompts, in a pipeline's last step
         self.preemption = Preemption(limits, tables, self.queues)
         self._limits = limits
         self._pool = pool
@@ -196,6 +196,8 @@ class Scheduler:
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
+        if schedule.scheduled:
+            self._pipeline_tokens = schedule.num_prompt_tokens
         return schedule
 
     def _share_prompts(self, schedule: Schedule) -> None:
@@ -206,21 +208,22 @@ class Scheduler:
         num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
         num_tokens += sum(queues.waiting.waiting_tokens().values())
         cost = self._step_costs.estimate()
-        if cost is None:
+        known = 0 if cost is None else 2 * cost.max_rows  # beyond that an estimate is a guess
+        sizes = [limits.max_num_batched_tokens >> halvings for halvings in range(4)]
+        step_s = {
+            size: cost.seconds(StepShape(num_prompt_tokens=size))
+            for size in sizes
+            if cost is not None and 0 < size <= known
+        }
+        if not step_s:
             share = -(-num_tokens // limits.num_stages)
             schedule.limit_prompts(max(share, limits.small_step_tokens))
             return
-        step_s = {
-            size: cost.seconds(StepShape(num_prompt_tokens=size))
-            for size in (limits.max_num_batched_tokens >> halvings for halvings in range(4))
-            if size
-        }
         behind = limits.num_stages - 1
         size = min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
         # Behind larger steps smaller ones wait for the next stage as long as those.
         if any(one.has_prefill_in_flight for one in queues.running):
             size = max(size, self._pipeline_tokens)
-        self._pipeline_tokens = size
         schedule.limit_prompts(size)
 
     def room_blocks(self, pending: Iterable[Request]) -> int:

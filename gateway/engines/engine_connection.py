@@ -104,7 +104,7 @@ class EngineConnection(asyncio.Protocol):
         self._welcome: asyncio.Future[None] = self._loop.create_future()
         self._over: asyncio.Future[str] = self._loop.create_future()  # why nothing more will come
         self._last_received_s = clock.monotonic_s()
-        self._has_died = False
+        self._has_said_why = self._has_died = False
         self._receiver: OutputReceiver | None = None  # while it is linked
 
     # -- out ---------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class EngineConnection(asyncio.Protocol):
         reason = "closed by the gateway"
         try:
             reason = await self._connect_and_serve()
-            if self._receiver is not None and not self._has_died:
+            if self._receiver is not None and not self._has_said_why:
                 self._has_died = self._over.done() and await has_ended(self.member)
         finally:
             if self._transport is not None and not self._transport.is_closing():
@@ -270,7 +270,7 @@ class EngineConnection(asyncio.Protocol):
                 self._link(message.welcome)
             case "engine_ended":
                 error = codec.error_from_wire(message.engine_ended)
-                self._has_died = not isinstance(error, HostLost)
+                self._has_said_why, self._has_died = True, not isinstance(error, HostLost)
                 self._end(error.message)
             case "refused":
                 self._end(codec.error_from_wire(message.refused).message)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ...core.errors import BatonError, EngineFailed, HostLost
+from ...core.errors import BatonError, EngineFailed
 from .engine_link import Avoid
 
 _MAX_CONVICTED = 256
@@ -95,7 +95,7 @@ class EngineDeaths:
         self._unexplained = None
         if blamed is None:
             self._unexplained = _Unexplained(pair, num_tokens, now_s)
-        elif isinstance(error, EngineFailed) and not isinstance(error, HostLost):
+        elif isinstance(error, EngineFailed):
             self._suspect(call_id, pair, blamed, num_tokens, error)
 
     def died_late(

@@ -24,10 +24,10 @@ def test_the_requests_are_nano_vllms() -> None:
 def test_steps_with_all_sequences_count() -> None:
     host = HostTimes(2)
     sizes = iter([2, 2, 1, 2])
-    engine = SimpleNamespace(step=lambda: SimpleNamespace(tokens=[0] * next(sizes)))
+    engine = SimpleNamespace(step=lambda meanwhile: SimpleNamespace(tokens=[0] * next(sizes)))
     host.watch(engine)
     for _ in range(4):
-        engine.step()
+        engine.step(lambda: False)
     found = host.summary()
     assert (found["num_steps"], found["num_full_steps"]) == (4, 2)
     assert found["host_ms"] >= 0 and found["step_ms"] >= 0

@@ -175,3 +175,31 @@ def test_a_step_is_launched_before_the_one_in_front_of_it_ends() -> None:
             played.add(f"bulk{caller_id}-{index}", caller_id, played.random.randint(3000, 9000))
     played.run([], num_bulk_left=0)
     assert played.device.now_s == pytest.approx(sum(map(cost_s, played.device.batches)))
+
+
+def test_a_prompt_that_comes_beside_decodes_is_in_the_next_step() -> None:
+    """It comes in the midst of a step; the device goes from one to the next without a pause."""
+    played = Played(runs_ahead=True, chunk=8192)
+    engine, device = played.engine, played.device
+    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+    for index in range(40):
+        engine.add(Request(f"stream{index}", 0, (1,) * 200, endless))
+        engine.step()
+    coming: list[str] = []
+
+    def meanwhile() -> bool:
+        device.now_s = min(device.ends_s[-1], device.now_s + LOOK_S)
+        if coming and device.now_s > device.ends_s[-1] - STEP_S / 2:
+            played.add(coming.pop(), LIGHT, 100)
+            return True
+        return False
+
+    for _ in range(100):
+        engine.step(meanwhile)
+    for index in range(20):
+        coming.append(f"light{index}")
+        keys = [[token.key for token in engine.step(meanwhile).tokens] for _ in range(3)]
+        assert [f"light{index}/0" in each for each in keys].index(True) == 1
+        engine.abort(f"light{index}/0")
+    engine.step()
+    assert device.free_s == pytest.approx(sum(map(cost_s, device.batches)))

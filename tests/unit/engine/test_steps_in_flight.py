@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.runner import FakeRunner, expected_tokens
 
 from baton.core.request.request import Request, SamplingParams
@@ -94,6 +95,40 @@ def test_the_size_of_steps_is_what_passes_through_soonest(
     assert rig.runner.batch_sizes[0] == [size]
 
 
+def test_steps_are_as_large_as_prompts_that_come_need_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a burst of which some are always in flight."""
+    rig = Rig(2, budget=64)
+    costs = rig.engine._step_costs
+    for num_tokens in (8, 64):
+        for _ in range(3):
+            costs.observe(StepShape(num_prompt_tokens=num_tokens), 2.0 + num_tokens)
+    monkeypatch.setattr(costs, "observe", lambda *_: None)  # the runner is played
+    rig.add(0, 330)
+    index = 0
+    while index < 20:
+        rig.engine.step()
+        if rig.engine.load().waiting_tokens < 8:
+            index += 1
+            rig.add(index, 40)
+    sizes = [sum(size for size in step if size > 1) for step in rig.runner.batch_sizes]
+    rig.run()
+    assert sizes[0] == 16
+    assert max(sizes[-8:]) == 8
+
+
+def test_what_was_never_measured_is_not_planned_by() -> None:
+    """Of an engine that has only decoded: a step for each stage, as where nothing is known."""
+    rig = Rig(2, budget=64)
+    for num_decodes in (1, 3):
+        for _ in range(3):
+            rig.engine._step_costs.observe(StepShape(num_decodes=num_decodes, keys=8), 1.0)
+    rig.add(0, 60)
+    rig.engine.step()
+    assert rig.runner.batch_sizes[0] == [30]
+
+
 def test_what_comes_while_a_step_is_in_flight_fills_the_pipeline() -> None:
     rig = Rig(2)
     rig.add(0, 3)
@@ -107,6 +142,27 @@ def test_what_comes_while_a_step_is_in_flight_fills_the_pipeline() -> None:
 
     rig.engine.step(meanwhile)
     assert rig.runner.most_in_flight == 2
+
+
+@pytest.mark.parametrize(("num_requests", "step_s"), [(1, 0.5), (2, 1.0), (3, 1.0)])
+def test_a_step_takes_what_a_stage_does(
+    num_requests: int, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second passes between the ends of two steps, and from a lone one's launch to its end."""
+    rig, clock, seen = Rig(2), FakeClock(), list[float]()
+    monkeypatch.setattr(rig.engine._stepper, "_clock", clock)
+    monkeypatch.setattr(
+        rig.engine._step_costs, "observe", lambda shape, seconds: seen.append(seconds)
+    )
+    for index in range(num_requests):
+        rig.add(index, 3)
+    for _ in range(4):
+        rig.engine.step()
+    rig.runner.on_execute = lambda batch: clock.advance(1.0)
+    seen.clear()
+    for _ in range(4):
+        rig.engine.step()
+    assert seen == [pytest.approx(step_s)] * 4
 
 
 def test_a_promise_counts_the_steps_of_all_stages() -> None:

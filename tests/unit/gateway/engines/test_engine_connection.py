@@ -446,6 +446,7 @@ async def test_an_engine_that_lost_a_host_was_killed_by_no_request(scene: Scene)
     async with scene.linked() as (_, end, running):
         ended = codec.error_to_wire(HostLost("rank 1 on there says nothing for 1.2 s"))
         end.send(node_pb2.NodeMessage(engine_ended=ended).SerializeToString())
+        await scene.die()
         assert await running == "rank 1 on there says nothing for 1.2 s"
         assert not scene.events.has_died
 

@@ -9,13 +9,13 @@ from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
 from fakes.gateway.step_outputs import give
 
-from baton.core.errors import EngineFailed, HandoffFailed, HostLost, Unavailable
+from baton.core.errors import EngineFailed, HandoffFailed, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from baton.gateway.request.session import Session
-from baton.gateway.request.suspects import LATE_S, EngineDeaths, Suspects
+from baton.gateway.request.suspects import LATE_S, Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -247,14 +247,3 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
         assert cluster.clock.monotonic_s() - began_s == pytest.approx(LATE_S, abs=0.05)
     cluster.run()
     assert not cluster.lost()
-
-
-def test_nobody_is_a_suspect_where_a_host_was_lost() -> None:
-    suspects = Suspects()
-    deaths = EngineDeaths("request", suspects, max_deaths=2)
-    for error in (HostLost("it says nothing"), HostLost("it says nothing")):
-        deaths.attempt_began("call", ("prefill", "decode"))
-        deaths.attempt_failed(
-            "call", ("prefill", "decode"), "decode", error, num_tokens=3, now_s=0.0
-        )
-    assert not deaths.is_suspect and not deaths.is_convicted and not suspects.engines
