@@ -140,11 +140,10 @@ def quantised(weight: Tensor, form: Format) -> Numbers:
 def packed(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Eight along `dim` to a word: the n-th four bits have value order[n] of the eight."""
     columns = values.movedim(dim, -1).long()
-    words = torch.zeros(*columns.shape[:-1], -(-columns.shape[-1] // 8), dtype=torch.int64)
-    for column in range(words.shape[-1]):
-        for place, which in enumerate(order):
-            if 8 * column + which < columns.shape[-1]:
-                words[..., column] |= columns[..., 8 * column + which] << 4 * place
+    columns = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % 8))
+    words = torch.zeros_like(columns[..., ::8])
+    for place, which in enumerate(order):
+        words |= columns[..., which::8] << 4 * place
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words)
     return signed.int().movedim(-1, dim).contiguous()
 

@@ -6,11 +6,14 @@ does in vain, which was half of its time.
     every sum and product of integers   Triton looks for an overflow in 64 bits, and asserts it only
                                         with its debug option: here without that option it does not
     every array                         Triton makes a table of types anew: here it is kept
+    every value                         Triton makes its type and its shape anew, each of a dozen
+                                        objects: here they are made once for each type
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +27,8 @@ def prepare() -> None:
     _accept_arrays_of_one_element()
     _replace_language_once_a_launch()
     _keep_types_of_arrays()
+    _keep_types_of_values()
+    _call_builtins_directly()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
@@ -49,6 +54,76 @@ def _keep_types_of_arrays() -> None:
         return known
 
     interpreter._get_np_dtype = find_once
+
+
+def _keep_types_of_values() -> None:
+    """What is kept of a type of blocks depends on its name, but for the type of its elements."""
+    core, semantic = language.core, interpreter.TritonSemantic
+    of_block, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
+    equals, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
+    promote, promoted = semantic.computation_type_impl, {}
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, type(None)}
+    one, no_shape = core.constexpr(1), core.tuple([])
+    found: dict[Any, dict[str, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if (known := found.get(key)) is None:
+            of_block(self, element_ty, shape)
+            self.tensor_numel = core.constexpr(self.numel)
+            self.tensor_shape = core.tuple([core.constexpr(size) for size in self.shape])
+            found[key] = dict(vars(self))
+        else:
+            vars(self).update(known)
+            self.element_ty = element_ty
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        is_block = type.is_block()
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel = type.tensor_numel if is_block else one
+        self.shape = type.tensor_shape if is_block else no_shape
+
+    def broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
+        is_same = lhs.shape is rhs.shape or lhs.shape.values == rhs.shape.values
+        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or equals(self, other)
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    def promote_once(self: Any, a: Any, a_is_scalar: bool, b: Any, *more: bool) -> Any:
+        key = (a.name, a_is_scalar, b.name, *more)
+        if (known := promoted.get(key)) is None:
+            known = promoted[key] = promote(self, a, a_is_scalar, b, *more)
+        return known
+
+    core.block_type.__init__ = init_block_type
+    core.tensor.__init__ = init_tensor
+    core.dtype.__eq__ = is_equal
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    semantic.computation_type_impl = promote_once
+    semantic.broadcast_impl_value = broadcast_what_differs
+
+
+def _call_builtins_directly() -> None:
+    """Triton copies the arguments by name, then looks whether one is there that it has added."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = inspect.unwrap(member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _replace_language_once_a_launch() -> None:

@@ -16,7 +16,7 @@ from baton.core.engine_config import EngineConfig
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 VOCAB_SIZE = 512
-NUM_ANSWER_TOKENS = 240
+NUM_ANSWER_TOKENS = 120
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ missing, stale or overwritten is found at once, and any wrong position changes t
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +23,7 @@ _SLOT = struct.Struct("<QQ")  # token id, chain
 GREEDY = SamplingParams(temperature=0.0)
 
 
+@functools.lru_cache(1 << 16)  # each step reads all histories again
 def _extend_chain(chain: int, token_id: int) -> int:
     return mix64(chain ^ mix64(token_id + 1))
 
@@ -197,8 +199,7 @@ class FakeRunner:
         first_draft = one.start + 1
         at_drafts = []
         end = one.start + one.num_scheduled_tokens
-        for position in range(end):
-            token_id, stored = self._read(one, position)
+        for position, (token_id, stored) in enumerate(self._history(one, end)):
             chain = _extend_chain(chain, token_id)
             assert chain == stored, f"position {position} is not the KV of this sequence"
             if one.draft_samples and first_draft <= position + 1 < end:
@@ -230,6 +231,13 @@ class FakeRunner:
             candidates = tuple(Candidate(i, logprobs[i], logprobs[i]) for i in wanted)
         forks = tuple(map(draw, spec.fork_keys))
         return draw(spec.key)._replace(forks=forks, candidates=candidates)
+
+    def _history(self, one: SequenceSlice, end: int) -> Iterator[tuple[int, int]]:
+        """What `_read` gives of the positions before `end`, a block at a time."""
+        for first in range(0, end, self._block_size):
+            num_slots = min(self._block_size, end - first)
+            at = self._offset(one, first)
+            yield from _SLOT.iter_unpack(self._kv[at : at + num_slots * _SLOT.size])
 
     def _read(self, one: SequenceSlice, position: int) -> tuple[int, int]:
         return _SLOT.unpack_from(self._kv, self._offset(one, position))

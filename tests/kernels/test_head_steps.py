@@ -97,7 +97,7 @@ def token_ids(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
 
 def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: ModelRunner) -> None:
     """Prompts in chunks and alone, decodes in graphs and beside prompts, drawn and filtered."""
-    on_cpu, asked = ModelRunner(config), requests(3, 9)
+    on_cpu, asked = ModelRunner(config), requests(3, 6)
     wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 100}
     outputs = HeadEngine(on_gpu, found, BLOCKS, **limits).run(asked)

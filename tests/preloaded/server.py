@@ -29,7 +29,7 @@ _IMPORTED = (
     *("torch", "uvloop", "tokenizers", "baton.prefill_node.engine_main"),
     *("baton.decode_node.engine_main", "baton.node.supervisor.supervisor"),
     *("baton.gateway.process.server", "baton.cli.deployment.gateways"),
-    "baton.offline.llm",
+    *("baton.engine.parallel.rank_worker", "baton.offline.llm"),
 )
 _CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
 _SYS_CLONE = 56  # of x86-64

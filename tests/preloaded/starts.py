@@ -34,7 +34,10 @@ from typing import Any
 _SERVER = "from preloaded.server import be_first_server; be_first_server()"
 SERVER_NAME = "fork-server"  # in /proc/PID/comm
 _ENTRY = "from baton.cli.launch import "
-_ENGINES = ("baton.prefill_node.engine_main", "baton.decode_node.engine_main")
+_ENGINES = (
+    *("baton.prefill_node.engine_main", "baton.decode_node.engine_main"),
+    "baton.engine.parallel.rank_worker",  # a rank of an engine without a node
+)
 _BATCH = ["baton", "run-batch"]
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MALLOC_", "TRITON_", "TORCH", "CUDA_", "MKL_", "GLIBC_")
 _AS_IN_SERVER = {"PYTHONSAFEPATH", "PYTHONUNBUFFERED"}

@@ -165,7 +165,7 @@ def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3}
     model = write_checkpoint(tmp_path, **sizes).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     layer_bytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
@@ -174,7 +174,7 @@ def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None
         loaded_model = loaded(tmp_path, placement_of(tmp_path, "fp8", dtype=torch.bfloat16))
         num_bytes = sum(target.nbytes for _, target in loaded_model.targets())
     assert num_bytes < live.most < num_bytes + layer_bytes
-    assert 6 * layer_bytes > 1.8 * (num_bytes - loaded_model.embed.weight.nbytes * 2)
+    assert 3 * layer_bytes > 1.8 * (num_bytes - loaded_model.embed.weight.nbytes * 2)
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])

@@ -217,7 +217,7 @@ def test_quantised_at_load_of_no_whole_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gptq", pytest.param("compressed", marks=pytest.mark.slow), None])
 def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) -> None:
     hidden = 1024 if name is None else 512
-    sizes = {"hidden_size": hidden, "intermediate_size": 4096, "num_hidden_layers": 6}
+    sizes = {"hidden_size": hidden, "intermediate_size": 4096, "num_hidden_layers": 3}
     sizes |= {"head_dim": 64, "num_attention_heads": 4}
     if name is None:
         write_checkpoint(tmp_path, **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -231,7 +231,7 @@ def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) 
         load_weights(tmp_path, dict(model.targets()))
         num_bytes = sum(target.nbytes for _, target in model.targets())
     assert num_bytes < live.most < num_bytes + layer_bytes
-    assert 6 * layer_bytes > 3 * (num_bytes - model.embed.weight.nbytes * 2)
+    assert 3 * layer_bytes > 3 * (num_bytes - model.embed.weight.nbytes * 2)
 
 
 def test_dummy_weights_are_the_same_packed_or_not(tmp_path: Path) -> None:

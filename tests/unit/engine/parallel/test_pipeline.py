@@ -66,11 +66,11 @@ def requests() -> list[Request]:
             f"{index:032x}",
             0,
             (*prefix, 60 + index, 9),
-            dataclasses.replace(way, max_tokens=20, seed=index),
+            dataclasses.replace(way, max_tokens=12, seed=index),
         )
         for index, way in enumerate(ways)
     ]
-    drawn = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
+    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
     forks = ("a" * 32, "b" * 32)
     return [*made, Request("c" * 32, 0, (*prefix[:30], 4), drawn, fork_ids=forks)]
 

@@ -175,7 +175,7 @@ def played_speed(
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 def test_adaptive_is_as_good_as_the_best_fixed_length(batch: int, rate: float) -> None:
     wait_s = 3e-4
-    num_steps = 3000 if batch < 64 else 500
+    num_steps = 1000 if batch < 64 else 250
     played = played_speed(batch, _Coin(rate), wait_s, num_steps)
     fixed = [fixed_speed(batch, rate, k, wait_s) for k in range(MOST + 1)]
     assert played > 0.98 * fixed[0]
@@ -188,7 +188,7 @@ def test_adaptive_is_as_good_as_the_best_fixed_length(batch: int, rate: float) -
 def test_drafts_of_a_model_are_as_many_as_pay(batch: int, rate: float, draft_s: float) -> None:
     """Each of the longest takes a step of the draft model, which is measured."""
     coin = _Coin(rate, takes_steps=True, draft_s=draft_s)
-    played = played_speed(batch, coin, 3e-4, 2000 if batch < 64 else 500)
+    played = played_speed(batch, coin, 3e-4, 1500 if batch < 64 else 250)
     fixed = [fixed_speed(batch, rate, k, 3e-4, draft_s) for k in range(MOST + 1)]
     assert played > 0.97 * fixed[0]
     assert played > 0.93 * max(fixed), "where they gain a tenth, some are left out by chance"
