@@ -36,7 +36,9 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("NO CHROMIUM: the live page is not tested (install it, or set CHROMIUM)")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = started.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from functools import partial
 from pathlib import Path
@@ -168,11 +169,16 @@ def vocabulary() -> Tokenizer:
     return found
 
 
+@functools.cache
+def library_of(vocabulary: Tokenizer) -> Any:
+    llguidance = pytest.importorskip("llguidance")
+    return llguidance.LLTokenizer(vocabulary.to_str(), eos_token=[0])
+
+
 def follow(vocabulary: Tokenizer, grammar: str, text: str) -> tuple[str, bool]:
     """As much of the text as the grammar lets through, and whether it may end there."""
     llguidance = pytest.importorskip("llguidance")
-    library = llguidance.LLTokenizer(vocabulary.to_str(), eos_token=[0])
-    matcher = llguidance.LLMatcher(library, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(library_of(vocabulary), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = vocabulary.encode(text, add_special_tokens=False).ids
     taken = matcher.try_consume_tokens(ids)
