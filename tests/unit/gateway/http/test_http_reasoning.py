@@ -63,7 +63,6 @@ def test_reasoning_is_told_from_text(start: Start, text: str, wanted: tuple[str,
     assert told_apart(start, list(text)) == wanted, "letter by letter"
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(list(Start)),
     st.lists(st.sampled_from(["<think>", "</think>", "\n", " ", "x", "<", "</thi"]), max_size=9),
