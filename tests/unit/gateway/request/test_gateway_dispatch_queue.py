@@ -299,7 +299,7 @@ def test_a_caller_cannot_take_all_that_may_be_in_flight() -> None:
     table = SessionTable(FakeClock(), 64)
     admitted = 0
     with pytest.raises(Overloaded, match="56 of this caller"):
-        for _ in range(32):
+        for _ in range(64):
             table.admit(1)
             admitted += 1
     assert admitted == 56
