@@ -106,6 +106,7 @@ class LocalCalls:
         self._has_news = asyncio.Event()
         self._broken: BatonError | None = None
         self._stepping: asyncio.Task[None] | None = None
+        self._was_frozen = False
         engine_limits = local.engine.limits
         num_pool_tokens = engine_limits.capacity * engine_limits.block_size
         self.limits: ModelLimits = dataclasses.replace(
@@ -131,6 +132,7 @@ class LocalCalls:
 
     def begin(self) -> None:
         """Take steps from now on, until the task is cancelled."""
+        self._was_frozen = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()  # what was loaded stays: a collection that walks it takes as long as a step
         self._stepping = asyncio.create_task(self._run())
@@ -143,7 +145,8 @@ class LocalCalls:
 
     def close(self) -> None:
         """End the other ranks and give all memory back. No step may be taken any more."""
-        gc.unfreeze()
+        if not self._was_frozen:  # what others keep out of collections stays out
+            gc.unfreeze()
         self._local.close()
         self.model.close()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ HERE = Path(__file__).parent
 SHARE_THE_DEMO = (
     *("e2e/test_http.py", "e2e/test_offline.py", "e2e/test_structured.py", "e2e/test_tokens.py"),
 )
+MANY_OBJECTS = 200_000  # a third of those of a process that has imported all tests
 STARTS_PROCESSES = {"integration", "e2e", "bad_input", "browser", "external"}
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
@@ -89,9 +91,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Keep what was loaded out of collections again, if a test of this file let all of it back."""
+    """Keep what was loaded out of collections again, if a test of this file let all of it back.
+
+    To count the objects that are kept out would be to walk them all.
+    """
     is_last = nextitem is None or nextitem.path != item.path
-    if is_last and gc.get_freeze_count() == 0:
+    if is_last and len(gc.get_objects(generation=2)) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()
 
@@ -107,6 +112,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        # Six times a test, pytest puts a handler of its own in each logger that keeps to itself
+        # what it is told; torch has dozens of them.
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
 
 
 if not torch.cuda.is_available():

@@ -36,9 +36,17 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("NO CHROMIUM: the live page is not tested (install it, or set CHROMIUM)")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = started.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def window(chromium: Any) -> Any:
+    """Of all pages that ask for nothing special: a window costs more than what is shown in it."""
+    return chromium.new_context(viewport={"width": 1440, "height": 900})
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +78,13 @@ def serve() -> Iterator[Callable[..., PageServer]]:
 
 
 @pytest.fixture
-def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
+def open_page(chromium: Any, window: Any) -> Iterator[Callable[..., Any]]:
     """Open a URL; at the end, no page may have said an error or asked anybody else for anything."""
-    contexts, complaints = [], []
+    pages, complaints = [], []
 
     def open_it(url: str, *, may_lose_server: bool = False, **options: Any) -> Any:
-        context = chromium.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
-        contexts.append(context)
+        page = (chromium.new_context(**options) if options else window).new_page()
+        pages.append(page)
         origin = url.partition("/dashboard")[0]
 
         def stay_inside(route: Any) -> None:
@@ -86,8 +94,7 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
                 complaints.append(f"asked {route.request.url}")
                 route.abort()
 
-        context.route("**/*", stay_inside)
-        page = context.new_page()
+        page.route("**/*", stay_inside)
         page.set_default_timeout(15_000)
 
         def said(message: Any) -> None:
@@ -101,6 +108,9 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
         return page
 
     yield open_it
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
+        if page.context is not window:
+            page.context.close()
+    window.clear_cookies()
     assert not complaints, complaints

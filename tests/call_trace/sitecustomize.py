@@ -1,4 +1,5 @@
-"""Imported by every Python process whose PYTHONPATH has this folder: which functions of Baton run?
+"""Imported by every Python process whose PYTHONPATH has this folder, and by forks of preloaded/:
+which functions of Baton run?
 
 With BATON_CALL_TRACE=FOLDER, functions are noted twice: from when FOLDER/idle is there until
 FOLDER/start is, while no request runs, and from then until FOLDER/stop is. Then FOLDER/<pid>.json

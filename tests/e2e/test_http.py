@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from deployments import Running
 from e2e.oracle import GreedyOracle
@@ -55,6 +54,9 @@ def http_address(system: Running) -> str:
 
 @pytest.fixture(scope="module")
 def demo(demo_system: tuple[Running, LocalEngine]) -> Iterator[Subject]:
+    global openai  # here: its import takes 0.7 s, and each process imports each test file
+    import openai
+
     system, local = demo_system
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     address = http_address(system)

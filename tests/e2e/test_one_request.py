@@ -48,11 +48,16 @@ def trace(folder: Path) -> tuple[Files, Files]:
     """The functions of Baton that ran for one request, and those that ran beside it."""
     path = os.pathsep.join(filter(None, (str(TRACER), os.environ.get("PYTHONPATH"))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
         patch.setenv("BATON_CALL_TRACE", str(folder))
         with running(EngineConfig()) as deployment:
             client = [sys.executable, "-c", _CLIENT, deployment.address, str(folder)]
-            subprocess.run(client, check=True, timeout=60, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                client,
+                check=True,
+                timeout=60,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path},
+            )
             wanted = [r"-c$", r"gateway", r"prefill_node\.engine_main", r"decode_node\.engine_main"]
             return _collect(folder, wanted)
 

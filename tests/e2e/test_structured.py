@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 from deployments import Running
 from tokenizers import Tokenizer
@@ -48,6 +47,9 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def demo(demo_system: tuple[Running, LocalEngine]) -> Iterator[Subject]:
+    global openai  # here: its import takes 0.7 s, and each process imports each test file
+    import openai
+
     system, local = demo_system
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     (line,) = [line for line in system.lines if line.startswith("gateway | ready:")]

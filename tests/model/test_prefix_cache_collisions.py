@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request import token_ids
@@ -101,7 +102,7 @@ def play(model: Model, script: list[tuple[Prefix, bool]]) -> list[tuple[Prefix, 
     return served
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, 150)
 @given(script=scripts)
 def test_with_its_own_hash_every_hit_is_the_prompt_s_own_prefix(
     script: list[tuple[Prefix, bool]],
@@ -110,7 +111,7 @@ def test_with_its_own_hash_every_hit_is_the_prompt_s_own_prefix(
         assert found == prefixes(tokens)[: len(found)]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, 150)
 @given(script=scripts, hash_values=st.integers(1, 6))
 def test_with_colliding_hashes_blocks_stay_accounted_and_only_collisions_are_wrong(
     script: list[tuple[Prefix, bool]], hash_values: int

@@ -113,6 +113,8 @@ def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
             _end_with_parent(order["bind"])
             if os.getppid() != order["parent"]:
                 os._exit(1)
+        if "BATON_CALL_TRACE" in os.environ:  # what only an interpreter's own start looks for
+            importlib.import_module("call_trace.sitecustomize")
         gc.enable()
     except BaseException:
         traceback.print_exc()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 from fakes.gateway.conversation_gateway import (
     ConversationGateway,
@@ -62,6 +61,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
+    global openai  # here: its import takes 0.7 s, and each process imports each test file
+    import openai
+
     async with conversation_gateway(redis_server.url, model_dir, MAX_MODEL_LEN) as gateway:
         url = gateway.url
         async with (

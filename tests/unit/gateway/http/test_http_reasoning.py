@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,6 @@ def test_reasoning_is_told_from_text(start: Start, text: str, wanted: tuple[str,
     assert told_apart(start, list(text)) == wanted, "letter by letter"
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(list(Start)),
     st.lists(st.sampled_from(["<think>", "</think>", "\n", " ", "x", "<", "</thi"]), max_size=9),
@@ -168,11 +168,16 @@ def vocabulary() -> Tokenizer:
     return found
 
 
+@functools.cache
+def library_of(vocabulary: Tokenizer) -> Any:
+    llguidance = pytest.importorskip("llguidance")
+    return llguidance.LLTokenizer(vocabulary.to_str(), eos_token=[0])
+
+
 def follow(vocabulary: Tokenizer, grammar: str, text: str) -> tuple[str, bool]:
     """As much of the text as the grammar lets through, and whether it may end there."""
     llguidance = pytest.importorskip("llguidance")
-    library = llguidance.LLTokenizer(vocabulary.to_str(), eos_token=[0])
-    matcher = llguidance.LLMatcher(library, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(library_of(vocabulary), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = vocabulary.encode(text, add_special_tokens=False).ids
     taken = matcher.try_consume_tokens(ids)

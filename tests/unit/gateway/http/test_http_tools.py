@@ -170,7 +170,6 @@ def test_no_piece_of_a_tag_behind_a_call_is_content(
         assert parsed(tool_format, [begun + rest[:end]]) == whole
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(list(FORMATS.values())),
     st.lists(

@@ -44,10 +44,10 @@ async def test_a_light_caller_beside_ten_bulk_callers() -> None:
     idle.run(1.0)
     cluster = played(decode)
     for caller_id in bulk:
-        for _ in range(64):
+        for _ in range(32):
             cluster.call(8000, 3, caller_id)
     for number in range(300):
-        cluster.at(0.1 + 0.4 * number, lambda: cluster.call(4, 3, light))
+        cluster.at(0.1 + 0.2 * number, lambda: cluster.call(4, 3, light))
     cluster.run()
     assert all(call.is_served for call in cluster.calls) and not cluster.num_refused
     waits_s = [call.ttft_s for call in cluster.calls if call.caller_id == light]

@@ -9,9 +9,10 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from effort import examples
 from fakes.clock import FakeClock
 from fakes.gateway.calls import PlayedCall, feed_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
@@ -182,7 +183,7 @@ def end(oracle: Oracle, call: PlayedCall, now_s: float, how: str) -> None:
         oracle.calls.append((now_s, record.error is None, streams))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60, 150)
 @given(steps, st.sampled_from([0.01, 0.1, 0.5, 2.0]), st.sampled_from([0.01, 0.1, 0.5]))
 def test_window_equals_brute_force(
     happenings: list[object], ttft_slo_s: float, tbt_slo_s: float
