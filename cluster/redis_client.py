@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -16,13 +16,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from ..core.errors import StartupFailed
-
-try:
-    from redis.driver_info import DriverInfo
-except ImportError:  # an older one, which has no such parameter
-    _ABOUT_LIBRARY: dict[str, Any] = {}
-else:  # made here: by itself, each connection reads the package's metadata for it
-    _ABOUT_LIBRARY = {"driver_info": DriverInfo()}
 
 T = TypeVar("T")
 
@@ -40,7 +33,6 @@ def connect(url: str) -> redis.Redis:
         return redis.Redis.from_url(
             url,
             protocol=2,
-            **_ABOUT_LIBRARY,
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),  # our loops retry, with their own back-off

@@ -13,8 +13,8 @@ NEAR_TIE = 1e-4
 
 
 class GreedyOracle:
-    """Greedy continuations in float32: by the logits of all tokens at once, and where these differ by
-    transformers' own `generate`."""
+    """Greedy continuations in float32: by the logits of all tokens at once, and where these differ
+    by transformers' own `generate`."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
