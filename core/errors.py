@@ -13,7 +13,8 @@
     │   └── RateLimited                a limit of the caller's own; carries when to try again
     ├── Unavailable                    no node for a role, draining; retry later
     │   ├── NodeLost                   a node went away under the request; the gateway retries
-    │   └── PromiseRefused             it would break an engine's promise; the gateway plans anew
+    │   ├── PromiseRefused             it would break an engine's promise; the gateway plans anew
+    │   └── TrialRefused               another suspect is on trial there; the gateway tries again
     ├── DeadlineExceeded
     ├── Cancelled
     ├── HandoffFailed                  the KV could not be passed; the gateway retries elsewhere
@@ -155,6 +156,10 @@ class PromiseRefused(
     Unavailable, code="would_break_promise", public_text="no engine has room for the request"
 ):
     """With one more decode the engine's steps would take longer than it promised."""
+
+
+class TrialRefused(Unavailable, code="on_trial", public_text="no engine is free for the request"):
+    """Another request under which an engine died is tried on this one."""
 
 
 class DeadlineExceeded(BatonError, code="deadline_exceeded", grpc="DEADLINE_EXCEEDED", http=504):

@@ -344,6 +344,11 @@ class Engine:
         """
         return self._tables.refs(self._sequences.by_key[key], first, last)
 
+    def num_outputs(self, key: str) -> int:
+        """Tokens behind a request's prompt, so far; 0 if it has no sequence here."""
+        sequence = self._sequences.by_key.get(key)
+        return 0 if sequence is None else sequence.num_outputs
+
     def ledger(self) -> dict[str, object]:
         """Who holds what, JSON-able, for people and for tests."""
         return engine_ledger(self.pool, self._scheduler, self._sequences.by_key.values())

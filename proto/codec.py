@@ -161,6 +161,7 @@ def dispatch_to_wire(
         adapter=None
         if request.adapter is None
         else node_pb2.Adapter(**dataclasses.asdict(request.adapter)),
+        is_on_trial=request.is_on_trial,
     )
 
 
@@ -197,6 +198,7 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         if wire.HasField("prefix_source")
         else None,
         adapter=adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
+        is_on_trial=wire.is_on_trial,
     )
 
 

@@ -258,6 +258,7 @@ class Request:
     first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
     queues are fair between callers. `may_refuse`: an engine whose promise it would break sends it
     back. `prefix_source`: for whoever computes the prompt. `adapter`: None for the model itself.
+    `is_on_trial`: an engine died under it, and it is computed beside no other such request.
     """
 
     request_id: str
@@ -272,6 +273,7 @@ class Request:
     may_refuse: bool = False
     prefix_source: PrefixSource | None = None
     adapter: Adapter | None = None
+    is_on_trial: bool = False
 
     @property
     def adapter_digest(self) -> str:

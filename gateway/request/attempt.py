@@ -51,7 +51,7 @@ class Attempt:
         self.finish_reason: FinishReason | None = None
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
-        self._base_index = base_index
+        self.base_index = base_index
         self._splice: TokenSplice[OutputToken] = TokenSplice(base_index, max_tokens)
         self._total: int | None = None
         self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
@@ -82,7 +82,7 @@ class Attempt:
     def _has_first_token(self) -> bool:
         if self._is_search:
             return self.is_handed_over
-        return self._splice.next_index > self._base_index
+        return self._splice.next_index > self.base_index
 
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
         """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
@@ -180,17 +180,30 @@ class Dispatcher:
         self._entropy = entropy
         self._deadline_s = deadline_s
 
-    def send(self, attempt: Attempt, fork_ids: tuple[str, ...], *, may_refuse: bool) -> None:
-        """To its two engines, or to the one."""
-        prefill, decode = attempt.route.prefill, attempt.route.decode
+    def send(
+        self,
+        attempt: Attempt,
+        fork_ids: tuple[str, ...],
+        *,
+        may_refuse: bool,
+        tried_on: str | None = None,
+    ) -> None:
+        """To its two engines, or to the one. `tried_on`: where it is on trial, if it is."""
         request = self._engine_request(attempt, fork_ids, may_refuse=may_refuse)
         remaining_s = self._deadline_s - self._clock.monotonic_s()
+
+        def dispatch(link: EngineLink, work: Work, ticket: Ticket | None) -> None:
+            is_on_trial = link.incarnation == tried_on
+            asked = replace(request, is_on_trial=True) if is_on_trial else request
+            link.dispatch(asked, work, ticket, remaining_s)
+
+        prefill, decode = attempt.route.prefill, attempt.route.decode
         if attempt.route.is_local:
-            decode.dispatch(request, Work.LOCAL, None, remaining_s)
+            dispatch(decode, Work.LOCAL, None)
             return
         ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
-        prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
-        decode.dispatch(request, Work.DECODE, ticket, remaining_s)
+        dispatch(prefill, Work.PREFILL, ticket)
+        dispatch(decode, Work.DECODE, ticket)
 
     def send_move(self, attempt: Attempt, link: EngineLink) -> None:
         """To the engine that it moves to."""

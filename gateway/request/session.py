@@ -27,6 +27,7 @@ from ...core.errors import (
     NodeLost,
     Overloaded,
     PromiseRefused,
+    TrialRefused,
 )
 from ...core.ports import Clock, Entropy
 from ...core.request.request import FinishReason
@@ -112,6 +113,9 @@ class Session:
             attempt.close(incarnation)
         if isinstance(output.error, PromiseRefused):
             self._was_refused(attempt, incarnation)
+            return
+        if isinstance(output.error, TrialRefused):
+            self._was_kept_apart(attempt, incarnation)
             return
         if output.error is not None:
             # A hand-off fails between two engines: each may be fine with another partner.
@@ -270,11 +274,12 @@ class Session:
         # An engine may send it back: not for ever, and not once it was taken.
         may_refuse = self._num_taken == 1 and not self._siblings
         may_refuse = may_refuse and self._num_refusals < _MAX_REFUSALS
-        self._dispatcher.send(attempt, fork_ids, may_refuse=may_refuse)
+        tried_on = self._deaths.tried_on(attempt.pair)
+        self._dispatcher.send(attempt, fork_ids, may_refuse=may_refuse, tried_on=tried_on)
 
     def _begin_attempt(self, route: Route) -> Attempt:
         self._attempt = self._last = attempt = self.new_attempt(route)
-        self._deaths.attempt_began(self.call_id, attempt.pair)
+        self._deaths.attempt_began(self.call_id, attempt.pair, attempt.base_index)
         self._is_led = False
         self._answer.stamp(Event.ROUTED)
         return attempt
@@ -303,6 +308,15 @@ class Session:
                 self.try_dispatch()
         if self.is_waiting:
             self._wait.for_a_place()
+
+    def _was_kept_apart(self, attempt: Attempt, incarnation: str) -> None:
+        """Another gateway's suspect is on trial there: elsewhere, or once that is over."""
+        attempt.close(incarnation)
+        attempt.cancel(self.request_id)
+        self._attempt = None
+        self._num_refusals += 1
+        self._deaths.ended()
+        self._wait.failed(incarnation, attempt.pair, self._clock.monotonic_s())
 
     def _engine_gave_up(
         self, attempt: Attempt, incarnation: str, error: BatonError, blamed: str | None
@@ -347,7 +361,8 @@ class Session:
         if error is not None and not self._may_try_again:
             self._end_badly(error)
         elif error is not None and self._attempt is not None:
-            self._deaths.attempt_began(self.call_id, self._attempt.pair)
+            attempt = self._attempt
+            self._deaths.attempt_began(self.call_id, attempt.pair, attempt.base_index)
 
     @property
     def _may_try_again(self) -> bool:

@@ -4,7 +4,8 @@
                                                         │  gets further than where it was: cleared
                                                         └─ the engine dies: it has killed two
 So what kills engines takes no other suspect with it, which would count as having killed two as
-well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone.
+well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone: of
+two gateways' suspects an engine sends the second one back (node/requests/trials.py).
 An engine's partner may notice its death first, and fail the attempt for that: the report of the
 death that explains it comes behind, and the next attempt waits for it (dispatch_wait.py).
 """
@@ -71,14 +72,20 @@ class EngineDeaths:
     def is_suspect(self) -> bool:
         return self._suspect_side is not None
 
+    def tried_on(self, pair: tuple[str, str]) -> str | None:
+        """Of a pair: the engine that it is on trial on."""
+        return None if self._suspect_side is None else pair[self._suspect_side]
+
     @property
     def is_convicted(self) -> bool:
         return self._num_deaths >= self._max_deaths
 
-    def attempt_began(self, call_id: str, pair: tuple[str, str]) -> None:
-        """On these engines; a suspect's trial begins."""
+    def attempt_began(self, call_id: str, pair: tuple[str, str], num_tokens: int) -> None:
+        """On these engines, behind so many tokens; a suspect's trial begins."""
         if self._suspect_side is not None:
             self._suspects.trials[self._request_id] = (call_id, pair[self._suspect_side])
+            # The next token is the prefill engine's, the one behind it the decode engine's.
+            self._cleared_at = num_tokens + 1 + self._suspect_side
 
     def attempt_failed(
         self,
@@ -96,7 +103,7 @@ class EngineDeaths:
         if blamed is None:
             self._unexplained = _Unexplained(pair, num_tokens, now_s)
         elif isinstance(error, EngineFailed):
-            self._suspect(call_id, pair, blamed, num_tokens, error)
+            self._suspect(call_id, pair, blamed, error)
 
     def died_late(
         self, call_id: str, died: str, *, num_tokens: int, now_s: float
@@ -110,7 +117,7 @@ class EngineDeaths:
             return None
         self._unexplained = None
         error = EngineFailed("an engine died under the request")
-        self._suspect(call_id, before.pair, died, before.num_tokens, error)
+        self._suspect(call_id, before.pair, died, error)
         return error
 
     def got_to(self, num_tokens: int) -> None:
@@ -124,13 +131,9 @@ class EngineDeaths:
         """Its attempt or its trial has, however."""
         self._suspects.trials.pop(self._request_id, None)
 
-    def _suspect(
-        self, call_id: str, pair: tuple[str, str], died: str, num_tokens: int, error: EngineFailed
-    ) -> None:
+    def _suspect(self, call_id: str, pair: tuple[str, str], died: str, error: EngineFailed) -> None:
         self._num_deaths += 1
         self._suspect_side = pair.index(died)
-        # The next token is the prefill engine's, the one behind it the decode engine's.
-        self._cleared_at = num_tokens + 1 + self._suspect_side
         if self._num_deaths == self._max_deaths:
             convicted = self._suspects.convicted
             convicted[call_id] = error  # remembered while samples of the call may wait

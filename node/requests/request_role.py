@@ -28,6 +28,7 @@ from ..channels.mailboxes import Kind, Outbox
 from ..peers.puller_side import PullerSide
 from ..peers.source_side import SourceSide
 from .request_io import Entry, RequestIO
+from .trials import Trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class EngineRole(ABC):
         self._source = parts.source
         self._puller = parts.puller
         self._clock = parts.clock
+        self._trials = Trials(parts.requests.book, parts.engine.num_outputs)
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._request_io.accept(gateway, dispatch)
@@ -81,6 +83,8 @@ class EngineRole(ABC):
             self._fail_all(samples, error)
 
     def _admit(self, entry: Entry, samples: Sequence[Request], work: node_pb2.Work) -> None:
+        if entry.request.is_on_trial:
+            self._trials.admit(entry)
         promise, may_refuse = self._engine.promise, entry.request.may_refuse
         if promise.tbt_target_s is not None and may_refuse and work != node_pb2.WORK_PREFILL:
             if work == node_pb2.WORK_LOCAL and not promise.is_promising:

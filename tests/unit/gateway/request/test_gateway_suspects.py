@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
 from fakes.gateway.step_outputs import give
 
-from baton.core.errors import EngineFailed, HandoffFailed, Unavailable
+from baton.core.errors import EngineFailed, HandoffFailed, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.dispatch_wait import SessionLimits
@@ -18,10 +20,47 @@ from baton.gateway.request.session import Session
 from baton.gateway.request.suspects import LATE_S, Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
+from baton.node.requests.request_io import Entry, RequestTable
+from baton.node.requests.trials import Trials
 
 NUM_STREAMS, MAX_TOKENS = 32, 6
 STEP_S = 0.01
 RESTART_STEPS = 200
+
+
+class Door:
+    """What an engine does about trials as it takes requests."""
+
+    def __init__(self, cluster: Cluster, link: FakeLink) -> None:
+        self._cluster, self._link = cluster, link
+        self._table = RequestTable(cluster.clock)
+        self._trials = Trials(self._table, lambda key: len(self._answer_of(key)))
+        self._entries: list[Entry] = []
+        self.num_refused = 0
+
+    def look(self) -> None:
+        """Close what is over, and take or send back what has come since."""
+        for entry in self._entries:
+            attempt = self._cluster.sessions[entry.request.request_id]._attempt
+            if attempt is None or attempt.number != entry.request.attempt:
+                self._table.close(entry.key)
+        for request, *_ in self._link.dispatched[len(self._entries) :]:
+            session = self._cluster.sessions[request.request_id]
+            is_others = session._wait._suspects is self._cluster.others
+            entry = Entry(request, f"gateway-{is_others}", 60.0, None)
+            self._entries.append(entry)
+            self._table.open(entry)
+            try:
+                if request.is_on_trial:
+                    self._trials.admit(entry)
+            except TrialRefused as error:
+                self.num_refused += 1
+                self._table.close(entry.key)
+                output = EngineOutput(request.request_id, request.attempt, error=error)
+                session.engine_output(self._link.incarnation, output)
+
+    def _answer_of(self, key: str) -> list[int]:
+        return self._cluster.sessions[key.split("/")[0]]._answer.output_ids
 
 
 @dataclass
@@ -36,6 +75,8 @@ class Cluster:
     restarts: bool = True
     clock: FakeClock = field(default_factory=FakeClock)
     suspects: Suspects = field(default_factory=Suspects)
+    others: Suspects = field(default_factory=Suspects)  # another gateway's
+    doors: dict[str, Door] = field(default_factory=dict)  # of engines
     engines: dict[Work, list[FakeLink]] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     sinks: dict[str, FakeSink] = field(default_factory=dict)
@@ -52,11 +93,21 @@ class Cluster:
 
     def start(self, work: Work) -> None:
         self.num_started += 1
-        self.engines[work].append(FakeLink(f"{work.value}-{self.num_started}"))
+        link = FakeLink(f"{work.value}-{self.num_started}")
+        self.engines[work].append(link)
+        self.doors[link.incarnation] = Door(self, link)
 
-    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+    def choose(
+        self,
+        demand: Demand,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+        suspects: Suspects | None = None,
+    ) -> Route:
         """The engines that were asked least; no trial's, if there are others."""
-        for avoided in (self.suspects.keep_clear(avoid), avoid):
+        suspects = suspects or self.suspects
+        for avoided in (suspects.keep_clear(avoid), avoid):
             fit = [
                 [e for e in self.engines[work] if e.incarnation not in avoided.incarnations]
                 for work in (Work.PREFILL, Work.DECODE)
@@ -65,8 +116,9 @@ class Cluster:
                 return Route(*(min(engines, key=lambda e: len(e.dispatched)) for engines in fit))
         raise Unavailable("no engine")
 
-    def ask(self, request_id: str, call_id: str = "") -> None:
+    def ask(self, request_id: str, call_id: str = "", *, is_others: bool = False) -> None:
         self.sinks[request_id] = FakeSink()
+        suspects = self.others if is_others else self.suspects
         session = self.sessions[request_id] = Session(
             request_id,
             ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
@@ -74,11 +126,11 @@ class Cluster:
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(Letters(), ()),
             sink=self.sinks[request_id],
-            router=self,
+            router=SimpleNamespace(choose=partial(self.choose, suspects=suspects)),
             clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(recovery_wait_s=10.0),
-            suspects=self.suspects,
+            suspects=suspects,
         )
         session.call_id = call_id or request_id
         session.try_dispatch()
@@ -100,6 +152,7 @@ class Cluster:
     def _step(self, engine: FakeLink) -> None:
         work = Work.PREFILL if engine in self.engines[Work.PREFILL] else Work.DECODE
         batch = []
+        self.doors[engine.incarnation].look()
         for request, _, _, _ in engine.dispatched:
             session = self.sessions[request.request_id]
             attempt = session._attempt
@@ -132,7 +185,7 @@ class Cluster:
         while not all(sink.is_over for sink in self.sinks.values()):
             self.step()
             assert self.num_steps < 6000
-        assert not self.suspects.engines
+        assert not self.suspects.engines and not self.others.engines
         return self.num_steps * STEP_S
 
     def lost(self) -> set[str]:
@@ -154,6 +207,21 @@ def test_a_poison_request_is_lost_alone(num_engines: int, deadly: Work, at: int)
     down_s = (3 - num_engines) * RESTART_STEPS * STEP_S
     # Each trial takes a prefill, two steps and up to a pause; those at an engine follow each other.
     assert took_s < down_s + 0.5 + NUM_STREAMS * (3 * STEP_S + 0.02)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3])
+@pytest.mark.parametrize(("deadly", "at"), [(Work.PREFILL, 0), (Work.DECODE, 1)], ids=str)
+def test_two_gateways_lose_the_poison_request_alone(
+    num_engines: int, deadly: Work, at: int
+) -> None:
+    """Neither knows of the other's suspects."""
+    cluster = Cluster(num_engines, deadly, at)
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}", is_others=i % 2 == 0)
+    cluster.run()
+    assert (cluster.lost(), cluster.num_lost) == ({"r7"}, 2)
+    if num_engines == 1:
+        assert any(door.num_refused for door in cluster.doors.values())
 
 
 def test_three_engines_need_no_restart() -> None:

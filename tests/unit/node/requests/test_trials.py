@@ -1,0 +1,51 @@
+"""Which requests under which an engine died another one takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fakes.clock import FakeClock
+
+from baton.core.errors import TrialRefused
+from baton.core.request.request import Request, SamplingParams
+from baton.node.requests.request_io import Entry, RequestTable
+from baton.node.requests.trials import Trials
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.table = RequestTable(FakeClock())
+        self.num_outputs = Counter[str]()
+        self.trials = Trials(self.table, lambda key: self.num_outputs[key])
+
+    def ask(self, name: str, gateway: str) -> str:
+        """A request behind two tokens that an earlier attempt streamed; its key."""
+        request = Request(name, 1, (1, 2, 3), SamplingParams(), (7, 8), is_on_trial=True)
+        entry = Entry(request, gateway, 60.0, None)
+        self.table.open(entry)
+        self.num_outputs[entry.key] = 2
+        self.trials.admit(entry)
+        return entry.key
+
+
+def test_another_gateway_s_waits_until_it_is_over_or_further() -> None:
+    rig = Rig()
+    first = rig.ask("a", "here")
+    with pytest.raises(TrialRefused):
+        rig.ask("b", "there")
+    rig.num_outputs[first] = 3  # the prefill engine's
+    with pytest.raises(TrialRefused):
+        rig.ask("c", "there")
+    rig.num_outputs[first] = 4
+    second = rig.ask("d", "there")
+    with pytest.raises(TrialRefused):
+        rig.ask("e", "here")
+    rig.table.close(second)
+    rig.ask("f", "here")
+
+
+def test_a_gateway_keeps_its_own_apart_itself() -> None:
+    rig = Rig()
+    rig.ask("a", "here")
+    rig.ask("b", "here")
