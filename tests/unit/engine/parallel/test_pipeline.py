@@ -20,6 +20,7 @@ from baton.engine.local import LocalEngine
 from baton.engine.parallel.rank_channel import MessageKind
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import StepOutput
+from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
 
 NUM_LAYERS = 5
 
@@ -66,11 +67,11 @@ def requests() -> list[Request]:
             f"{index:032x}",
             0,
             (*prefix, 60 + index, 9),
-            dataclasses.replace(way, max_tokens=12, seed=index),
+            dataclasses.replace(way, max_tokens=20, seed=index),
         )
         for index, way in enumerate(ways)
     ]
-    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    drawn = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
     forks = ("a" * 32, "b" * 32)
     return [*made, Request("c" * 32, 0, (*prefix[:30], 4), drawn, fork_ids=forks)]
 
@@ -155,6 +156,8 @@ def test_blocks_come_back_from_host_memory_on_every_stage(
 ) -> None:
     monkeypatch.setattr(OutputLengthEstimator, "estimate", lambda *_: 1)
     monkeypatch.setattr(CopyCost, "pays", lambda *_: True)
+    # Steps of the same sizes however long they take: who is preempted follows from that.
+    monkeypatch.setattr(StepCostEstimator, "estimate", lambda _: None)
     engine = load(config, pipeline_parallel_size=3, swap_space=0.02)
     try:
         found = Outcome(engine)
