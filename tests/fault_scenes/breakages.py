@@ -87,10 +87,17 @@ async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
 
 
 async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
-    name = None
-    while name is None:
-        name = await scene.holder_during(scene.ask(LONG), "prefill", has_computed(chunk))
-    scene.kill(name, part)
+    """Again where the last chunk of the prompt was computed before the kill came."""
+    while True:
+        stream = scene.ask(DEADLY)
+        name = await scene.holder_during(stream, "prefill", has_computed(chunk))
+        if name is None:
+            continue
+        scene.kill(name, part)
+        await stream.end()
+        if stream.result.attempts > 1:
+            return
+        await scene.heal()
 
 
 async def kill_prefill_before_the_pull(part: str, scene: Scene) -> None:
