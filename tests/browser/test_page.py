@@ -66,7 +66,8 @@ def test_one_call_opens_to_its_timeline(busy: PageServer, open_page: Callable[..
     page = open_page(busy.url)
     page.wait_for_selector("tr.call")
     # This very row: calls that come in between move the others.
-    button = page.locator(".row-button").nth(2).element_handle()
+    finished = page.locator("tr.call:has(.badge[data-tone=plain]) .row-button")
+    button = finished.nth(2).element_handle()
     button.focus()
     page.keyboard.press("Enter")
     assert button.get_attribute("aria-expanded") == "true"
