@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -325,6 +326,8 @@ def _listed_engine(member: Member) -> engine_pb2.ListedEngine:
 
 
 def report(line: str) -> None:
-    """A line for people, on stdout, at once: `baton up` reads it through a pipe."""
+    """A line for people, on stdout, at once and in one piece: `baton up` reads it through a pipe,
+    into which engines write their logs."""
     with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
-        print(line, flush=True)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

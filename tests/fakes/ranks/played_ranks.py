@@ -1,6 +1,7 @@
 """The ranks of an engine as threads of this process: no time to start, and all of the real code.
 
-What plays a process ends when its channel does; it cannot be killed.
+What plays a process ends when its channel does. One that is killed while it waits for another stage
+waits on, since nothing that it waits for is closed by its death: it is left behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.parallel import rank_processes, rank_worker
 from baton.engine.parallel.rank_channel import RankChannel
 
+_KILLED_S = 0.5
+
 
 class PlayedProcess:
     """A thread in place of a Popen."""
@@ -22,6 +25,7 @@ class PlayedProcess:
         self.channel = channel
         self._runner: ModelRunner | None = None
         self._has_loaded = threading.Event()
+        self._is_killed = False
         self._thread = threading.Thread(target=self._follow, name="played-rank", daemon=True)
         self._thread.start()
 
@@ -47,10 +51,11 @@ class PlayedProcess:
         return self._runner
 
     def wait(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), "a played rank goes on"
+        self._thread.join(_KILLED_S if self._is_killed else timeout_s)
+        assert self._is_killed or not self._thread.is_alive(), "a played rank goes on"
 
     def kill(self) -> None:
+        self._is_killed = True
         self.channel.close()
 
 

@@ -101,7 +101,8 @@ async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> No
         assert told == [Delta(A, 1, (), tuple(map(h, range(10)))), Head(A, 1)]
 
 
-async def test_pages_that_redis_lost_are_written_again() -> None:
+async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SystemClock, "unix_ns", lambda _: 0)  # pages say when they were written
     link, journal = FakeIndexLink(), CacheJournal(A)
     journal.record([], [h(i) for i in range(2 * PAGE_BLOCKS)])
     async with publishing(journal, link):
