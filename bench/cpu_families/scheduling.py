@@ -29,9 +29,11 @@ from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.step_parts import (
     SampledRows,
-    flatten,
+    awaited_tokens,
+    decode_arrays,
+    has_extras,
+    is_decode,
     metadata_of,
-    sampling_arrays,
 )
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
@@ -73,8 +75,11 @@ class HostRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
         rows = SampledRows.of(batch)
-        flatten(batch, _BLOCK_SIZE)
-        sampling_arrays(rows.specs)
+        assert is_decode(batch) or any(piece.is_prompt for piece in batch)
+        decode_arrays(batch, _BLOCK_SIZE, rows.specs)
+        awaited_tokens(batch)
+        assert all(spec.is_plain for spec in rows.specs)
+        assert not has_extras(batch, rows)
         metadata = metadata_of(batch, torch.empty(0))
         flatten_tables(metadata.seq_lens, metadata.block_tables, _BLOCK_SIZE)
         divide(metadata.seq_lens, 8)

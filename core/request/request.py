@@ -333,6 +333,7 @@ class TokenLogprobs:
 
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+_POSITIONS = 3 * GOLDEN
 
 
 def mix64(value: int) -> int:
@@ -360,4 +361,4 @@ def sample_key(seed: int, sample_index: int) -> int:
 
 def key_at(sample_key: int, position: int) -> int:
     """The `token_key` of one position."""
-    return mix64(sample_key ^ (position + 3 * GOLDEN))
+    return mix64(sample_key ^ (position + _POSITIONS))

@@ -78,6 +78,9 @@ class SampledRows:
 
     @classmethod
     def of(cls, batch: Sequence[SequenceSlice]) -> SampledRows:
+        specs = [piece.sample for piece in batch if piece.sample is not None]
+        if len(specs) == sum(len(piece.token_ids) for piece in batch):  # decodes, nearly always
+            return cls([*range(len(specs))], [*range(len(specs))], specs)
         found, end = cls([], [], []), 0
         for index, piece in enumerate(batch):
             end += len(piece.token_ids)
@@ -174,6 +177,10 @@ def has_drafts(batch: Sequence[SequenceSlice]) -> bool:
 def awaited_tokens(batch: Sequence[SequenceSlice]) -> Int64s:
     """[2, tokens]: which of the batch's tokens are awaited, and where among the samples of the step
     before they will be."""
+    if all(len(piece.token_ids) == 1 for piece in batch):  # decodes, nearly always
+        follows = [piece.follows for piece in batch]
+        alone = [place for place, source in enumerate(follows) if source is not None]
+        return np.array([alone, [follows[place] for place in alone]], np.int64)
     places, sources, end = list[int](), list[int](), 0
     for piece in batch:
         end += piece.num_scheduled_tokens

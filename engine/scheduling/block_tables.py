@@ -224,7 +224,11 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""
-        num_missing = -(-sequence.num_slots // self._block_size) - len(sequence.block_ids)
+        return self.grow_to(sequence, sequence.num_slots)
+
+    def grow_to(self, sequence: Sequence, num_slots: int) -> bool:
+        """The same for so many slots."""
+        num_missing = -(-num_slots // self._block_size) - len(sequence.block_ids)
         if num_missing <= 0:
             return True
         fresh = self._pool.allocate(num_missing)

@@ -58,18 +58,21 @@ class Schedule:
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
     def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
-        """Take as many of the sequence's unlaunched tokens as there is room for."""
+        """Take as many of a prompt's unlaunched tokens as there is room for."""
         num_tokens = sequence.num_unlaunched_tokens
         budget = self.num_budget_tokens
         if num_tokens > budget and not self.can_end(num_tokens):
             num_tokens = self._chunk_of(num_tokens, is_in_queue)
+        self.take(sequence, num_tokens)
+        self.num_prompt_tokens += num_tokens
+        self.prompt_callers.add(sequence.request.caller_id)
+
+    def take(self, sequence: Sequence, num_tokens: int) -> None:
+        """Have so many of the sequence's unlaunched tokens in the step."""
         self.scheduled.append(ScheduledSequence(sequence, num_tokens))
+        budget, chunk = self.num_budget_tokens, self.num_chunk_tokens
         self.num_budget_tokens = budget - num_tokens if num_tokens < budget else 0
-        chunk = self.num_chunk_tokens
         self.num_chunk_tokens = chunk - num_tokens if num_tokens < chunk else 0
-        if sequence.is_prefilling:
-            self.num_prompt_tokens += num_tokens
-            self.prompt_callers.add(sequence.request.caller_id)
 
     def drop_preempted(self) -> None:
         """Leave out what was preempted since it was planned."""

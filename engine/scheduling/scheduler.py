@@ -174,21 +174,7 @@ class Scheduler:
             0 if self._is_long_due else limits.small_step_tokens,
         )
         may_pass, self._is_long_due = not self._is_long_due, False
-        num_decodes = self._share_of_decodes()
-        for sequence in [*self.queues.running]:
-            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
-                break
-            if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
-                continue  # preempted by one before it, or not yet its turn
-            if sequence.num_awaited_tokens and self._awaits_last_token(sequence):
-                continue
-            if self._awaits_its_end(sequence):
-                continue
-            if sequence.draft_token_ids:
-                self.preemption.fit_drafts(sequence, schedule)
-            has_room = sequence.group is None and self._tables.grow(sequence)
-            if has_room or self.preemption.make_room(sequence, schedule):
-                schedule.plan(sequence)
+        self._plan_decodes(schedule)
         if self.promise.tbt_target_s is not None and schedule.scheduled:
             self.promise.keep(schedule)
         if limits.num_stages > 1:
@@ -199,6 +185,33 @@ class Scheduler:
         if schedule.scheduled:
             self._pipeline_tokens = schedule.num_prompt_tokens
         return schedule
+
+    def _plan_decodes(self, schedule: Schedule) -> None:
+        """One token of each running sequence, and its drafts. Hundreds a step: what is asked of
+        each is written out here."""
+        max_model_len, one_at_a_time = self._limits.max_model_len, self._limits.num_stages > 1
+        num_decodes = self._share_of_decodes()
+        for sequence in [*self.queues.running]:
+            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
+                break
+            num_launched = sequence.num_launched_tokens
+            is_prefilling = num_launched < sequence.num_prefill_tokens
+            if is_prefilling or sequence.state is not SequenceState.RUNNING:
+                continue  # not yet its turn, or preempted by one before it
+            num_awaited = sequence.num_awaited_tokens
+            if num_awaited and (one_at_a_time or sequence.needs_last_token):
+                continue  # the host has to know the token that a step in flight samples
+            num_tokens = len(sequence.token_ids) + num_awaited
+            if num_tokens >= sequence.most_tokens or num_tokens >= max_model_len:
+                continue  # a step in flight computes the last token that it can have here
+            if sequence.draft_token_ids:
+                self.preemption.fit_drafts(sequence, schedule)
+                num_tokens += len(sequence.draft_token_ids)
+            if num_tokens == num_launched:
+                continue  # held behind its first token
+            has_room = sequence.group is None and self._tables.grow_to(sequence, num_tokens)
+            if has_room or self.preemption.make_room(sequence, schedule):
+                schedule.take(sequence, num_tokens - num_launched)
 
     def _share_prompts(self, schedule: Schedule) -> None:
         """Leave prompts for the steps that follow: one stage computes while the others wait, unless
@@ -265,10 +278,6 @@ class Scheduler:
             return None
         return -(-sum(not one.is_prefilling for one in self.queues.running) // num_stages)
 
-    def _awaits_last_token(self, sequence: Sequence) -> bool:
-        """Whether the host has to know the token that a step in flight samples."""
-        return self._limits.num_stages > 1 or sequence.needs_last_token
-
     @property
     def is_decoding(self) -> bool:
         """Whether a step to come has a token of a sequence that is past its prompt."""
@@ -277,13 +286,8 @@ class Scheduler:
             for one in self.queues.running
         )
 
-    def _awaits_its_end(self, sequence: Sequence) -> bool:
-        """Whether a step in flight computes the last token that it can have here."""
-        if self._has_its_last(sequence):
-            return True
-        return sequence.num_unlaunched_tokens == 0  # held behind its first token
-
     def _has_its_last(self, sequence: Sequence) -> bool:
+        """Whether a step in flight computes the last token that it can have here."""
         num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
         return num_tokens >= sequence.most_tokens or num_tokens >= self._limits.max_model_len
 

@@ -123,9 +123,11 @@ def _sample_spec(
     request = sequence.request
     params = request.sampling
     key = 0 if sequence.sample_key is None else key_at(sequence.sample_key, position)
-    is_too_early = position < len(request.prompt_token_ids) + params.min_tokens
-    if not (is_too_early or sequence.needs_history or sequence.forks or sequence.num_candidates):
+    if not (
+        params.min_tokens or sequence.needs_history or sequence.forks or sequence.num_candidates
+    ):
         return SampleSpec(params, key)  # nearly always: the rest is for the others
+    is_too_early = position < len(request.prompt_token_ids) + params.min_tokens
     forbidden = (*eos_token_ids, *params.stop_token_ids) if is_too_early else ()
     allowed = None
     if masks:

@@ -45,12 +45,15 @@ class SampleSpec(NamedTuple):
     @property
     def changes_logits(self) -> bool:
         """Whether anything is to be added to, or taken from, the logits."""
-        is_sparse = bool(self.params.logit_bias or self.forbidden_ids)
-        return is_sparse or self.counts is not None or self.allowed is not None
+        params, _, forbidden_ids, counts, _, allowed, _ = self
+        has_sparse = bool(forbidden_ids or params.logit_bias)
+        return has_sparse or counts is not None or allowed is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether temperature and noise are all there is to its token."""
+        if self.changes_logits:
+            return False
         params = self.params
-        has_filter = params.top_k is not None or params.top_p < 1 or params.min_p > 0
-        return not self.changes_logits and not (has_filter and params.temperature > 0)
+        is_whole = params.top_k is None and params.top_p >= 1 and params.min_p <= 0
+        return is_whole or params.temperature <= 0
