@@ -189,6 +189,7 @@ class Sweep:
         promise_ms = start.promise_ms and start.promise_ms * (1 - self._arguments.margin)
         engine = replace(self._engine, tbt_target_ms=promise_ms)
         node, gateway = flags.parse_all(self._arguments, NodeConfig, GatewayConfig)
+        gateway = replace(gateway, slo_ttft_s=figures.TTFT_S)  # promises move for it
         up = UpConfig(mode=start.mode)
         if self._engine.device == "cpu":
             num_decode = num_cards(self._arguments) if start.mode == "aggregated" else 1
