@@ -13,6 +13,7 @@ from ...core.membership import Member
 
 _PROBE_S = 0.3
 _PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
+_LIVES_S = 0.1  # a node whose port is open for so long does not end just now
 
 
 def is_local(member: Member) -> bool:
@@ -42,11 +43,21 @@ async def has_ended(member: Member) -> bool:
                 try:
                     (await open_socket(member)).close()
                 except ConnectionRefusedError:
-                    (await _open_tcp(member.address)).close()
-                    return True
+                    with await _open_tcp(member.address) as sock:
+                        return await _stays_open(sock)
     except (OSError, BatonError):  # TimeoutError too
         pass
     return False
+
+
+async def _stays_open(sock: socket.socket) -> bool:
+    """Whether the other end lives: of a process that was killed the port takes connections until
+    its last thread has ended, behind its engine, and resets them then. Raises OSError."""
+    try:
+        async with asyncio.timeout(_LIVES_S):
+            return bool(await asyncio.get_running_loop().sock_recv(sock, 1))
+    except TimeoutError:  # it waits for us to speak, as over TLS
+        return True
 
 
 async def _open_tcp(address: str) -> socket.socket:

@@ -168,13 +168,19 @@ def server_context(folder: Path, role: str) -> ssl.SSLContext:
     return context
 
 
+async def _stay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A node that waits to be spoken to."""
+    await reader.read()
+    writer.close()
+
+
 @asynccontextmanager
 async def engine(
     way: str, folder: Path | None = None, role: str = "decode"
 ) -> AsyncIterator[Scene]:
     """An engine that is reached this way; `folder`: its certificates."""
     incarnation = secrets.token_hex(16)
-    node = await asyncio.start_server(lambda _, writer: writer.close(), HOST, 0)
+    node = await asyncio.start_server(_stay, HOST, 0)
     context = server_context(folder, role) if way == TLS and folder is not None else None
     member = Member(
         *(incarnation, Role.DECODE, "d1", "{}:{}".format(*node.sockets[0].getsockname())),
@@ -477,6 +483,19 @@ async def test_who_still_answers_says_who_has_died(
             await running
             assert scene.events.heard == ["linked", "outputs", "lost"]
             assert scene.events.has_died is (lives == "node")
+
+
+async def test_a_killed_node_whose_port_closes_behind_its_engine_has_not_lost_it_alone(
+    here: Scene,
+) -> None:
+    async with here.linked() as (_, _, running):
+        place = here.node.sockets[0].getsockname()
+        here.node.close()
+        with socket.create_server(place) as dying:
+            asyncio.get_running_loop().call_later(0.05, dying.close)
+            await here.die()
+            await asyncio.wait_for(running, 5)
+        assert here.events.has_died is False
 
 
 async def test_a_node_that_does_not_answer_is_not_waited_for(
