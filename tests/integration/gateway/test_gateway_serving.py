@@ -348,10 +348,10 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
     for name in ("d1", "d2"):
         world.nodes[name].token_s = 0.01
     generation = world.client.generate(PROMPT, max_tokens=40)
-    text = ""
+    text, victim = "", None
     async for chunk in generation:
         text += chunk.text
-        if len(text) == 10:
+        if len(text) >= 10 and victim is None:
             victim = decode_node_of(world) if lost == "decode" else world.nodes["p1"]
             await victim.kill()
     result = generation.result
