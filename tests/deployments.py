@@ -160,6 +160,7 @@ def running(
         loop.close()
     deadline_s = time.monotonic() + AT_ONCE_S  # helpers of a process end behind it
     while left := marked_processes(mark):
+        print("ends behind its deployment:", *map(command_of, left))
         assert time.monotonic() < deadline_s, [*map(command_of, left)]
         time.sleep(0.01)
 

@@ -11,7 +11,7 @@ from ...core.channels.admission import GATEWAY, SOCKET, tune
 from ...core.errors import BatonError
 from ...core.membership import Member
 
-_PROBE_S = 0.3
+_PROBE_S = 0.5
 _PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
 _LIVES_S = 0.1  # a node whose port is open for so long does not end just now
 
