@@ -187,8 +187,8 @@ class Scheduler:
         return schedule
 
     def _plan_decodes(self, schedule: Schedule) -> None:
-        """One token of each running sequence, and its drafts. Hundreds a step: what is asked of
-        each is written out here."""
+        """One token of each running sequence, for no more is unlaunched, and its drafts. Hundreds a
+        step: what is asked of each is written out here, `_has_its_last` too."""
         max_model_len, one_at_a_time = self._limits.max_model_len, self._limits.num_stages > 1
         num_decodes = self._share_of_decodes()
         for sequence in [*self.queues.running]:

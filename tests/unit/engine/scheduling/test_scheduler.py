@@ -158,7 +158,7 @@ def test_a_large_chunk_has_no_other_prompt_beside_it() -> None:
 
 
 def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back() -> None:
-    """What speculation will need: several tokens a step, and taking computed ones back."""
+    """Several tokens a step, and computed ones taken back."""
     bench = Bench()
     a = bench.add(3)
     bench.step()
