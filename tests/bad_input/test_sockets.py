@@ -312,12 +312,13 @@ _INTERNAL, _DEADLINE_EXCEEDED, _OK = b"13", b"4", b"0"
 
 
 @pytest.mark.parametrize(
-    ("timeout", "status"),
-    [(timeout, _INTERNAL) for timeout in (b"wat", b"", b"1", b"1X", b"-1S", b"1.5S", b"1S1S")]
-    + [(b"0S", _DEADLINE_EXCEEDED), (b"0n", _DEADLINE_EXCEEDED), (b"1n", _DEADLINE_EXCEEDED)]
-    + [(b"99999999H", _OK), (b"60S", _OK)],
+    ("timeout", "allowed"),
+    [(timeout, [_INTERNAL]) for timeout in (b"wat", b"", b"1", b"1X", b"-1S", b"1.5S", b"1S1S")]
+    + [(b"0S", [_DEADLINE_EXCEEDED]), (b"0n", [_DEADLINE_EXCEEDED])]
+    + [(b"1n", [_DEADLINE_EXCEEDED, _OK])]  # it may be answered before gRPC's timer fires
+    + [(b"99999999H", [_OK]), (b"60S", [_OK])],
 )
-def test_deadlines(target: Target, timeout: bytes, status: bytes) -> None:
+def test_deadlines(target: Target, timeout: bytes, allowed: list[bytes]) -> None:
     """B56. gRPC itself reads `grpc-timeout` and refuses what it cannot read, before any code of
     ours, by INTERNAL; of the stream alone, whose connection goes on."""
     message = inference_pb2.GenerateRequest(text="hello", sampling={"max_tokens": 1})
@@ -338,7 +339,8 @@ def test_deadlines(target: Target, timeout: bytes, status: bytes) -> None:
                     break
             statuses.append(re.search(rb"grpc-status.(\d+)", payload)[1])
             assert not LEAKS.search(payload.decode("latin-1"))
-    assert statuses == [status, _OK]
+    first, second = statuses
+    assert first in allowed and second == _OK
 
 
 @pytest.mark.parametrize(
