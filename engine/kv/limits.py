@@ -61,11 +61,6 @@ class EngineLimits:
         A GPU takes about as long for so many tokens as for one."""
         return self.max_num_batched_tokens // 8
 
-    def unpadded_rows(self, num_rows: int) -> int:
-        """The most rows, up to so many, whose step has no padding; as many, if none is known."""
-        fitting = [size for size in self.graph_rows if size <= num_rows]
-        return fitting[-1] if fitting and num_rows < self.graph_rows[-1] else num_rows
-
     @property
     def held_blocks_limit(self) -> int:
         return self.capacity if self.max_held_blocks is None else self.max_held_blocks

@@ -6,7 +6,9 @@ was promised.
                                                                            relative error, no part
                                                                            negative
 A few steps that took far too long (the first one, a compilation, a paused process) change nothing,
-and steps of one kind, however many, do not displace what was seen of others. What is not told apart
+and steps of one kind, however many, do not displace what was seen of others. How much longer than
+expected the last steps of decodes and prompts took is found against the last fit, not the one that
+they were planned by: what was learned since is no error any more. What is not told apart
 by what was seen (a decode engine that never had a prompt) is 0: `max_rows` bounds what may be
 planned by it.
 """
@@ -14,6 +16,7 @@ planned by it.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -25,8 +28,9 @@ MIN_SAMPLES = 3  # of a size, before it counts
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS, _MIN_ERRORS = 512, 10
-_NUM_OVERRUNS, _MOST_OVERRUN = 256, 1.5
-_KEPT_SHARE = 0.98
+_NUM_MIXED, _MIN_OF_ROWS = 256, 32  # steps of decodes and prompts, and those of one size
+_KEPT_SHARE, _MOST_OVERRUN = 0.98, 1.5
+_PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps would not shorten it
 _NUM_RECORDED = 512  # steps that the percentile is of
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
 _LEAST_S = 1e-9
@@ -53,19 +57,18 @@ class _Alike:
 
 class StepCostEstimator:
     """One engine's. `relative_error`: the 90th percentile of how far the last steps were from what
-    was expected of them, when that was last fitted; None: too few. `overrun`: by which factor steps
-    of decodes and prompts take longer than expected, as seldom as a promise to decodes may break;
-    1 or more."""
+    was expected of them, when that was last fitted; None: too few."""
 
     def __init__(self) -> None:
         self.relative_error: float | None = None
-        self.overrun = 1.0
+        self._overrun = 1.0
+        self._overrun_by_rows: dict[int, float] = {}
         self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
         self._estimate: StepCost | None = None
         self._num_unfitted = 0
         self._has_new_size = False
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
-        self._overruns: deque[float] = deque(maxlen=_NUM_OVERRUNS)
+        self._mixed: deque[tuple[StepShape, float]] = deque(maxlen=_NUM_MIXED)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape, of one row at least, took so long."""
@@ -73,8 +76,8 @@ class StepCostEstimator:
         if self._estimate is not None:
             expected_s = self._estimate.seconds(shape)
             self._errors.append(abs(expected_s / seconds - 1))
-            if shape.num_decodes and shape.num_prompt_tokens:
-                self._overruns.append(seconds / expected_s)
+        if shape.num_decodes and shape.num_prompt_tokens:
+            self._mixed.append((shape, seconds))
         size = _size_of(shape)
         alike = self._sizes.setdefault(size, _Alike())
         alike.samples.append((shape, seconds))
@@ -93,11 +96,27 @@ class StepCostEstimator:
             self._estimate = self._fit() or self._estimate
             if len(self._errors) >= _MIN_ERRORS:
                 self.relative_error = statistics.quantiles(self._errors, n=10)[-1]
-            if len(self._overruns) >= _MIN_ERRORS:
-                ordered = sorted(self._overruns)
-                factor = ordered[int(_KEPT_SHARE * (len(ordered) - 1))]
-                self.overrun = min(max(1.0, factor), _MOST_OVERRUN)
+            if self._estimate is not None and len(self._mixed) >= _MIN_ERRORS:
+                self._find_overruns(self._estimate)
         return self._estimate
+
+    def overrun(self, num_rows: int | None = None) -> float:
+        """By which factor steps of decodes and prompts take longer than expected, as seldom as a
+        promise to decodes may break. Steps of so many rows, where enough were seen: they may take
+        less, and a step that a graph was captured for is one of few sizes. None, or others: of all,
+        1 or more."""
+        if num_rows is None:
+            return self._overrun
+        return self._overrun_by_rows.get(num_rows, self._overrun)
+
+    def _find_overruns(self, cost: StepCost) -> None:
+        ratios: dict[int, list[float]] = {}
+        for shape, seconds in self._mixed:
+            ratios.setdefault(shape.num_rows, []).append(seconds / cost.seconds(shape))
+        self._overrun = max(1.0, _overrun_of([one for some in ratios.values() for one in some]))
+        self._overrun_by_rows = {
+            rows: _overrun_of(some) for rows, some in ratios.items() if len(some) >= _MIN_OF_ROWS
+        }
 
     def expected_s(self, shape: StepShape) -> float | None:
         """How long a step of this shape takes; None where nothing like it was seen."""
@@ -155,6 +174,15 @@ class StepRecord:
             return None
         ordered = sorted(self._last_s)
         return ordered[(99 * len(ordered) - 1) // 100]
+
+
+def _overrun_of(ratios: list[float]) -> float:
+    """What few of these exceed, without pauses: seldom, whatever is in a step."""
+    ratios = sorted(ratios)
+    usual = ratios[: bisect_right(ratios, _PAUSE * ratios[len(ratios) // 2])]
+    if len(usual) < (1 - _MOST_PAUSES) * len(ratios):
+        usual = ratios
+    return min(usual[int(_KEPT_SHARE * (len(usual) - 1))], _MOST_OVERRUN)
 
 
 def _size_of(shape: StepShape) -> _Size:

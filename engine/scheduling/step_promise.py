@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.errors import PromiseRefused
 from ...core.request.request import Request
-from ...core.step_cost import LEAST_PROMPT_TOKENS, StepShape
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 from ..kv.limits import EngineLimits
 from .queues import Queues
 from .schedule import Schedule, step_shape
@@ -49,11 +49,26 @@ class StepPromise:
             context = prefills[0].num_launched_tokens if prefills else 0
             most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
             beside = step_shape(schedule.scheduled)
-            target_s /= self._step_costs.overrun
-            num_tokens = cost.promised_tokens(target_s, beside, context, most)
-            unpadded = self._limits.unpadded_rows(num_tokens + beside.num_decodes)
-            num_tokens = max(unpadded - beside.num_decodes, min(num_tokens, LEAST_PROMPT_TOKENS))
+            num_tokens = self._tokens_within(target_s, cost, beside, context, most)
         schedule.limit_prompts(num_tokens)
+
+    def _tokens_within(
+        self, target_s: float, cost: StepCost, beside: StepShape, context: int, most: int
+    ) -> int:
+        """How many tokens of a prompt a step has that is to take no longer: as many as fill the
+        graph that it is padded to, where it has one."""
+        overrun = self._step_costs.overrun
+        num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
+        graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
+        if not graph_rows or num_tokens + beside.num_decodes >= graph_rows[-1]:
+            return num_tokens
+        for rows in reversed(graph_rows):
+            filling = rows - beside.num_decodes
+            if LEAST_PROMPT_TOKENS <= filling <= most:
+                seconds = cost.seconds(beside.with_prompt(filling, context))
+                if seconds * overrun(rows) <= target_s:
+                    return filling
+        return num_tokens
 
     def check(self, request: Request, num_coming: int = 0) -> None:
         """Raises PromiseRefused if steps of all that will decode here, this request and

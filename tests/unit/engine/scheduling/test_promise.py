@@ -133,14 +133,37 @@ def test_a_step_fills_the_graph_that_it_is_padded_to(
     made.step()
     made.add(900, first_id=5000)
     assert sum(made.step().values()) == rows
-    assert made.scheduler._limits.unpadded_rows(513) == 513
+
+
+def test_a_step_beyond_the_largest_graph_is_as_large_as_it_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = bench(monkeypatch, 0.012, graph_rows=(64, 128))
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert sum(made.step().values()) == 400
+
+
+@pytest.mark.parametrize(("of_512", "rows"), [(1.0, 384), (0.8, 512), (0.9, 384)])
+def test_what_steps_of_a_graph_took_decides_about_it(
+    monkeypatch: pytest.MonkeyPatch, of_512: float, rows: int
+) -> None:
+    """By the estimate there is place for 400; steps of 512 are known to take less, or are not."""
+    made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512))
+    costs = made.scheduler.promise._step_costs
+    monkeypatch.setattr(costs, "_overrun_by_rows", {512: of_512})
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert sum(made.step().values()) == rows
 
 
 def test_what_steps_take_longer_than_expected_is_kept_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = bench(monkeypatch, 0.012)
-    made.scheduler.promise._step_costs.overrun = 1.2
+    monkeypatch.setattr(made.scheduler.promise._step_costs, "_overrun", 1.2)
     made.add(4)
     made.step()
     made.add(900, first_id=5000)
