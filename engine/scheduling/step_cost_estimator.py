@@ -15,6 +15,7 @@ planned by it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_right
 from collections import OrderedDict, deque
@@ -28,7 +29,7 @@ MIN_SAMPLES = 3  # of a size, before it counts
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS, _MIN_ERRORS = 512, 10
-_NUM_MIXED, _MIN_OF_ROWS = 256, 32  # steps of decodes and prompts, and those of one size
+_NUM_MIXED, _MIN_OF_ROWS = 256, 8  # steps of decodes and prompts, and those of one size
 _KEPT_SHARE, _MOST_OVERRUN = 0.98, 1.5
 _PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps would not shorten it
 _NUM_RECORDED = 512  # steps that the percentile is of
@@ -182,7 +183,7 @@ def _overrun_of(ratios: list[float]) -> float:
     usual = ratios[: bisect_right(ratios, _PAUSE * ratios[len(ratios) // 2])]
     if len(usual) < (1 - _MOST_PAUSES) * len(ratios):
         usual = ratios
-    return min(usual[int(_KEPT_SHARE * (len(usual) - 1))], _MOST_OVERRUN)
+    return min(usual[math.ceil(_KEPT_SHARE * (len(usual) - 1))], _MOST_OVERRUN)
 
 
 def _size_of(shape: StepShape) -> _Size:

@@ -127,9 +127,9 @@ def _decode_step_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int) -> 
 
 
 def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: Target) -> float:
-    """Of one engine, in full steps."""
+    """Of one engine, in full steps; each token sees half of its prompt, whatever the step has."""
     size = max(1, target.chunk)
-    pairs = int(size * min(mix.prompt_tokens, size) / 2)
+    pairs = int(size * mix.prompt_tokens / 2)
     return size / max(cost.seconds(StepShape(num_prompt_tokens=size, pairs=pairs)), 1e-9)
 
 

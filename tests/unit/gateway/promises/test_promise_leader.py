@@ -20,7 +20,7 @@ from baton.prefix_index.mirror import PrefixMirror
 
 COST = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
 TARGET_S = 0.024
-LONG, SHORT, HEAVY = (7, 8192, 256), (10, 256, 512), (10, 8192, 256)  # requests/s, prompt, output
+LONG, SHORT, HEAVY = (7, 8192, 256), (10, 256, 512), (10.5, 8192, 256)  # requests/s, prompt, output
 
 
 @dataclass

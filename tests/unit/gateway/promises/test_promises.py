@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.core.step_cost import StepCost
+from baton.core.step_cost import StepCost, StepShape
+from baton.gateway.promises import promises
 from baton.gateway.promises.promises import (
     HEAVIER,
     HOLD_S,
@@ -55,6 +56,20 @@ def test_chance_in_what_arrives_moves_nothing_to_and_fro() -> None:
     for share in (1.0, 0.95, 0.9):
         assert choose_num_pure(COST, mix(8192, 256, share * entered), TARGET, 2, 2, 2) > 0
     assert choose_num_pure(COST, mix(8192, 256, 0.9 * entered / HEAVIER), TARGET, 2, 2, 2) == 0
+
+
+@pytest.mark.parametrize("prompt_tokens", [512, 2048, 8192])
+def test_full_steps_are_those_of_whole_prompts(prompt_tokens: int) -> None:
+    """One prompt in as many steps as it takes, or several in one step."""
+    chunk, seconds = 2048, 0.0
+    for context in range(0, prompt_tokens, chunk):
+        step = StepShape()
+        for _ in range(max(1, chunk // prompt_tokens)):
+            step = step.with_prompt(min(chunk, prompt_tokens), context)
+        seconds += COST.seconds(step)
+    wanted = mix(prompt_tokens, 256, 4)
+    per_s = promises._pure_tokens_per_s(COST, wanted, Target(0.024, 1.0, chunk))
+    assert per_s == pytest.approx(max(prompt_tokens, chunk) / seconds, rel=0.01)
 
 
 def test_nobody_to_decode_for_or_nobody_to_move() -> None:
