@@ -174,6 +174,8 @@ class TorchAttention:
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
         k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
         window = self._windows[layer]
+        if s.is_decode and len(q) == 1:
+            return self._run_decode(q, k, v, s.seq_len, window)
         if s.is_decode:
             ends = range(s.seq_len - len(q) + 1, s.seq_len + 1)
             rows = zip(torch.split(q, 1), ends, strict=True)

@@ -1,0 +1,161 @@
+"""What a request takes outside its steps where its engines are on two hosts, with and without TLS.
+
+python -m baton.bench.cpu_families.two_hosts [--trees NAME=IMPORT_ROOT ...] [--pairs 7]
+
+The second host is a network namespace (so it needs root), and the wire to it a pair of devices. All
+hosts are the same cores. Of `--trees` each is measured by turns, in processes that import `baton`
+from there: with the tree of another commit, what the commits between have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_SUBNET = "10.234.0"
+_HERE, _THERE = f"{_SUBNET}.1", f"{_SUBNET}.2"
+_REQUESTS, _WARMUPS = 40, 8
+_PROMPT_TOKENS, _NUM_TOKENS = 128, 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    here = Path(__file__).resolve().parents[2]
+    default = f"this={os.environ.get('PYTHONPATH', here.parent)}"
+    parser.add_argument("--trees", nargs="*", default=[default], help="NAME=IMPORT_ROOT")
+    parser.add_argument("--pairs", type=int, default=7)
+    arguments = parser.parse_args()
+    trees = dict(one.split("=", 1) for one in arguments.trees)
+    found: dict[tuple[str, bool], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder, _second_host() as inside:
+        _make_certificates(next(iter(trees.values())), folder)
+        for _ in range(arguments.pairs):
+            for has_tls in (False, True):
+                for name, root in trees.items():
+                    part = _measure(root, inside, folder if has_tls else "")
+                    found.setdefault((name, has_tls), []).append(part)
+    for (name, has_tls), runs in found.items():
+        parts = {key: [run[key] for run in runs] for key in runs[0]}
+        words = (f"{key} {statistics.median(of):.2f}" for key, of in parts.items())
+        print(f"{name}, {'TLS' if has_tls else 'plain'} (ms): {', '.join(words)}", flush=True)
+
+
+def _measure(root: str, inside: str, certs: str) -> dict[str, float]:
+    """Medians of one deployment's requests, one at a time."""
+    secret = secrets.token_hex(16)
+    environment = os.environ | {
+        "PYTHONPATH": root,
+        "PYTHONSAFEPATH": "1",
+        "BATON_CLUSTER_SECRET": secret,
+        "OMP_NUM_THREADS": "1",
+    }
+    told = [sys.executable, "-c", _PROGRAM, inside, certs]
+    done = subprocess.run(told, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+# Runs with the tree to be measured: it may be of a commit that has not this file.
+_PROGRAM = f"""
+import contextlib, json, signal, statistics, subprocess, sys, time
+from baton.cluster.redis_server import RedisServer
+from baton.client import Client
+inside, certs = sys.argv[1:]
+def secured(role):
+    files = (("ca", "ca.crt"), ("cert", role + ".crt"), ("key", role + ".key"))
+    return [f"--cluster-{{flag}}={{certs}}/{{name}}" for flag, name in files] if certs else []
+def launch(role, redis, *flags, prefix=()):
+    program = f"import sys; from baton.cli.launch import {{role}} as run; sys.exit(run())"
+    argv = [*prefix, sys.executable, "-c", program, "--redis-url", redis, *flags, *secured(role)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("ready: "):
+            return process, line.split()[-1]
+    raise SystemExit("".join(said))
+with contextlib.ExitStack() as stack:
+    redis = stack.enter_context(RedisServer.start()).url
+    node = ("--cpu-kv-bytes", "100000000", "--insecure-bind")
+    started = []
+    def end():
+        for process, _ in reversed(started):
+            process.send_signal(signal.SIGTERM)
+        for process, _ in started:
+            process.communicate(timeout=20)
+    stack.callback(end)
+    started.append(launch("prefill", redis, *node, "--host", "{_HERE}"))
+    netns = ("ip", "netns", "exec", inside)
+    started.append(launch("decode", redis, *node, "--host", "{_THERE}", prefix=netns))
+    started.append(launch("gateway", redis, "--grpc-port", "0", "--http-port", "0"))
+    with Client(started[-1][1]) as client:
+        rows = []
+        for number in range({_REQUESTS}):
+            prompt = [(7 * i * i + 31 * number) % 250 + 3 for i in range({_PROMPT_TOKENS})]
+            result = client.generate(prompt_token_ids=prompt, max_tokens={_NUM_TOKENS},
+                                     temperature=0.0, ignore_eos=True).result
+            at = {{stamp.event.value: stamp.unix_ns / 1e6 for stamp in result.timeline}}
+            rows.append((result, at))
+            time.sleep(0.02)
+    offset_ms = (time.time_ns() - time.monotonic_ns()) / 1e6
+    def outside(result, at):
+        sent, got = (s * 1e3 + offset_ms for s in (result.times.sent_s, result.times.token_s[0]))
+        return at["prefill_started"] - sent + got - at["first_token"]
+    rows = rows[{_WARMUPS}:]
+    median = lambda values: statistics.median(list(values))
+    print(json.dumps({{
+        "TTFT outside the prefill step": median(outside(*row) for row in rows),
+        "first token to transfer ended": median(
+            at["transfer_ended"] - at["first_token"] for _, at in rows),
+        "first gap": median(result.times.handoff_gap_s * 1e3 for result, _ in rows),
+        "TBT p50": median(1e3 * gap for result, _ in rows for gap in result.times.gaps_s[1:]),
+    }}))
+"""
+
+
+def _make_certificates(root: str, folder: str) -> None:
+    program = (
+        "import sys; from pathlib import Path; from baton.cli.host.certs import make_certificates;"
+        f" make_certificates(Path({folder!r}), [{_HERE!r}, {_THERE!r}])"
+    )
+    environment = os.environ | {"PYTHONPATH": root, "PYTHONSAFEPATH": "1"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+@contextlib.contextmanager
+def _second_host() -> Iterator[str]:
+    """The name of a namespace at `_THERE`, with a wire from `_HERE`."""
+    name = f"bench-{os.getpid()}"
+    near, far = f"bn{os.getpid() % 10**6}a", f"bn{os.getpid() % 10**6}b"
+    _ip("netns", "add", name)
+    try:
+        _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        _ip("addr", "add", f"{_HERE}/30", "dev", near)
+        _ip("link", "set", near, "up")
+        for device in (far, "lo"):
+            _ip("-n", name, "link", "set", device, "up")
+        _ip("-n", name, "addr", "add", f"{_THERE}/30", "dev", far)
+        yield name
+    finally:
+        _ip("netns", "del", name)  # and with it both ends of the wire
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    main()
