@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -77,8 +77,8 @@ class StepCostEstimator:
         if self._estimate is not None:
             expected_s = self._estimate.seconds(shape)
             self._errors.append(abs(expected_s / seconds - 1))
-        if shape.num_decodes and shape.num_prompt_tokens:
-            self._mixed.append((shape, seconds))
+            if shape.num_decodes and shape.num_prompt_tokens:
+                self._mixed.append((shape, seconds))
         size = _size_of(shape)
         alike = self._sizes.setdefault(size, _Alike())
         alike.samples.append((shape, seconds))
@@ -111,12 +111,19 @@ class StepCostEstimator:
         return self._overrun_by_rows.get(num_rows, self._overrun)
 
     def _find_overruns(self, cost: StepCost) -> None:
-        ratios: dict[int, list[float]] = {}
-        for shape, seconds in self._mixed:
-            ratios.setdefault(shape.num_rows, []).append(seconds / cost.seconds(shape))
-        self._overrun = max(1.0, _overrun_of([one for some in ratios.values() for one in some]))
+        """Without what took far longer than is usual, where that is seldom: pauses, by their length
+        alone."""
+        ratios = [seconds / max(cost.seconds(shape), _LEAST_S) for shape, seconds in self._mixed]
+        most = _PAUSE * statistics.median(ratios)
+        if sum(ratio > most for ratio in ratios) > max(1, _MOST_PAUSES * len(ratios)):
+            most = max(ratios)
+        by_rows: dict[int, list[float]] = {}
+        for (shape, _), ratio in zip(self._mixed, ratios, strict=True):
+            if ratio <= most:
+                by_rows.setdefault(shape.num_rows, []).append(ratio)
+        self._overrun = max(1.0, _overrun_of(list(chain.from_iterable(by_rows.values()))))
         self._overrun_by_rows = {
-            rows: _overrun_of(some) for rows, some in ratios.items() if len(some) >= _MIN_OF_ROWS
+            rows: _overrun_of(some) for rows, some in by_rows.items() if len(some) >= _MIN_OF_ROWS
         }
 
     def expected_s(self, shape: StepShape) -> float | None:
@@ -178,12 +185,8 @@ class StepRecord:
 
 
 def _overrun_of(ratios: list[float]) -> float:
-    """What few of these exceed, without pauses: seldom, whatever is in a step."""
-    ratios = sorted(ratios)
-    usual = ratios[: bisect_right(ratios, _PAUSE * ratios[len(ratios) // 2])]
-    if len(usual) < (1 - _MOST_PAUSES) * len(ratios):
-        usual = ratios
-    return min(usual[math.ceil(_KEPT_SHARE * (len(usual) - 1))], _MOST_OVERRUN)
+    """What few of these exceed; none, of a few."""
+    return min(sorted(ratios)[math.ceil(_KEPT_SHARE * (len(ratios) - 1))], _MOST_OVERRUN)
 
 
 def _size_of(shape: StepShape) -> _Size:

@@ -55,8 +55,9 @@ class StepPromise:
     def _tokens_within(
         self, target_s: float, cost: StepCost, beside: StepShape, context: int, most: int
     ) -> int:
-        """How many tokens of a prompt a step has that is to take no longer: as many as fill the
-        graph that it is padded to, where it has one."""
+        """How many tokens of a prompt a step has that is to take no longer: as many as fill a
+        graph, so that none is padding. Where no graph has room for LEAST_PROMPT_TOKENS in that
+        time, or the largest is too small, as many as the estimate says."""
         overrun = self._step_costs.overrun
         num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
         graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
@@ -68,6 +69,7 @@ class StepPromise:
                 seconds = cost.seconds(beside.with_prompt(filling, context))
                 if seconds * overrun(rows) <= target_s:
                     return filling
+                num_tokens = min(num_tokens, filling)
         return num_tokens
 
     def check(self, request: Request, num_coming: int = 0) -> None:

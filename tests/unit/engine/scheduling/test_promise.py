@@ -145,14 +145,23 @@ def test_a_step_beyond_the_largest_graph_is_as_large_as_it_may_be(
     assert sum(made.step().values()) == 400
 
 
-@pytest.mark.parametrize(("of_512", "rows"), [(1.0, 384), (0.8, 512), (0.9, 384)])
+@pytest.mark.parametrize(
+    ("overruns", "rows"),
+    [
+        ({512: 1.0}, 384),
+        ({512: 0.8}, 512),
+        ({512: 0.9}, 384),
+        ({384: 1.2}, 256),
+        ({384: 1.2, 256: 1.6, 128: 9.0, 64: 9.0}, 64),  # the least that a prompt can have
+    ],
+)
 def test_what_steps_of_a_graph_took_decides_about_it(
-    monkeypatch: pytest.MonkeyPatch, of_512: float, rows: int
+    monkeypatch: pytest.MonkeyPatch, overruns: dict[int, float], rows: int
 ) -> None:
-    """By the estimate there is place for 400; steps of 512 are known to take less, or are not."""
+    """By the estimate there is place for 400; steps of some graphs are known to differ from it."""
     made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512))
     costs = made.scheduler.promise._step_costs
-    monkeypatch.setattr(costs, "_overrun_by_rows", {512: of_512})
+    monkeypatch.setattr(costs, "_overrun_by_rows", overruns)
     made.add(4)
     made.step()
     made.add(900, first_id=5000)

@@ -152,6 +152,24 @@ def test_how_much_longer_mixed_steps_take_than_expected_is_known() -> None:
     assert played(shapes, linear_s, outliers=0.03).overrun() < 1.03, "to plan less avoids no pause"
 
 
+@pytest.mark.parametrize("num_mixed", [12, 40, 256])
+def test_one_pause_is_none_of_few_steps_either(num_mixed: int) -> None:
+    """Nor is it of those of its size, or of a first step that compiles."""
+    estimator = StepCostEstimator()
+    shapes = [prompt(16), prompt(2048)] * 70 + [_beside(n) for n in (64, 256, 512, 700)] * 64
+    num_before = 140
+    estimator.observe(_beside(64), 9.0)
+    for number, shape in enumerate(shapes[: num_before + num_mixed]):
+        pause_s = 0.05 if number == num_before + num_mixed // 2 else 0.0
+        estimator.observe(shape, linear_s(shape) + pause_s)
+        estimator.estimate()
+    for shape in [prompt(16)] * 130:
+        estimator.observe(shape, linear_s(shape))
+        estimator.estimate()
+    assert estimator.overrun() < 1.02
+    assert all(estimator.overrun(n + 8) < 1.02 for n in (64, 256, 512, 700))
+
+
 def test_what_many_steps_have_is_no_pause() -> None:
     chance = random.Random(6)
     shapes = [any_shape(chance, "pdm") for _ in range(600)]

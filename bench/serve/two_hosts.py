@@ -1,6 +1,6 @@
 """What a request takes outside its steps where its engines are on two hosts, with and without TLS.
 
-python -m baton.bench.cpu_families.two_hosts [--trees NAME=IMPORT_ROOT ...] [--pairs 7]
+python -m baton.bench.serve.two_hosts [--trees NAME=IMPORT_ROOT ...] [--rounds 7]
 
 The second host is a network namespace (so it needs root), and the wire to it a pair of devices. All
 hosts are the same cores. Of `--trees` each is measured by turns, in processes that import `baton`
@@ -22,6 +22,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import baton
+
+_MOST_S = 120.0  # of a deployment and its requests
 _SUBNET = "10.234.0"
 _HERE, _THERE = f"{_SUBNET}.1", f"{_SUBNET}.2"
 _REQUESTS, _WARMUPS = 40, 8
@@ -30,16 +33,15 @@ _PROMPT_TOKENS, _NUM_TOKENS = 128, 24
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    here = Path(__file__).resolve().parents[2]
-    default = f"this={os.environ.get('PYTHONPATH', here.parent)}"
-    parser.add_argument("--trees", nargs="*", default=[default], help="NAME=IMPORT_ROOT")
-    parser.add_argument("--pairs", type=int, default=7)
+    this = f"this={Path(str(baton.__file__)).parents[1]}"
+    parser.add_argument("--trees", nargs="+", default=[this], help="NAME=IMPORT_ROOT")
+    parser.add_argument("--rounds", type=int, default=7, help="of all trees, plain and over TLS")
     arguments = parser.parse_args()
     trees = dict(one.split("=", 1) for one in arguments.trees)
     found: dict[tuple[str, bool], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder, _second_host() as inside:
         _make_certificates(next(iter(trees.values())), folder)
-        for _ in range(arguments.pairs):
+        for _ in range(arguments.rounds):
             for has_tls in (False, True):
                 for name, root in trees.items():
                     part = _measure(root, inside, folder if has_tls else "")
@@ -60,10 +62,17 @@ def _measure(root: str, inside: str, certs: str) -> dict[str, float]:
         "OMP_NUM_THREADS": "1",
     }
     told = [sys.executable, "-c", _PROGRAM, inside, certs]
-    done = subprocess.run(told, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(told, env=environment, stdout=pipe, stderr=pipe, text=True)
+    try:
+        said, errors = process.communicate(timeout=_MOST_S)
+    except BaseException:
+        process.terminate()  # it ends what it has started
+        process.communicate()
+        raise
+    if process.returncode:
+        raise RuntimeError(said[-2000:] + errors[-2000:])
+    figures: dict[str, float] = json.loads(said.splitlines()[-1])
     return figures
 
 
@@ -73,6 +82,8 @@ import contextlib, json, signal, statistics, subprocess, sys, time
 from baton.cluster.redis_server import RedisServer
 from baton.client import Client
 inside, certs = sys.argv[1:]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+started = []
 def secured(role):
     files = (("ca", "ca.crt"), ("cert", role + ".crt"), ("key", role + ".key"))
     return [f"--cluster-{{flag}}={{certs}}/{{name}}" for flag, name in files] if certs else []
@@ -80,27 +91,29 @@ def launch(role, redis, *flags, prefix=()):
     program = f"import sys; from baton.cli.launch import {{role}} as run; sys.exit(run())"
     argv = [*prefix, sys.executable, "-c", program, "--redis-url", redis, *flags, *secured(role)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started.append(process)
     said = []
     for line in process.stdout:
         said.append(line)
         if line.startswith("ready: "):
-            return process, line.split()[-1]
+            return line.split()[-1]
     raise SystemExit("".join(said))
+def end():
+    for process in reversed(started):
+        process.send_signal(signal.SIGTERM)
+    for process in started:
+        try:
+            process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
 with contextlib.ExitStack() as stack:
     redis = stack.enter_context(RedisServer.start()).url
     node = ("--cpu-kv-bytes", "100000000", "--insecure-bind")
-    started = []
-    def end():
-        for process, _ in reversed(started):
-            process.send_signal(signal.SIGTERM)
-        for process, _ in started:
-            process.communicate(timeout=20)
     stack.callback(end)
-    started.append(launch("prefill", redis, *node, "--host", "{_HERE}"))
+    launch("prefill", redis, *node, "--host", "{_HERE}")
     netns = ("ip", "netns", "exec", inside)
-    started.append(launch("decode", redis, *node, "--host", "{_THERE}", prefix=netns))
-    started.append(launch("gateway", redis, "--grpc-port", "0", "--http-port", "0"))
-    with Client(started[-1][1]) as client:
+    launch("decode", redis, *node, "--host", "{_THERE}", prefix=netns)
+    with Client(launch("gateway", redis, "--grpc-port", "0", "--http-port", "0")) as client:
         rows = []
         for number in range({_REQUESTS}):
             prompt = [(7 * i * i + 31 * number) % 250 + 3 for i in range({_PROMPT_TOKENS})]
