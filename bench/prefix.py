@@ -31,7 +31,8 @@ from baton.core.metrics import percentile
 from baton.loadgen.arrivals import TRACE_PIECE_TOKENS, Arrival, from_trace
 
 from .floors.figures import ROOT, command_line, commit, machine
-from .played.simulation import Blocks, EngineSetup, Simulation
+from .played.engine import Blocks, EngineSetup
+from .played.simulation import Simulation
 from .simulated_goodput import H200_8B
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation.jsonl.xz"

@@ -30,7 +30,8 @@ from baton.loadgen.arrivals import from_trace
 
 from .floors.figures import ROOT, command_line, commit, machine
 from .goodput.figures import keeps
-from .played.simulation import Call, EngineSetup, Simulation
+from .played.engine import EngineSetup
+from .played.simulation import Call, Simulation
 from .serve.clients.workloads import TRACE
 
 # Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.

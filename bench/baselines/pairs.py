@@ -22,7 +22,8 @@ from baton.core.step_cost import StepCost
 from baton.engine.execution.batch import CompletedStep, LaunchedStep, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 
-from ..played.simulation import Blocks, Call, EngineSetup, Simulation
+from ..played.engine import Blocks, EngineSetup
+from ..played.simulation import Call, Simulation
 from .play import EndingRunner
 from .workload import Job
 

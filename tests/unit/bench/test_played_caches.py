@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 
 from baton.bench import prefix
-from baton.bench.played.simulation import Blocks, EngineSetup, Simulation
+from baton.bench.played.engine import Blocks, EngineSetup
+from baton.bench.played.simulation import Simulation
 from baton.bench.simulated_goodput import H200_8B
 from baton.core.membership import Role
 

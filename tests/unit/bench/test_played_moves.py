@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from baton.bench.played.simulation import EngineSetup, Simulation
+from baton.bench.played.engine import EngineSetup
+from baton.bench.played.simulation import Simulation
 from baton.core.membership import Role
 from baton.core.metrics import percentile
 from baton.core.step_cost import StepCost

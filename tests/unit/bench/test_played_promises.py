@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from baton.bench.played.simulation import EngineSetup, Simulation
+from baton.bench.played.engine import EngineSetup
+from baton.bench.played.simulation import Simulation
 from baton.bench.simulated_goodput import H200_8B
 from baton.core.membership import Role
 

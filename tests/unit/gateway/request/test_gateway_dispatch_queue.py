@@ -10,7 +10,8 @@ from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 from fakes.gateway.step_costs import linear_cost
 
-from baton.bench.played.simulation import EngineSetup, Simulation
+from baton.bench.played.engine import EngineSetup
+from baton.bench.played.simulation import Simulation
 from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded, Unavailable
 from baton.core.membership import Role
 from baton.core.request.request import FinishReason, SamplingParams

@@ -1,0 +1,35 @@
+"""A gateway's part of a played cluster: the production's routing, queue and sessions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from baton.gateway.admission.admission import QueueLimit
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.routing_policies import make_policy
+from baton.gateway.moves.mover import RequestMover
+from baton.gateway.request.engine_link import EngineOutput
+from baton.gateway.request.session_table import DispatchQueue, SessionTable
+from baton.prefix_index.mirror import PrefixMirror
+
+from .device import VirtualClock
+
+
+class PlayedGateway:
+    """What of a gateway decides where requests go, and streams their tokens."""
+
+    def __init__(
+        self, clock: VirtualClock, seed: int, max_queue_s: float | None, policy: str
+    ) -> None:
+        self.table = EngineTable(PrefixMirror(clock), make_policy(policy, random.Random(seed)))
+        self.queue = DispatchQueue(self.table.released)
+        self.sessions = SessionTable(clock, 1 << 20, self.queue)
+        self.limit = QueueLimit(self.table, self.queue, max_queue_s)
+        self.mover = RequestMover(self.table, self.sessions, clock, random.Random(seed))
+
+    def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
+        """What it does with a step's outputs."""
+        self.table.engines[name].settle(outputs)
+        self.sessions.engine_tokens(name, ())
+        self.sessions.engine_outputs(name, outputs)
