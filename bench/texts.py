@@ -73,13 +73,13 @@ def _places(addresses: dict[str, str]) -> dict[str, list[Send]]:
     places["gRPC Generate"] = [
         partial(_all_of, generate, _generate(text)) for text in texts.values()
     ]
-    messages = {
+    messages: dict[str, list[Any]] = {
         "Tokenize": [inference_pb2.TokenizeRequest(text=text) for text in texts.values()],
         "Detokenize": [inference_pb2.DetokenizeRequest(ids=ids)],
     }
-    for method, found in messages.items():
+    for method, of_texts in messages.items():
         call = channel.unary_unary(_METHOD.format(method))
-        places[f"gRPC {method}"] = [partial(call, m.SerializeToString()) for m in found]
+        places[f"gRPC {method}"] = [partial(call, m.SerializeToString()) for m in of_texts]
     return places
 
 
@@ -134,7 +134,7 @@ def _callers(sends: list[Send], outcomes: Counter[str]) -> Iterator[None]:
 def _silence_ms(address: str) -> float:
     """The longest of all streams, beyond the engine's step."""
     plan = LoadPlan("sse", "", _NUM_STREAMS, num_tokens=_NUM_TOKENS, keeps_times=True)
-    (found,) = load(plan, address)
+    (found,) = load(plan, {"sse": address})
     if found["errors"]:
         raise RuntimeError(f"streams failed: {found['errors']}")
     gaps_s = [b - a for s in found["streams"] for a, b in pairwise(s["times_s"])]

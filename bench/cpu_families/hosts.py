@@ -126,7 +126,7 @@ def _second_host(index: int, delay_s: float) -> Iterator[tuple[str, str]]:
     here, there = f"10.233.{index}.1", f"10.233.{index}.2"
     _ip("netns", "add", name)
     try:
-        ends = [_tun(near), _tun(far)]
+        ends = _tun(near), _tun(far)
         _ip("link", "set", far, "netns", name)
         for device, mine, theirs, where in (
             (near, here, there, ()),

@@ -34,6 +34,7 @@ from baton.core.config import GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.model_dir import read_json, resolve_model_dir
 from baton.loadgen.figures import ReportWindow
+from baton.loadgen.records import Record
 
 from ..floors.figures import ROOT, command_line, commit
 from ..floors.gpu_shapes import SHAPES, Shape
@@ -162,7 +163,7 @@ class Sweep:
         attained: dict[str, float] = found["attained"]
         return max(attained.values()) if run.y_ms is None else attained[f"{run.y_ms:g}"]
 
-    def _send(self, start: Start, target: str, run: Run) -> list[load.Record]:
+    def _send(self, start: Start, target: str, run: Run) -> list[Record]:
         margin, fields = 1 - self._arguments.margin, {}
         if start.mode in PROMISING and run.y_ms is not None:
             fields["tbt_target_ms"] = run.y_ms * margin

@@ -148,7 +148,8 @@ class Layer:
         if weights:
             made = [zip(*map(_QUANTISE[weights], one.values), strict=True) for one in parts]
             parts = [ExpertWeights(*map(torch.stack, one)) for one in made]
-        self.mixture = Mixture(router, *parts, sizes.num_chosen, True)
+        gated, ungated = parts
+        self.mixture = Mixture(router, gated, ungated, sizes.num_chosen, True)
         self.sizes, self.weights = sizes, weights
 
     def inputs(self, num_tokens: int) -> list[Tensor]:
@@ -162,7 +163,7 @@ class Layer:
 
     def in_fp8(self, x: Tensor) -> Fp8Groups:
         """As kernels quantise it; its router's product is thrown away."""
-        quantised = Fp8Groups.empty(*x.shape, x.device)
+        quantised = Fp8Groups.empty(x.shape[0], x.shape[1], x.device)
         router_logits(x, torch.empty(1, x.shape[1], device=x.device, dtype=x.dtype), quantised)
         return quantised
 
@@ -302,7 +303,8 @@ def compile_all(mixtures: list[Sizes], weights: str, tokens: list[int]) -> None:
         sizes = replace(whole, hidden=2048, inner=1024)
         plans: list[Plan] = [*few_plans(weights)] if min(tokens) <= _MAX_FEW_TOKENS else []
         todo += [partial(_compile_plan, sizes, weights, 1, plan) for plan in plans]
-        any_plan = Tiles(16, *[Cut(128, 128, 3, 4, is_turned=True)] * 2, bool(weights))
+        cut = Cut(128, 128, 3, 4, is_turned=True)
+        any_plan = Tiles(16, cut, cut, bool(weights))
         todo += [partial(_compile_plan, sizes, weights, count, any_plan) for count in tokens]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:

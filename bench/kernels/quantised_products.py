@@ -163,7 +163,8 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
     ]
     tilings = [one for one in _TILINGS if (room + one.outputs) * 128 * one.stages <= _SHARED_BYTES]
     return [
-        *(way for way in (*stages, *tilings) if num_outputs / way.outputs >= 60),
+        *(way for way in stages if num_outputs / way.outputs >= 60),
+        *(way for way in tilings if num_outputs / way.outputs >= 60),
         ScaledMm(),
     ]
 

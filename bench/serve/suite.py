@@ -62,7 +62,7 @@ class Suite:
         arguments.model, arguments.load_format = str(model), "dummy"
         self._engine = flags.parse(EngineConfig, arguments)
         self._results = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._alone_samples: dict[int, list[idle.Alone]] = {}
+        self._alone_samples: dict[int, list[idle.IdleRequests]] = {}
         self._queued_s: list[float] = []
         self._through: dict[int, list[Result]] = {}
         self._again: list[Result] = []
@@ -151,9 +151,9 @@ class Suite:
         print(json.dumps(compared, indent=1), flush=True)
         self._save("idle", compared)
 
-    def _known_alone(self) -> dict[int, list[idle.Alone]]:
+    def _known_alone(self) -> dict[int, list[idle.IdleRequests]]:
         known = self._found("alone") or {}
-        return {int(n): [idle.Alone(*pair) for pair in pairs] for n, pairs in known.items()}
+        return {int(n): [idle.IdleRequests(*pair) for pair in pairs] for n, pairs in known.items()}
 
     def _mixed(self) -> None:
         gpus = [self._arguments.prefill_gpus, self._arguments.decode_gpus]
