@@ -19,7 +19,6 @@ import math
 import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
@@ -121,7 +120,7 @@ class StepCostEstimator:
         for (shape, _), ratio in zip(self._mixed, ratios, strict=True):
             if ratio <= most:
                 by_rows.setdefault(shape.num_rows, []).append(ratio)
-        self._overrun = max(1.0, _overrun_of(list(chain.from_iterable(by_rows.values()))))
+        self._overrun = max(1.0, _overrun_of([ratio for ratio in ratios if ratio <= most]))
         self._overrun_by_rows = {
             rows: _overrun_of(some) for rows, some in by_rows.items() if len(some) >= _MIN_OF_ROWS
         }
