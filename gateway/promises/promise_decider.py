@@ -51,7 +51,7 @@ class LoadMeter:
     def mix(self, engines: Sequence[LinkedEngine], queued_tokens: int) -> Mix | None:
         """Of these engines together; None: nothing came, or they are not known for long enough.
         `queued_tokens`: of prompts that wait at the gateway."""
-        prompts = prompt_tokens = output_tokens = 0.0
+        prompts = prompt_tokens = output_tokens = num_prompts = 0.0
         for engine in engines:
             seen = self._seen.get(engine.incarnation)
             if not seen or seen[-1][0] - seen[0][0] < _LEAST_SPAN_S:
@@ -60,6 +60,7 @@ class LoadMeter:
             rates = [(b - a) / (ended_s - began_s) for a, b in zip(first, last, strict=True)]
             prompts, prompt_tokens = prompts + rates[0], prompt_tokens + rates[1]
             output_tokens += rates[2]
+            num_prompts += last[0] - first[0]
         if not prompts or not prompt_tokens:
             return None
         loads = [engine.load for engine in engines if engine.load is not None]
@@ -72,6 +73,7 @@ class LoadMeter:
             prompt_tokens_per_s=prompt_tokens + waiting / _DRAIN_S,
             output_tokens_per_s=output_tokens,
             context=keys / decodes if decodes else size,
+            num_prompts=num_prompts,
         )
 
 

@@ -9,9 +9,11 @@ alone, in whole steps, for the others to decode. For each number of those withou
               against what comes: the share whose wait stays within the TTFT that is wanted
     decodes   as many as the promise leaves place for, against as many as run at once
 
-Their product is about the share of good requests. Where one number is better by LEAST_GAIN, it is
-taken. That all promise is the rule: they are back once they would serve HEAVIER prompts as well, so
-that chance in what arrives moves nothing to and fro.
+Their product is about the share of good requests. What came in a few seconds tells the load to
+within chance: near what the engines can take, a few prompts more would speak for one number and a
+few less for another. So shares are means over the loads that may be behind what came; where one
+number is better by LEAST_GAIN, it is taken. That all promise is the rule: they are back once they
+would serve HEAVIER prompts as well, so that chance moves nothing to and fro.
 """
 
 from __future__ import annotations
@@ -22,24 +24,27 @@ from dataclasses import dataclass
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 
-LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
+LEAST_GAIN = 0.08  # of the share of good requests, for another number: a change costs some
 HEAVIER = 1.3
 _WELL, _LEAST_LOSS = 0.95, 0.01  # what is as good as all promising with that much more
 HOLD_S = 5.0  # a promise stays at least so long
 _MANY_DECODES = 1 << 16
 _MANY_COUNTS = 12  # of engines: more are not all tried, each takes 0.1 ms
 _LATE = 0.2  # what a request counts that is served, but too late
+_DEVIATIONS = (-1.28, -0.52, 0.0, 0.52, 1.28)  # of a normal distribution, a fifth each
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
     """What came in the last seconds, of all gateways. Tokens of prompts are those that no cache
-    had; `prompt_tokens`: of one, on average. `context`: of a decode that runs, on average."""
+    had; `prompt_tokens`: of one, on average. `context`: of a decode that runs, on average.
+    `num_prompts`: that came, and by which the rest is known."""
 
     prompt_tokens: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     context: float
+    num_prompts: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,12 @@ class GoodShares:
         served = min(1.0, (pure_per_s + mixed_per_s) / max(wanted_per_s, 1.0))
         served = min(served, most / max(running, 1.0))
         return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
+
+    def expected_share(self, num_pure: int) -> float:
+        """The mean over the loads that may be behind the prompts that came (Poisson arrivals)."""
+        deviation = 1 / math.sqrt(max(1.0, self._mix.num_prompts))
+        loads = [max(0.0, 1 + times * deviation) for times in _DEVIATIONS]
+        return sum(self.share(num_pure, times) for times in loads) / len(loads)
 
     def _mixed_engines(self, num: int) -> tuple[float, float]:
         """Decodes that run on so many, and prompt tokens that these compute in a second."""
@@ -153,8 +164,8 @@ def choose_num_pure(
         return 0
     now = min(now, num_movable)
     shares = GoodShares(cost, mix, target, num_movable + num_others)
-    best = _best_count(shares.share, num_movable)
-    if shares.share(best) >= shares.share(now) + LEAST_GAIN:
+    best = _best_count(shares.expected_share, num_movable)
+    if shares.expected_share(best) >= shares.expected_share(now) + LEAST_GAIN:
         return best
     least = max(_WELL, shares.share(now, HEAVIER) - _LEAST_LOSS)
     fine = (count for count in _some_counts(now) if shares.share(count, HEAVIER) >= least)
