@@ -11,9 +11,10 @@ alone, in whole steps, for the others to decode. For each number of those withou
 
 Their product is about the share of good requests. What came in a few seconds tells the load to
 within chance: near what the engines can take, a few prompts more would speak for one number and a
-few less for another. So shares are means over the loads that may be behind what came; where one
-number is better by LEAST_GAIN, it is taken. That all promise is the rule: they are back once they
-would serve HEAVIER prompts as well, so that chance moves nothing to and fro.
+few less for another. So shares are means over the loads that may be behind what came. The measured
+steps tell what engines would compute otherwise only to within some: another number is taken where
+it is better by LEAST_GAIN with MARGIN times the prompts. That all promise is the rule: they are
+back once they would serve HEAVIER prompts as well, so that nothing moves to and fro.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dataclasses import dataclass
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 
-LEAST_GAIN = 0.08  # of the share of good requests, for another number: a change costs some
+LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
+MARGIN = 1.2
 HEAVIER = 1.3
 _WELL, _LEAST_LOSS = 0.95, 0.01  # what is as good as all promising with that much more
 HOLD_S = 5.0  # a promise stays at least so long
@@ -83,11 +85,11 @@ class GoodShares:
         served = min(served, most / max(running, 1.0))
         return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
 
-    def expected_share(self, num_pure: int) -> float:
+    def expected_share(self, num_pure: int, times: float = 1.0) -> float:
         """The mean over the loads that may be behind the prompts that came (Poisson arrivals)."""
         deviation = 1 / math.sqrt(max(1.0, self._mix.num_prompts))
-        loads = [max(0.0, 1 + times * deviation) for times in _DEVIATIONS]
-        return sum(self.share(num_pure, times) for times in loads) / len(loads)
+        loads = [max(0.0, 1 + number * deviation) for number in _DEVIATIONS]
+        return sum(self.share(num_pure, times * load) for load in loads) / len(loads)
 
     def _mixed_engines(self, num: int) -> tuple[float, float]:
         """Decodes that run on so many, and prompt tokens that these compute in a second."""
@@ -165,7 +167,7 @@ def choose_num_pure(
     now = min(now, num_movable)
     shares = GoodShares(cost, mix, target, num_movable + num_others)
     best = _best_count(shares.expected_share, num_movable)
-    if shares.expected_share(best) >= shares.expected_share(now) + LEAST_GAIN:
+    if shares.expected_share(best, MARGIN) >= shares.expected_share(now) + LEAST_GAIN:
         return best
     least = max(_WELL, shares.share(now, HEAVIER) - _LEAST_LOSS)
     fine = (count for count in _some_counts(now) if shares.share(count, HEAVIER) >= least)

@@ -20,7 +20,7 @@ from baton.prefix_index.mirror import PrefixMirror
 
 COST = StepCost(0.012, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
 TARGET_S = 0.024
-LONG, SHORT, HEAVY = (5, 8192, 256), (8, 256, 512), (7.5, 8192, 256)  # requests/s, prompt, output
+LONG, SHORT, HEAVY = (5, 8192, 256), (8, 256, 512), (6, 8192, 256)  # requests/s, prompt, output
 
 
 @dataclass
