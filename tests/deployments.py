@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,16 @@ from baton.core.membership import Member
 from baton.proto.v1 import node_pb2_grpc
 
 MARK = "BATON_TEST_MARK"
+_OURS = range(20_000, 30_000)  # below what the kernel gives to whoever asks for any port
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """For a process that is to be told a port: nobody who asks for any gets it meanwhile."""
+    for port in random.sample(_OURS, len(_OURS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise OSError(f"no port of {_OURS} is free")
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from deployments import Running, running
+from deployments import Running, free_port, running
 
 from baton.core.engine_config import EngineConfig
 
@@ -73,12 +73,6 @@ def process(*argv: str, environment: dict[str, str]) -> Iterator[subprocess.Pope
     finally:
         running_process.terminate()
         running_process.communicate(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for_model(address: str) -> None:

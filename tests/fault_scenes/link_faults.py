@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from deployments import free_port
 from fault_scenes.faults import Scene, Stream, until
 from fault_scenes.introductions import Introductions
 from fault_scenes.tangle import DOUBLE, LOSE, SWAP, Tangle
@@ -113,9 +113,3 @@ async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
                 process.process.send_signal(signal.SIGINT)
             for process in processes:
                 await asyncio.to_thread(process.wait)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

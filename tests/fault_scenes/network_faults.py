@@ -19,10 +19,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
 
+from deployments import free_port
 from fakes.node.wire_proxy import BACK, ON, WireProxy
 from fault_scenes.faults import Scene, Stream, until
 from fault_scenes.introductions import Introductions
-from fault_scenes.link_faults import free_port
 from fault_scenes.tangle import Tangle
 from node_driver import NodeProcess, ledgers, wait_idle
 

@@ -8,7 +8,6 @@ reference. The cluster keeps its ports: a node that is killed comes back where i
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deployments import free_port
 from fault_scenes import mixed_run
 from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from fault_scenes.faults import Scene, Stream
@@ -37,12 +37,6 @@ COMMON = (
     *("--max-num-batched-tokens", "256", "--lease-s", str(LEASE_S)),
 )
 NODES = ("gateway-0", "prefill-0", "decode-0")
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 class GpuReference:
@@ -86,8 +80,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> GpuReference:
 def gpu_cluster(
     reference: GpuReference, **flags: tuple[str, ...]
 ) -> AbstractContextManager[Cluster]:
-    prefill = ("--gpus", "0", "--port", free_port(), *flags.get("prefill", ()))
-    decode = ("--gpus", "1", "--port", free_port(), *flags.get("decode", ()))
+    prefill = ("--gpus", "0", "--port", str(free_port()), *flags.get("prefill", ()))
+    decode = ("--gpus", "1", "--port", str(free_port()), *flags.get("decode", ()))
     return cluster(
         reference.model_dir,
         *NODES,

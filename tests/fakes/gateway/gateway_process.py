@@ -60,6 +60,7 @@ async def gateway_process(
     async with asyncio.timeout(20):
         while not line.startswith(b"ready: "):
             line = await process.stdout.readline()
+            assert line, "it ended: its last words are in the test's output"
             if match := re.match(r"(\S+) alone: (\S+)", line.decode()):
                 alone[match[1]] = match[2]
     *_, base, grpc_address = line.decode().split()

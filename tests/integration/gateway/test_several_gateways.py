@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
+from deployments import free_port
 from fakes.gateway.byte_model import write_byte_model
 from fakes.gateway.gateway_process import PROGRAM, GatewayProcess, gateway_process, until_links
 from fakes.node.node import expected_text
@@ -312,13 +313,11 @@ async def test_gateways_that_were_started_one_by_one_share_a_port(
     redis_server: RedisServer, model_dir: Path
 ) -> None:
     """Each has a further port of its own; one whose own port is taken says so."""
-    with socket.socket() as holder, socket.socket() as spare:
-        for found in (holder, spare):
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            found.bind(("127.0.0.1", 0))
-        port, own_port = (str(found.getsockname()[1]) for found in (holder, spare))
-        spare.close()
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        port, own_port = str(holder.getsockname()[1]), str(free_port())
         shared = ("--reuse-port", "--http-port", port)
         own = ("--own-http-port", own_port)
         async with (

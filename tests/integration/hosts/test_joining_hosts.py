@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from deployments import free_port
 from node_driver import write_tiny_model
 
 from baton.cluster.secret import ClusterSecret
@@ -23,11 +24,6 @@ from baton.engine.hosts.joining import dial_head, request_of
 
 SECRET = ClusterSecret("a secret of these tests")
 HEAD = "127.0.0.2"
-
-
-def free_port() -> int:
-    with socket.create_server((HEAD, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Head:
@@ -58,7 +54,7 @@ def config(tmp_path: Path) -> EngineConfig:
         pipeline_parallel_size=3,
         nnodes=3,
         master_addr=HEAD,
-        master_port=free_port(),
+        master_port=free_port(HEAD),
     )
 
 
