@@ -14,7 +14,7 @@ from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom, refuse_adapter
 from .scheduling.outputs import StepOutput
 from .scheduling.scheduler import Scheduler
-from .scheduling.sequence import Sequence, SequenceState, finish_reason
+from .scheduling.sequence import Sequence, SequenceState
 
 
 class LiveSequences:
@@ -104,14 +104,15 @@ class LiveSequences:
     def finish_reason(
         self, request: Request, token_id: int, num_outputs: int
     ) -> FinishReason | None:
-        """Why the request ends with this token, the `num_outputs`th; None: it goes on."""
-        return finish_reason(
-            request,
-            token_id,
-            num_outputs,
-            eos_token_ids=self.eos_token_ids,
-            max_model_len=self._limits.max_model_len,
-        )
+        """Why the request ends with this token, output number `num_outputs` (from 1); None: it goes
+        on. Stop strings are not judged here: the gateway knows text."""
+        sampling = request.sampling
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        is_full = len(request.prompt_token_ids) + num_outputs >= self._limits.max_model_len
+        return FinishReason.LENGTH if is_full or num_outputs >= sampling.max_tokens else None
 
     def end(self, sequence: Sequence) -> None:
         """Give back all that it has, and its search."""

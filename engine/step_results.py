@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from math import isnan
 
 from ..core.errors import EngineFailed
 from ..core.request.request import FinishReason, Request
@@ -11,11 +11,12 @@ from .live_sequences import LiveSequences
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
 from .scheduling.outputs import ChunkDone, StepOutput, TokenOutput
-from .scheduling.schedule import ScheduledSequence
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 from .scheduling.step_cost_estimator import StepRecord
 from .speculation.speculator import Speculator
+
+_token_output = TokenOutput._make  # a step makes hundreds: by name it takes longer
 
 
 class StepResults:
@@ -38,28 +39,22 @@ class StepResults:
         self._speculator = speculator
 
     def advance(
-        self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutput
-    ) -> None:
-        """Account for one sequence's part of a completed step."""
-        sequence, num_tokens = scheduled
-        if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
-            tokens = self._speculator.accepted_tokens(sequence, sampled)
-            self._step_record.num_decode_tokens -= num_tokens - len(tokens)
-            for token in tokens:
-                if sequence.state is not SequenceState.ENDED:
-                    self._advance_by(sequence, 1, token, output)
-        else:
-            self._advance_by(sequence, num_tokens, sampled, output)
-
-    def _advance_by(
         self,
         sequence: Sequence,
         num_tokens: int,
         sampled: SampledToken | None,
         output: StepOutput,
     ) -> None:
-        """So many of its tokens are computed, and the token behind them is sampled, if any is."""
-        if sampled is not None and math.isnan(sampled.logprob):
+        """Account for one sequence's part of a completed step: so many of its tokens are computed,
+        and the token behind them is sampled, if any is."""
+        if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
+            tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
+            self._step_record.num_decode_tokens -= num_tokens - len(tokens)
+            for token in tokens:
+                if sequence.state is not SequenceState.ENDED:
+                    self.advance(sequence, 1, token, output)
+            return
+        if sampled is not None and isnan(sampled.logprob):
             self._sequences.fail(
                 sequence, EngineFailed("the model's logits are not numbers"), output
             )
@@ -83,22 +78,25 @@ class StepResults:
         self, sequence: Sequence, sampled: SampledToken, output: StepOutput
     ) -> FinishReason | None:
         """Output a token, and end or hold its sequence if that was its last one here."""
-        sequence.num_awaited_tokens -= not sequence.is_held
-        request = sequence.request
-        reason = self._output(request, sequence.key, sequence.num_outputs, sampled, output)
+        is_held, token_ids, token_id = sequence.is_held, sequence.token_ids, sampled.token_id
+        sequence.num_awaited_tokens -= not is_held
+        index = len(token_ids) - sequence.num_prompt_tokens
+        reason = self._sequences.finish_reason(sequence.request, token_id, index + 1)
+        values = (sequence.key, index, token_id, sampled.logprob, reason, sampled.top)
+        output.tokens.append(_token_output(values))
         if sequence.forks:
             fork_reasons = [
                 self._fork_off(sequence, fork, token, output)
                 for fork, token in zip(sequence.forks, sampled.forks, strict=True)
             ]
             sequence.forks = ()
-            if sequence.is_held and None in fork_reasons:
+            if is_held and None in fork_reasons:
                 reason = None
-        sequence.token_ids.append(sampled.token_id)
+        token_ids.append(token_id)
         if reason is not None:
             self._estimator.observe(sequence.num_outputs)
             self._sequences.end(sequence)
-        elif sequence.is_held:
+        elif is_held:
             self._scheduler.queues.hold(sequence)
         return reason
 
@@ -106,20 +104,10 @@ class StepResults:
         self, parent: Sequence, request: Request, sampled: SampledToken, output: StepOutput
     ) -> FinishReason | None:
         """Output a further sample's first token, and let it go on unless its KV is held."""
-        reason = self._output(request, request.key, parent.num_outputs, sampled, output)
+        index, token_id = parent.num_outputs, sampled.token_id
+        reason = self._sequences.finish_reason(request, token_id, index + 1)
+        values = (request.key, index, token_id, sampled.logprob, reason, sampled.top)
+        output.tokens.append(_token_output(values))
         if reason is None and not parent.is_held:
-            self._sequences.fork(parent, request, sampled.token_id)
-        return reason
-
-    def _output(
-        self,
-        request: Request,
-        key: str,
-        index: int,
-        sampled: SampledToken,
-        output: StepOutput,
-    ) -> FinishReason | None:
-        reason = self._sequences.finish_reason(request, sampled.token_id, index + 1)
-        token = TokenOutput(key, index, sampled.token_id, sampled.logprob, reason, sampled.top)
-        output.tokens.append(token)
+            self._sequences.fork(parent, request, token_id)
         return reason

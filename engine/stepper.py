@@ -30,7 +30,7 @@ from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
 from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
-from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
+from .scheduling.step_slices import constrained_masks, launch_slices, launched_chunks
 from .speculation.speculator import Speculator
 from .step_results import StepResults
 from .steps_in_flight import StepsInFlight
@@ -55,9 +55,6 @@ class StepInFlight:
     promise_s: float | None
     has_drafts: bool
     num_in_flight: int  # in a pipeline, with this one
-
-    def index_of(self) -> dict[Sequence, int]:
-        return {sequence: index for index, (sequence, _) in enumerate(self.scheduled)}
 
 
 class Stepper:
@@ -202,9 +199,10 @@ class Stepper:
             self._sequences.fail(sequence, error, output)
         if not schedule.scheduled:
             return None
-        indices = {} if previous is None else previous.index_of()
         masks = self._masks(schedule.scheduled, output)
-        planned = [one for one in schedule.scheduled if one.sequence.key in self._sequences.by_key]
+        planned = schedule.scheduled
+        if output.failed:
+            planned = [one for one in planned if one.sequence.key in self._sequences.by_key]
         if not planned:
             # All have failed: there may be room for others.
             return self._launch(previous, output, is_waited_for=is_waited_for)
@@ -215,8 +213,10 @@ class Stepper:
             output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
         shape = step_shape(planned)
         eos = self._sequences.eos_token_ids
-        batch = [launch_slice(one, indices, masks.get(one.sequence, ()), eos) for one in planned]
-        fence = self._tables.open_step(sequence for sequence, _ in planned)
+        batch = launch_slices(
+            planned, {} if previous is None else previous.fence.places, masks, eos
+        )
+        fence = self._tables.open_step({one: place for place, (one, _) in enumerate(planned)})
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
@@ -237,9 +237,10 @@ class Stepper:
             num_in_flight=num_in_flight,
         )
         self._last_shape = shape
-        for sequence, num_tokens in planned:
-            if num_tokens > 1:
-                self._tables.prepare_store(sequence)
+        if shape.num_rows > len(planned):
+            for sequence, num_tokens in planned:
+                if num_tokens > 1:
+                    self._tables.prepare_store(sequence)
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
         if step.launched.number:
@@ -273,13 +274,13 @@ class Stepper:
         prompts = step.launched.prompt_logprobs()
         step.fence.close()
         self._measure(step)
-        here = step.fence.sequences  # not what was aborted or preempted in flight, or ended late
+        here = step.fence.places  # not what was aborted or preempted in flight, or ended late
         for index, logprobs in prompts.items():
             if (sequence := step.scheduled[index].sequence) in here:
                 output.tell_prompt(sequence, logprobs)
-        for scheduled, sampled in zip(step.scheduled, results, strict=True):
-            if scheduled.sequence in here:
-                self._results.advance(scheduled, sampled, output)
+        for (sequence, num_tokens), sampled in zip(step.scheduled, results, strict=True):
+            if sequence in here:
+                self._results.advance(sequence, num_tokens, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()
 

@@ -333,13 +333,13 @@ class TokenLogprobs:
 
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
-_POSITIONS = 3 * GOLDEN
+_POSITIONS = 3 * GOLDEN & _MASK
 
 
 def mix64(value: int) -> int:
     """splitmix64's finaliser (Steele, Lea & Flood 2014): a bijection of the 64-bit integers that
     scatters neighbours, exact on every device."""
-    value &= _MASK
+    value = value & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -360,5 +360,5 @@ def sample_key(seed: int, sample_index: int) -> int:
 
 
 def key_at(sample_key: int, position: int) -> int:
-    """The `token_key` of one position."""
+    """The `token_key` of one position; of many, where both are arrays of uint64."""
     return mix64(sample_key ^ (position + _POSITIONS))

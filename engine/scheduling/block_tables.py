@@ -9,7 +9,7 @@ Decides nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Row
 from itertools import chain, count, repeat
 
@@ -28,17 +28,17 @@ class StepFence:
 
     As long as a sequence holds its blocks itself no fence is needed: a fence over every block of
     every step would cost more host time than a decode step takes. What the step computes for a
-    sequence that is no longer among `sequences` is of no use.
+    sequence that is no longer in `places`, where each has its place in the step, is of no use.
     """
 
-    def __init__(self, tables: BlockTables, sequences: Iterable[Sequence]) -> None:
+    def __init__(self, tables: BlockTables, places: dict[Sequence, int]) -> None:
         self._tables = tables
         self._fences: list[Fence] = []
-        self.sequences = set(sequences)
+        self.places = places
 
     def fence_off(self, sequence: Sequence, fence: Fence) -> None:
         """The sequence gives its blocks back: from here on the fence holds them."""
-        self.sequences.remove(sequence)
+        del self.places[sequence]
         self._fences.append(fence)
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class BlockTables:
     def give_back(self, sequence: Sequence) -> None:
         """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
         for step in self._steps:
-            if sequence in step.sequences:
+            if sequence in step.places:
                 step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
         self._pool.release(sequence.block_ids)
         sequence.block_ids = array("i")
@@ -271,9 +271,9 @@ class BlockTables:
         sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
         sequence.draft_token_ids = ()
 
-    def open_step(self, sequences: Iterable[Sequence]) -> StepFence:
+    def open_step(self, places: dict[Sequence, int]) -> StepFence:
         """A step that touches the sequences' blocks is about to be launched."""
-        step = StepFence(self, sequences)
+        step = StepFence(self, places)
         self._steps.append(step)
         return step
 

@@ -190,6 +190,7 @@ class Scheduler:
         """One token of each running sequence, for no more is unlaunched, and its drafts. Hundreds a
         step: what is asked of each is written out here, `_has_its_last` too."""
         max_model_len, one_at_a_time = self._limits.max_model_len, self._limits.num_stages > 1
+        block_size = self._limits.block_size
         num_decodes = self._share_of_decodes()
         for sequence in [*self.queues.running]:
             if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
@@ -199,7 +200,9 @@ class Scheduler:
             if is_prefilling or sequence.state is not SequenceState.RUNNING:
                 continue  # not yet its turn, or preempted by one before it
             num_awaited = sequence.num_awaited_tokens
-            if num_awaited and (one_at_a_time or sequence.needs_last_token):
+            if num_awaited and (
+                one_at_a_time or sequence.needs_history or sequence.draft_token_ids
+            ):
                 continue  # the host has to know the token that a step in flight samples
             num_tokens = len(sequence.token_ids) + num_awaited
             if num_tokens >= sequence.most_tokens or num_tokens >= max_model_len:
@@ -209,7 +212,10 @@ class Scheduler:
                 num_tokens += len(sequence.draft_token_ids)
             if num_tokens == num_launched:
                 continue  # held behind its first token
-            has_room = sequence.group is None and self._tables.grow_to(sequence, num_tokens)
+            has_room = sequence.group is None and (
+                num_tokens <= len(sequence.block_ids) * block_size
+                or self._tables.grow_to(sequence, num_tokens)
+            )
             if has_room or self.preemption.make_room(sequence, schedule):
                 schedule.take(sequence, num_tokens - num_launched)
 
@@ -251,7 +257,8 @@ class Scheduler:
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""
         is_passed = False
-        for sequence in [one for one in self.queues.running if one.is_prefilling]:
+        running = self.queues.running
+        for sequence in [s for s in running if s.num_launched_tokens < s.num_prefill_tokens]:
             num_before = len(schedule.scheduled)
             if may_pass:
                 self._admit_waiting(schedule, before=sequence)

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
-from ...core.request.request import FinishReason, Request, sample_key
+from ...core.request.request import Request, SamplingParams, sample_key
 from ...core.request.token_ids import BlockHash, block_hashes
 from ..execution.constraints import Constrained, TokenCounts
 
@@ -92,8 +92,11 @@ class Sequence:
     root_hash: BlockHash
     key: str = field(init=False)  # the request's
     token_ids: array[int] = field(init=False)
+    sampling: SamplingParams = field(init=False)  # its request's
+    num_prompt_tokens: int = field(init=False)
     most_tokens: int = field(init=False)  # by its request
     needs_history: bool = field(init=False)  # for each token, of the tokens before it
+    adds_to_specs: bool = field(init=False)  # to parameters and keys: history, or forbidden tokens
     sample_key: int | None = field(init=False)  # of its tokens' keys; None: none is drawn
     state: SequenceState = SequenceState.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -121,10 +124,12 @@ class Sequence:
         self.key = self.request.key
         self.token_ids = self.request.known_token_ids
         self.forks = self.request.forks
-        params = self.request.sampling
+        self.sampling = params = self.request.sampling
         self._has_penalties = params.has_penalties
-        self.most_tokens = len(self.request.prompt_token_ids) + params.max_tokens
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.most_tokens = self.num_prompt_tokens + params.max_tokens
         self.needs_history = params.needs_history
+        self.adds_to_specs = params.needs_history or params.min_tokens > 0
         self.sample_key = None
         if not params.is_greedy:
             self.sample_key = sample_key(params.seed, self.request.sample_index)
@@ -146,7 +151,7 @@ class Sequence:
     @property
     def num_outputs(self) -> int:
         """Output tokens over all attempts."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> array[int]:
@@ -158,12 +163,6 @@ class Sequence:
         """Whether log-probabilities of its prompt are still to be told."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and self.next_prompt_logprob < len(self.request.prompt_token_ids)
-
-    @property
-    def needs_last_token(self) -> bool:
-        """Whether the next token cannot be sampled before the host knows the one before it."""
-        needs_it = self.needs_history or len(self.draft_token_ids) > 0
-        return needs_it and self.num_awaited_tokens > 0
 
     @property
     def awaits_tokens(self) -> bool:
@@ -218,24 +217,3 @@ class Sequence:
     def know_hashes(self, hashes: Iterable[BlockHash]) -> None:
         """Those of its first blocks, where somebody has computed them before."""
         self._hashes = [*hashes]
-
-
-def finish_reason(
-    request: Request,
-    token_id: int,
-    num_outputs: int,
-    *,
-    eos_token_ids: Collection[int],
-    max_model_len: int,
-) -> FinishReason | None:
-    """Whether `token_id`, output number `num_outputs` (from 1), ends the request, and why.
-
-    Stop strings are not judged here: the gateway knows text.
-    """
-    sampling = request.sampling
-    if token_id in sampling.stop_token_ids:
-        return FinishReason.STOP
-    if token_id in eos_token_ids and not sampling.ignore_eos:
-        return FinishReason.STOP
-    is_full = len(request.prompt_token_ids) + num_outputs >= max_model_len
-    return FinishReason.LENGTH if is_full or num_outputs >= sampling.max_tokens else None

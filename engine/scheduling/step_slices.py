@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
+from typing import Any
+
+import numpy as np
 
 from ...core.errors import InvalidRequest
 from ...core.request.request import key_at, token_key
@@ -17,54 +20,81 @@ from .sequence import Sequence
 _AWAITED = (0,)  # stands for the token that is not known yet
 
 
-def launch_slice(
-    scheduled: ScheduledSequence,
+def launch_slices(
+    planned: Row[ScheduledSequence],
     previous: Mapping[Sequence, int],
-    masks: Row[Mask],
+    masks: Mapping[Sequence, Row[Mask]],
     eos_token_ids: Collection[int],
-) -> SequenceSlice:
-    """What to launch of one sequence, which takes note that it is launched.
+) -> list[SequenceSlice]:
+    """What to launch of each sequence, which takes note that it is launched.
 
     `previous` has the slices of the step in flight: a token that is not known yet comes from there.
     `masks` has the tokens that may be sampled, if not all may, behind each draft too.
     """
-    sequence, num_tokens = scheduled
-    if sequence.draft_token_ids:
-        return _verifying_slice(sequence, masks, eos_token_ids)
-    start = sequence.num_launched_tokens
-    end, num_known = start + num_tokens, len(sequence.token_ids)
-    is_prompt = start < sequence.num_prefill_tokens
-    is_awaited = start == num_known
-    token_ids = _AWAITED if is_awaited else sequence.token_ids[start:end]
-    follows = previous[sequence] if is_awaited else None
-    sample = next_token_id = None
-    if end == num_known + sequence.num_awaited_tokens:
-        sample = _sample_spec(sequence, end, masks, eos_token_ids)
-        sequence.num_awaited_tokens += sequence.awaits_tokens
-    elif end < num_known:
-        next_token_id = sequence.token_ids[end]
-    sequence.num_launched_tokens = end
-    targets: Row[int] = ()
-    first_target = num_top = 0
-    if is_prompt and sequence.owes_prompt_logprobs:
-        first = max(start + 1, sequence.next_prompt_logprob)
-        targets = sequence.request.prompt_token_ids[first : end + 1]
-        first_target = first - start - 1
-        num_top = sequence.request.sampling.prompt_logprobs or 0
-    return SequenceSlice(  # by position: by name it takes twice as long, for hundreds a step
-        token_ids,
-        start,
-        sequence.block_ids,
-        sample,
-        follows,
-        targets,
-        first_target,
-        num_top,
-        sequence.adapter_slot,
-        (),
-        is_prompt,
-        next_token_id,
-    )
+    slices = []
+    # Not by their constructors: that takes half as long again, for hundreds a step.
+    new_slice, new_spec = SequenceSlice._make, SampleSpec._make
+    for (sequence, num_tokens), key in zip(planned, _keys_behind(planned), strict=True):
+        if sequence.draft_token_ids:
+            slices.append(_verifying_slice(sequence, masks.get(sequence, ()), eos_token_ids))
+            continue
+        start, num_known = sequence.num_launched_tokens, len(sequence.token_ids)
+        end, num_candidates = start + num_tokens, sequence.num_candidates
+        is_prompt = start < sequence.num_prefill_tokens
+        is_awaited = start == num_known
+        token_ids = _AWAITED if is_awaited else sequence.token_ids[start:end]
+        follows = previous[sequence] if is_awaited else None
+        sample = next_token_id = None
+        if end == num_known + sequence.num_awaited_tokens:
+            if sequence.adds_to_specs or sequence.forks or num_candidates:
+                sample = _sample_spec(sequence, end, masks.get(sequence, ()), eos_token_ids)
+            else:  # nearly always
+                sample = new_spec((sequence.sampling, key, (), None, (), None, 0))
+            sequence.num_awaited_tokens += not (sequence.is_held or num_candidates)
+        elif end < num_known:
+            next_token_id = sequence.token_ids[end]
+        sequence.num_launched_tokens = end
+        targets: Row[int] = ()
+        first_target = num_top = 0
+        if is_prompt and sequence.owes_prompt_logprobs:
+            first = max(start + 1, sequence.next_prompt_logprob)
+            targets = sequence.request.prompt_token_ids[first : end + 1]
+            first_target = first - start - 1
+            num_top = sequence.sampling.prompt_logprobs or 0
+        slices.append(
+            new_slice(
+                (
+                    token_ids,
+                    start,
+                    sequence.block_ids,
+                    sample,
+                    follows,
+                    targets,
+                    first_target,
+                    num_top,
+                    sequence.adapter_slot,
+                    (),
+                    is_prompt,
+                    next_token_id,
+                )
+            )
+        )
+    return slices
+
+
+def _keys_behind(planned: Row[ScheduledSequence]) -> list[int]:
+    """The key of what is sampled behind each one's tokens; 0 where none is drawn."""
+    keys = [one.sample_key for one, _ in planned if one.sample_key is not None]
+    ends = [one.num_launched_tokens + n for one, n in planned if one.sample_key is not None]
+    if not keys:
+        return [0] * len(planned)
+    words: list[Any] = [np.array(keys, np.uint64), np.array(ends, np.uint64)]
+    found: Any = key_at(*words)
+    drawn: list[int] = found.tolist()
+    if len(drawn) == len(planned):
+        return drawn
+    rest = iter(drawn)
+    return [0 if one.sample_key is None else next(rest) for one, _ in planned]
 
 
 def _verifying_slice(
@@ -89,7 +119,7 @@ def _verifying_slice(
 
 
 def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[ChunkLaunched]:
-    """What step number `step` will complete of held requests, behind `launch_slice` of all."""
+    """What step number `step` will complete of held requests, behind `launch_slices`."""
     held = [one.sequence for one in planned if one.sequence.is_held]
     return [
         ChunkLaunched(one.key, one.num_launched_tokens, not one.is_prefilling, step) for one in held
@@ -123,10 +153,6 @@ def _sample_spec(
     request = sequence.request
     params = request.sampling
     key = 0 if sequence.sample_key is None else key_at(sequence.sample_key, position)
-    if not (
-        params.min_tokens or sequence.needs_history or sequence.forks or sequence.num_candidates
-    ):
-        return SampleSpec(params, key)  # nearly always: the rest is for the others
     is_too_early = position < len(request.prompt_token_ids) + params.min_tokens
     forbidden = (*eos_token_ids, *params.stop_token_ids) if is_too_early else ()
     allowed = None
