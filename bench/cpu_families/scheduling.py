@@ -32,7 +32,6 @@ from baton.engine.execution.step_parts import (
     awaited_tokens,
     decode_arrays,
     has_extras,
-    is_decode,
     metadata_of,
 )
 from baton.engine.kv.block_pool import BlockPool
@@ -41,6 +40,7 @@ from baton.engine.kv.limits import EngineLimits
 from baton.gateway.validation.served_model import ServedModel
 from baton.kernels.attention.attention import flatten_tables
 from baton.kernels.attention.decode_shares import divide
+from baton.kernels.sampling.sample_spec import special_rows
 from baton.offline.local_calls import LocalCall, LocalCalls
 
 from ..floors.figures import Figure, time_s
@@ -75,22 +75,22 @@ class HostRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
         rows = SampledRows.of(batch)
-        assert is_decode(batch) or any(piece.is_prompt for piece in batch)
+        assert rows.is_decode or any(piece.is_prompt for piece in batch)
         decode_arrays(batch, _BLOCK_SIZE, rows.specs)
         awaited_tokens(batch)
-        assert all(spec.is_plain for spec in rows.specs)
+        assert not special_rows(rows.specs)
         assert not has_extras(batch, rows)
         metadata = metadata_of(batch, torch.empty(0))
-        flatten_tables(metadata.seq_lens, metadata.block_tables, _BLOCK_SIZE)
-        divide(metadata.seq_lens, 8)
-        np.array(metadata.seq_lens, np.int32)
+        seq_lens = np.array(metadata.seq_lens, np.int32)
+        flatten_tables(seq_lens, metadata.block_tables, _BLOCK_SIZE)
+        divide(seq_lens, 8)
         return HostStep(partial(self.results, len(batch), rows))
 
     def results(self, num_slices: int, rows: SampledRows) -> list[SampledToken | None]:
         """Token 7 for everybody."""
         n = len(rows.specs)
         ids, logprobs = torch.full((n,), 7), torch.zeros(n)
-        tokens = [*map(SampledToken, ids.tolist(), logprobs.tolist())]
+        tokens = SampledToken.many(ids.tolist(), logprobs.tolist())
         return rows.results(num_slices, tokens)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

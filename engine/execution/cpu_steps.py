@@ -57,7 +57,7 @@ class CpuSteps:
         if rows.specs:
             logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
             token_ids, logprobs = sample(logits, rows.specs)
-            tokens += map(SampledToken, token_ids.tolist(), logprobs.tolist())
+            tokens = SampledToken.many(token_ids.tolist(), logprobs.tolist())
         if self.head is not None:
             assert self.model.kept is not None
             at = range(len(tokens))

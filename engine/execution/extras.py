@@ -19,7 +19,7 @@ from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
 from .batch import Candidate, SampledToken, SequenceSlice
-from .step_parts import SampledRows
+from .step_parts import SampledRows, has_extras
 
 WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
 _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
@@ -100,12 +100,12 @@ def compute_extras(
     logits [n, vocab] of rows of it, `gather` of rows of `logits`. None if nobody asks for anything;
     waits for nothing.
     """
+    if not has_extras(batch, rows):
+        return None
     forks = [row for row, spec in enumerate(rows.specs) for _ in spec.fork_keys]
     tops = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.params.logprobs)]
     beams = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.num_candidates)]
     prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
-    if not (forks or tops or beams or prompt):
-        return None
 
     def whole(wanted: Sequence[int]) -> Tensor:
         assert logits is not None

@@ -36,7 +36,7 @@ class GpuStep:
         """See `batch.LaunchedStep`."""
         with device_errors():
             self.is_done.synchronize()
-        tokens = [*map(SampledToken, self.token_ids.tolist(), self.logprobs.tolist())]
+        tokens = SampledToken.many(self.token_ids.tolist(), self.logprobs.tolist())
         if self.extras is not None:
             self.extras.add_to(tokens)
         return self.rows.results(self.num_slices, tokens)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
 from ...kernels.results_triton import write_results
+from ...kernels.sampling.sample_spec import special_rows
 from ...kernels.sampling.sampling import sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
@@ -52,7 +53,6 @@ from .step_parts import (
     decode_arrays,
     flatten,
     has_drafts,
-    is_decode,
     metadata_of,
     num_decodes,
     plan_adapters,
@@ -185,7 +185,7 @@ class GpuSteps:
             rows = SampledRows.of(batch)
             has_adapters = any(piece.adapter_slot is not None for piece in batch)
             graphs = self._adapter_graphs if has_adapters else self.graphs
-            graph = graphs.find(len(rows.specs)) if is_decode(batch) else None
+            graph = graphs.find(len(rows.specs)) if rows.is_decode else None
             if graph is not None:
                 if has_adapters:
                     plan_adapters(self._adapters, batch, graph.size)
@@ -344,7 +344,7 @@ class GpuSteps:
     def _resample(self, rows: SampledRows, at: Sequence[int], logits: Tensor) -> None:
         """Sample again what needs filters or changed logits, into the places `at`. This rank's
         logits are parallel to `rows`; of those rows, all ranks' are gathered."""
-        special = [index for index, spec in enumerate(rows.specs) if not spec.is_plain]
+        special = special_rows(rows.specs)
         if special:
             places = np.array([special, [at[index] for index in special]], np.int64)
             index, place = upload(places, self._device)

@@ -34,13 +34,18 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
     lens = [len(piece.token_ids) for piece in batch]
     arrays = np.empty((3, sum(lens)), np.int64)
     token_ids, positions, slots = arrays
-    first = next((index for index, n in enumerate(lens) if n > 1), len(batch))
+    first = len(batch)
+    if sum(lens) > first:
+        first = next(index for index, n in enumerate(lens) if n > 1)
     if first:  # the decodes before the first chunk, all at once
         singles, mine = batch[:first], slice(first)
         token_ids[mine] = [piece.token_ids[0] for piece in singles]
         positions[mine] = [piece.start for piece in singles]
-        blocks = np.array([piece.block_table[piece.start // block_size] for piece in singles])
-        slots[mine] = blocks * block_size + positions[mine] % block_size
+        places, offsets = np.divmod(positions[mine], block_size)
+        at = zip(singles, places.tolist(), strict=True)
+        slots[mine] = [piece.block_table[place] for piece, place in at]
+        slots[mine] *= block_size
+        slots[mine] += offsets
     if first < len(batch):
         _flatten_chunks(batch[first:], lens[first:], arrays[:, first:], block_size)
     return arrays
@@ -75,13 +80,16 @@ class SampledRows:
     slices: list[int]
     tokens: list[int]  # of the step
     specs: list[SampleSpec]
+    is_decode: bool = False  # decodes alone, all of which sample
 
     @classmethod
     def of(cls, batch: Sequence[SequenceSlice]) -> SampledRows:
         specs = [piece.sample for piece in batch if piece.sample is not None]
-        if len(specs) == sum(len(piece.token_ids) for piece in batch):  # decodes, nearly always
-            return cls([*range(len(specs))], [*range(len(specs))], specs)
-        found, end = cls([], [], []), 0
+        num_tokens = sum([len(piece.token_ids) for piece in batch])
+        if len(specs) == num_tokens:  # nearly always
+            return cls([*range(num_tokens)], [*range(num_tokens)], specs, is_decode=True)
+        is_decode = len(specs) == len(batch) and num_decodes(batch) == len(batch)
+        found, end = cls([], [], [], is_decode), 0
         for index, piece in enumerate(batch):
             end += len(piece.token_ids)
             if piece.sample is None:
@@ -98,7 +106,8 @@ class SampledRows:
 
     def results(self, num_slices: int, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
         """`tokens` of the rows, by slice."""
-        if self.slices == [*range(num_slices)]:
+        is_one_each = self.is_decode and len(tokens) == num_slices
+        if is_one_each or self.slices == [*range(num_slices)]:
             return [*tokens]
         results: list[SampledToken | None] = [None] * num_slices
         end = 0
@@ -113,9 +122,10 @@ class SampledRows:
 
 def has_extras(batch: Sequence[SequenceSlice], rows: SampledRows) -> bool:
     """Whether anybody asks for more than a token a row: see extras.py."""
-    return any(piece.prompt_targets for piece in batch) or any(
-        spec.fork_keys or spec.params.logprobs or spec.num_candidates for spec in rows.specs
-    )
+    if [piece for piece in batch if piece.prompt_targets]:
+        return True
+    some = [one for one in rows.specs if one.fork_keys or one.params.logprobs or one.num_candidates]
+    return bool(some)
 
 
 def sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
@@ -145,14 +155,16 @@ def metadata_of(
     graph_decodes: int | None = None,
 ) -> AttentionMetadata:
     """What attention plans a step by; `slots` [tokens] lie on the device."""
+    query_lens = [len(piece.token_ids) for piece in batch]
+    is_single = sum(query_lens) == len(batch)  # decodes without drafts, nearly always
     return AttentionMetadata(
-        query_lens=[len(piece.token_ids) for piece in batch],
-        seq_lens=[piece.start + len(piece.token_ids) for piece in batch],
+        query_lens=query_lens,
+        seq_lens=[piece.start + n for piece, n in zip(batch, query_lens, strict=True)],
         block_tables=[piece.block_table for piece in batch],
         slot_mapping=slots,
         is_graph=is_graph,
         graph_decodes=graph_decodes,
-        num_decode_slices=num_decodes(batch),
+        num_decode_slices=len(batch) if is_single else num_decodes(batch),
     )
 
 
@@ -164,12 +176,6 @@ def num_decodes(batch: Sequence[SequenceSlice]) -> int:
     return len(batch)
 
 
-def is_decode(batch: Sequence[SequenceSlice]) -> bool:
-    """Decodes alone, all of which sample."""
-    samples = all(piece.sample is not None for piece in batch)
-    return samples and num_decodes(batch) == len(batch)
-
-
 def has_drafts(batch: Sequence[SequenceSlice]) -> bool:
     return any(piece.draft_samples for piece in batch)
 
@@ -177,10 +183,11 @@ def has_drafts(batch: Sequence[SequenceSlice]) -> bool:
 def awaited_tokens(batch: Sequence[SequenceSlice]) -> Int64s:
     """[2, tokens]: which of the batch's tokens are awaited, and where among the samples of the step
     before they will be."""
-    if all(len(piece.token_ids) == 1 for piece in batch):  # decodes, nearly always
+    if sum([len(piece.token_ids) for piece in batch]) == len(batch):  # decodes, nearly always
         follows = [piece.follows for piece in batch]
         alone = [place for place, source in enumerate(follows) if source is not None]
-        return np.array([alone, [follows[place] for place in alone]], np.int64)
+        sources = [source for source in follows if source is not None]
+        return np.stack([np.array(alone, np.int64), np.array(sources, np.int64)])
     places, sources, end = list[int](), list[int](), 0
     for piece in batch:
         end += piece.num_scheduled_tokens

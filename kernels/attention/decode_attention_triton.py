@@ -77,15 +77,15 @@ class TritonDecode:
     ) -> None:
         """Prepare a step; in a CUDA graph, one with room for so many tokens of decodes. Slices have
         one token each unless `query_lens` has other numbers."""
-        n = len(seq_lens)
+        n, lens = len(seq_lens), np.array(seq_lens, np.int32)
         self._places = n if num_graph_decodes is None else num_graph_decodes
-        tables, indices = flatten_tables(seq_lens, block_tables, self._block_size)
-        found, found_indptr = divide(seq_lens, self._kv_heads)
+        tables, indices = flatten_tables(lens, block_tables, self._block_size)
+        found, found_indptr = divide(lens, self._kv_heads)
         plan = np.zeros(self._ends[-1] + len(indices), np.int32)
         parts = np.split(plan, self._ends)
         parts[0][: n + 1] = np.cumsum([0, *(query_lens or [1] * n)])  # behind it they mean nothing
         parts[1][: n + 1] = tables
-        parts[2][:n] = seq_lens
+        parts[2][:n] = lens
         parts[3][: n + 1] = found_indptr
         parts[3][n + 1 :] = len(found)  # a sequence of no shares
         parts[4][: found.size] = found.ravel()  # a share of no keys is none

@@ -24,7 +24,7 @@ def max_shares(num_seqs: int, kv_heads: int) -> int:
     return num_seqs + -(-_PROGRAMS_WANTED // kv_heads)
 
 
-def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
+def divide(seq_lens: Sequence[int] | Int32s, kv_heads: int) -> tuple[Int32s, Int32s]:
     """Divide the keys of a step: (shares [shares, 3]: sequence, first key, end; indptr [seqs + 1]).
 
     Sequence i's shares are those from indptr[i] to indptr[i + 1]. They are whole tiles but for a
