@@ -274,22 +274,23 @@ class LocalCalls:
             self._take(_output(key, error=error))
 
     def _take_token(self, token: TokenOutput) -> None:
-        request_id, _, attempt = token.key.partition("/")
+        key, index, token_id, logprob, finish_reason, top = token
+        request_id, _, attempt = key.partition("/")
         session = self._sessions.get(request_id)
         if session is None:
             return
         has_scores = session.request.sampling.logprobs is not None
-        is_plain = token.finish_reason is None and not has_scores
-        if is_plain and session.next_token(_NAME, int(attempt), token.index, token.token_id):
+        is_plain = finish_reason is None and not has_scores
+        if is_plain and session.next_token(_NAME, int(attempt), index, token_id):
             return
-        scores = (TokenLogprobs(token.logprob, token.top),) if has_scores else ()
+        scores = (TokenLogprobs(logprob, top),) if has_scores else ()
         self._take(
             EngineOutput(
                 request_id,
                 int(attempt),
-                token.index,
-                (token.token_id,),
-                token.finish_reason,
+                index,
+                (token_id,),
+                finish_reason,
                 logprobs=scores,
             )
         )

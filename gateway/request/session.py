@@ -137,17 +137,17 @@ class Session:
 
         False: it is not that, and nothing was done.
         """
-        attempt = self._attempt
+        attempt, moves, answer = self._attempt, self._moves, self._answer
         if (
             attempt is None
-            or (self._moves is not None and self._moves.now is not None)
+            or (moves is not None and moves.now is not None)
             or self._fingerprint is None
-            or self._deaths.is_suspect
-            or self._answer.text.is_searched
+            or self._deaths.suspect_side is not None
+            or answer.text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
             return False
-        if not self._answer.next(index, token_id):
+        if not answer.next(index, token_id):
             self._end_badly(Overloaded(_TOO_SLOW))
         return True
 

@@ -64,17 +64,17 @@ class EngineDeaths:
         self._suspects = suspects
         self._max_deaths = max_deaths
         self._num_deaths = 0
-        self._suspect_side: int | None = None  # of a pair: where it is on trial
+        self.suspect_side: int | None = None  # of a pair: where it is on trial
         self._cleared_at = 0  # output tokens
         self._unexplained: _Unexplained | None = None
 
     @property
     def is_suspect(self) -> bool:
-        return self._suspect_side is not None
+        return self.suspect_side is not None
 
     def tried_on(self, pair: tuple[str, str]) -> str | None:
         """Of a pair: the engine that it is on trial on."""
-        return None if self._suspect_side is None else pair[self._suspect_side]
+        return None if self.suspect_side is None else pair[self.suspect_side]
 
     @property
     def is_convicted(self) -> bool:
@@ -82,10 +82,10 @@ class EngineDeaths:
 
     def attempt_began(self, call_id: str, pair: tuple[str, str], num_tokens: int) -> None:
         """On these engines, behind so many tokens; a suspect's trial begins."""
-        if self._suspect_side is not None:
-            self._suspects.trials[self._request_id] = (call_id, pair[self._suspect_side])
+        if self.suspect_side is not None:
+            self._suspects.trials[self._request_id] = (call_id, pair[self.suspect_side])
             # The next token is the prefill engine's, the one behind it the decode engine's.
-            self._cleared_at = num_tokens + 1 + self._suspect_side
+            self._cleared_at = num_tokens + 1 + self.suspect_side
 
     def attempt_failed(
         self,
@@ -122,8 +122,8 @@ class EngineDeaths:
 
     def got_to(self, num_tokens: int) -> None:
         """Further than where its engine died: what killed that was another request."""
-        if self._suspect_side is not None and num_tokens >= self._cleared_at:
-            self._suspect_side = None
+        if self.suspect_side is not None and num_tokens >= self._cleared_at:
+            self.suspect_side = None
             self._num_deaths = 0
             self.ended()
 
@@ -133,7 +133,7 @@ class EngineDeaths:
 
     def _suspect(self, call_id: str, pair: tuple[str, str], died: str, error: EngineFailed) -> None:
         self._num_deaths += 1
-        self._suspect_side = pair.index(died)
+        self.suspect_side = pair.index(died)
         if self._num_deaths == self._max_deaths:
             convicted = self._suspects.convicted
             convicted[call_id] = error  # remembered while samples of the call may wait
