@@ -206,7 +206,7 @@ class Stepper:
         if not planned:
             # All have failed: there may be room for others.
             return self._launch(previous, output, is_waited_for=is_waited_for)
-        fresh = [one.sequence for one in planned if not one.sequence.has_started]
+        fresh = [sequence for sequence, _ in planned if not sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
             keys = self._sequences.keys_of(sequence)
@@ -278,9 +278,10 @@ class Stepper:
         for index, logprobs in prompts.items():
             if (sequence := step.scheduled[index].sequence) in here:
                 output.tell_prompt(sequence, logprobs)
+        advance = self._results.advance
         for (sequence, num_tokens), sampled in zip(step.scheduled, results, strict=True):
             if sequence in here:
-                self._results.advance(sequence, num_tokens, sampled, output)
+                advance(sequence, num_tokens, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
@@ -78,10 +79,10 @@ class SampledToken(NamedTuple):
 
     @staticmethod
     def many(token_ids: Sequence[int], logprobs: Sequence[float]) -> list[SampledToken]:
-        """Of a step: two thirds of the time that one by one takes."""
+        """Of a step, in less time than one by one."""
         nothing = repeat(())
         rows = zip(token_ids, logprobs, *(nothing,) * 4)  # noqa: B905 (the last have no end)
-        return [*map(SampledToken._make, rows)]
+        return [*map(partial(tuple.__new__, SampledToken), rows)]
 
 
 class LaunchedStep(Protocol):

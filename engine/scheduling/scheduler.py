@@ -193,7 +193,8 @@ class Scheduler:
         block_size = self._limits.block_size
         num_decodes = self._share_of_decodes()
         for sequence in [*self.queues.running]:
-            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == num_decodes:
+            is_full = one_at_a_time and len(schedule.scheduled) == num_decodes
+            if is_full or schedule.num_budget_tokens == 0:
                 break
             num_launched = sequence.num_launched_tokens
             is_prefilling = num_launched < sequence.num_prefill_tokens
