@@ -34,7 +34,9 @@ from baton.core.membership import Member
 from baton.proto.v1 import node_pb2_grpc
 
 MARK = "BATON_TEST_MARK"
-_OURS = range(20_000, 30_000)  # below what the kernel gives to whoever asks for any port
+# Below what the kernel gives to whoever asks for any port.
+_OURS = range(20_000, 29_000)
+_given: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -42,7 +44,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     for port in random.sample(_OURS, len(_OURS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
     raise OSError(f"no port of {_OURS} is free")
 
 

@@ -13,8 +13,9 @@ Their product is about the share of good requests. What came in a few seconds te
 within chance: near what the engines can take, a few prompts more would speak for one number and a
 few less for another. So shares are means over the loads that may be behind what came. The measured
 steps tell what engines would compute otherwise only to within some: another number is taken where
-it is better by LEAST_GAIN with MARGIN times the prompts. That all promise is the rule: they are
-back once they would serve HEAVIER prompts as well, so that nothing moves to and fro.
+it is better by LEAST_GAIN with MARGIN times the prompts. That all promise is the rule: as many do
+again as would serve HEAVIER prompts as well and would not be left for another number, at this load
+or then. So what is chosen stays while the load does, and some longer.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
 MARGIN = 1.2
 HEAVIER = 1.3
-_WELL, _LEAST_LOSS = 0.95, 0.01  # what is as good as all promising with that much more
+_LEAST_LOSS = 0.01  # what is as good with that much more
 HOLD_S = 5.0  # a promise stays at least so long
 _MANY_DECODES = 1 << 16
 _MANY_COUNTS = 12  # of engines: more are not all tried, each takes 0.1 ms
@@ -166,11 +168,22 @@ def choose_num_pure(
         return 0
     now = min(now, num_movable)
     shares = GoodShares(cost, mix, target, num_movable + num_others)
-    best = _best_count(shares.expected_share, num_movable)
-    if shares.expected_share(best, MARGIN) >= shares.expected_share(now) + LEAST_GAIN:
+    best = _best_count(partial(shares.expected_share, times=MARGIN), num_movable)
+
+    def is_left(count: int, times: float) -> bool:
+        gain = shares.expected_share(best, times * MARGIN) - shares.expected_share(count, times)
+        return gain >= LEAST_GAIN
+
+    if is_left(now, 1.0):
         return best
-    least = max(_WELL, shares.share(now, HEAVIER) - _LEAST_LOSS)
-    fine = (count for count in _some_counts(now) if shares.share(count, HEAVIER) >= least)
+    least = shares.expected_share(now, HEAVIER) - _LEAST_LOSS
+    fine = (
+        count
+        for count in _some_counts(now)
+        if shares.expected_share(count, HEAVIER) >= least
+        and not is_left(count, 1.0)
+        and not is_left(count, HEAVIER)
+    )
     return next(fine, now)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -102,19 +103,36 @@ def test_nobody_to_decode_for_or_nobody_to_move() -> None:
 
 
 loads = st.builds(
-    mix, st.floats(1, 100_000), st.floats(1, 4000), st.floats(0.01, 1000)
+    mix, st.floats(1, 100_000), st.floats(1, 4000), st.floats(0.01, 1000), st.floats(1, 1000)
 )  # fmt: skip
+costs = st.sampled_from([COST, LARGE])
+targets = st.builds(
+    Target, st.sampled_from([0.0144, 0.024, 0.048]), st.sampled_from([0.5, 2.0]), st.just(2048)
+)
+_FEW = Mix(8192, 2.5 * 8192, 2.5 * 16, 8200, num_prompts=2)
 
 
-@given(loads, st.integers(1, 6), st.integers(1, 6), st.integers(0, 6))
-def test_any_load_is_answered(load: Mix, num_movable: int, num_others: int, now: int) -> None:
-    share = GoodShares(COST, load, TARGET, num_movable + num_others).share(min(now, num_movable))
+@given(costs, targets, loads, st.integers(1, 6), st.integers(1, 6), st.integers(0, 6))
+@example(LARGE, Target(0.0144, 2.0, 2048), _FEW, 1, 1, 0)
+@example(LARGE, Target(0.0144, 2.0, 2048), mix(8192, 64, 7.0), 2, 2, 0)
+def test_the_same_load_moves_nothing_to_and_fro(
+    cost: StepCost, target: Target, load: Mix, num_movable: int, num_others: int, now: int
+) -> None:
+    share = GoodShares(cost, load, target, num_movable + num_others).share(min(now, num_movable))
     assert 0 <= share <= 1
-    chosen = choose_num_pure(COST, load, TARGET, num_movable, num_others, now)
-    assert 0 <= chosen <= num_movable
-    again = choose_num_pure(COST, load, TARGET, num_movable, num_others, chosen)
-    third = choose_num_pure(COST, load, TARGET, num_movable, num_others, again)
-    assert third == again, "the same load moves nothing for ever"
+    seen = [min(now, num_movable)]
+    while len(seen) < 2 or seen[-1] != seen[-2]:
+        seen.append(choose_num_pure(cost, load, target, num_movable, num_others, seen[-1]))
+        assert 0 <= seen[-1] <= num_movable
+        assert len(seen) <= 3 + num_movable
+    ups = [before < after for before, after in pairwise(seen)]
+    assert sum(ups) <= 1, "it goes on to fewer, or once to more"
+
+
+def test_all_promise_again_where_nothing_helps() -> None:
+    """Prompts that take longer than the TTFT that is wanted, whatever engines promise."""
+    rare = mix(32_768, 256, 0.02, 1)
+    assert choose_num_pure(COST, rare, replace(TARGET, chunk=2048), 1, 1, 1) == 0
 
 
 @given(loads, st.integers(1, 4))
@@ -128,16 +146,21 @@ many_loads = st.builds(
 )  # fmt: skip
 
 
-@given(many_loads, st.integers(24, 80), st.integers(1, 80), st.integers(0, 80))
-@example(mix(8192, 256, 448.0), 64, 64, 0)
+@given(costs, many_loads, st.integers(24, 80), st.integers(1, 80), st.integers(0, 80))
+@example(COST, mix(8192, 256, 448.0), 64, 64, 0)
+@example(LARGE, mix(8192, 256, 330.0), 64, 64, 0)
 def test_of_many_engines_not_all_numbers_are_tried(
-    load: Mix, num_movable: int, num_others: int, now: int
+    cost: StepCost, load: Mix, num_movable: int, num_others: int, now: int
 ) -> None:
-    shares, now = GoodShares(COST, load, TARGET, num_movable + num_others), min(now, num_movable)
-    best = max(range(num_movable + 1), key=shares.expected_share)
-    chosen = choose_num_pure(COST, load, TARGET, num_movable, num_others, now)
-    if shares.expected_share(best, MARGIN) >= shares.expected_share(now) + LEAST_GAIN + 0.01:
-        assert shares.expected_share(chosen) >= shares.expected_share(best) - 0.01
+    shares, now = GoodShares(cost, load, TARGET, num_movable + num_others), min(now, num_movable)
+    best = max(shares.expected_share(count, MARGIN) for count in range(num_movable + 1))
+    chosen = choose_num_pure(cost, load, TARGET, num_movable, num_others, now)
+    if best >= shares.expected_share(now) + LEAST_GAIN + 0.01:
+        assert shares.expected_share(chosen, MARGIN) >= best - 0.01
+
+
+def test_many_engines_follow_a_load_that_few_would() -> None:
+    assert choose_num_pure(LARGE, mix(8192, 256, 330.0), TARGET, 64, 64, 0) > 32
 
 
 def promise(name: str, *, promises: bool, age_s: float = 60.0, decodes: int = 0) -> EnginePromise:
