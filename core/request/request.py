@@ -339,7 +339,7 @@ _POSITIONS = 3 * GOLDEN & _MASK
 def mix64(value: int) -> int:
     """splitmix64's finaliser (Steele, Lea & Flood 2014): a bijection of the 64-bit integers that
     scatters neighbours, exact on every device."""
-    value = value & _MASK
+    value = value & _MASK  # not in place: it may be the caller's array
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
