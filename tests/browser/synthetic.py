@@ -43,15 +43,20 @@ from baton.prefix_index.pages import Contents
 BLOCK_BYTES = 2 << 20
 
 
+def running_s() -> float:
+    """Since an hour and more before this machine started: what happened then is told too."""
+    return time.monotonic() + 10_000
+
+
 class TravelClock:
     """Real time, unless `at_s` says otherwise."""
 
     def __init__(self) -> None:
         self.at_s: float | None = None
-        self._offset_s = time.time() - time.monotonic()
+        self._offset_s = time.time() - running_s()
 
     def monotonic_s(self) -> float:
-        return time.monotonic() if self.at_s is None else self.at_s
+        return running_s() if self.at_s is None else self.at_s
 
     def unix_ns(self) -> int:
         return round((self.monotonic_s() + self._offset_s) * 1e9)
@@ -64,7 +69,7 @@ class SyntheticGateway:
         self, *, tenant: str = "acme", model: str = "Qwen3-8B", scale: float = 1.0
     ) -> None:
         self.clock = TravelClock()
-        self.clock.at_s = time.monotonic() - 3700
+        self.clock.at_s = running_s() - 3700
         self.window = TelemetryWindow(self.clock)
         targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
         self.calls = CallFeed(self.clock, targets, self.window, store)
@@ -157,7 +162,7 @@ class SyntheticGateway:
             num_samples=1,
             prompt_tokens=prompt,
             arrived_s=arrived_s,
-            arrived_unix_ns=round((arrived_s + time.time() - time.monotonic()) * 1e9),
+            arrived_unix_ns=round((arrived_s + time.time() - running_s()) * 1e9),
             token_times=[[]],
         )
         if fate < 0.01:
@@ -219,7 +224,7 @@ class SyntheticGateway:
 
     def live_through(self, seconds: float, rps: float) -> None:
         """Traffic of the last `seconds`, all at once."""
-        now_s = time.monotonic()
+        now_s = running_s()
         steps = []
         at_s = now_s - seconds
         while at_s < now_s:
@@ -235,7 +240,7 @@ class SyntheticGateway:
     async def keep_calling(self, rps: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            now_s = time.monotonic()
+            now_s = running_s()
             for when_s, act in self.call(now_s):
                 loop.call_at(loop.time() + when_s - now_s, act)
             for engine in self.table.engines.values():
