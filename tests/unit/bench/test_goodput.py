@@ -146,6 +146,17 @@ def test_a_rate_counts_behind_two_lifetimes_and_one_more_follows() -> None:
     assert len(seeds) == sum(len(one.workload().arrivals) for one in start.runs)
 
 
+def test_all_modes_and_ys_get_the_same_load_of_other_prompts() -> None:
+    modes = ["auto", "aggregated", "disaggregated", "vllm-512"]
+    starts = plan(modes, [cell_named("sharegpt")], [25, 50], {ANY_CELL: [4]}, [], TIMING, 2)
+    loads = [run.workload().arrivals for start in starts for run in start.runs]
+    assert len(loads) == 2 + 2 + 1 + 1
+    told = [[(a.at_s, a.prompt.num_tokens, a.num_output_tokens) for a in one] for one in loads]
+    assert all(one == told[0] for one in told)
+    prompts = [{arrival.prompt.seeds for arrival in one} for one in loads[:2]]
+    assert not prompts[0] & prompts[1]
+
+
 def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
     starts = [
         *plan(
