@@ -112,7 +112,9 @@ class PairPlayer:
         for number, setup in enumerate(setups):
             runner = EndingRunner(self._runner, jobs, shape.eos, runs_ahead=False)
             device = MeasuredDevice(runner, self._clock)
-            found[f"{number:032x}"] = replace(setup, device=device)
+            found[f"{number:032x}"] = replace(
+                setup, device=device, measures_first_steps=self._runner.runs_ahead
+            )
         return found
 
     def play(self, mode: str, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> list[TokenTimes]:

@@ -37,7 +37,8 @@ _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
     """`tbt_target_s`: its promise, if it makes one. `cost`, `blocks`: where it is not as all.
-    `device`: a real one, in place of a played; `eos_ids` end its outputs."""
+    `device`: a real one, in place of a played; `eos_ids` end its outputs. `measures_first_steps`:
+    as engines on GPUs do."""
 
     role: Role
     tbt_target_s: float | None = None
@@ -48,6 +49,7 @@ class EngineSetup:
     blocks: Blocks | None = None
     device: Device | None = None
     eos_ids: tuple[int, ...] = ()
+    measures_first_steps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,10 @@ class PlayedEngine:
             clock=self._device,
             host_copier=self._copier,
         )
-        if setup.device is None:
+        if setup.measures_first_steps:
+            self._device.now_s = cluster.clock.now_s
             self.engine.measure_first_steps(BUDGET_S)
+            _ = self._device.now_s  # read, its clock stands still again
         self.engine.promise.tbt_target_s = setup.tbt_target_s
         self._tickets: dict[str, Ticket] = {}  # of what is held
         self._intents: dict[str, Request] = {}  # by key
