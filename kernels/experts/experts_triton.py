@@ -36,7 +36,7 @@ def compute_experts(
 
 
 def sizes_of(mixture: Mixture) -> Sizes:
-    gate_up = mixture.gate_up
-    is_packed = isinstance(gate_up, Int4Experts)
-    weights = "int4" if is_packed else ("", "fp8", "fp8-block")[gate_up.scaling]
+    weights = "int4"
+    if not isinstance(mixture.gate_up, Int4Experts):
+        weights = ("", "fp8", "fp8-block")[mixture.gate_up.scaling]
     return Sizes(mixture.num_local, mixture.num_chosen, mixture.hidden, mixture.inner, weights)
