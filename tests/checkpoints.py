@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 # One of everything that architectures and configurations differ in, as arguments of
@@ -148,6 +150,19 @@ def write_checkpoint(
         folder, max_shard_size=max_shard_size, save_original_format=save_original_format
     )
     return model
+
+
+def weight_of(known: dict[str, Tensor], key: str) -> Tensor:
+    """Where transformers has the checkpoint's weight: one of an expert in a stack of all experts,
+    gate and up in one."""
+    found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", key)
+    if found is None:
+        return known[key]
+    layer, number, name = found.groups()
+    if name == "down":
+        return known[f"{layer}.down_proj"][int(number)]
+    halves = known[f"{layer}.gate_up_proj"][int(number)].chunk(2)
+    return halves[0] if name == "gate" else halves[1]
 
 
 def _vary_vectors(model: PreTrainedModel) -> None:

@@ -7,12 +7,11 @@ Independent of the code under test: scales and numbers are computed here.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import write_checkpoint
+from checkpoints import weight_of, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -122,17 +121,5 @@ def write_fp8_checkpoint(
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
     known = model.state_dict()
     for key, weight in meant.items():
-        if ".experts." in key:
-            _expert_of(known, key).copy_(weight)
-        else:
-            known[key].copy_(weight)
+        weight_of(known, key).copy_(weight)
     return model
-
-
-def _expert_of(known: dict[str, Tensor], key: str) -> Tensor:
-    """Where transformers has it: in a stack of all experts, gate and up in one."""
-    layer, number, name = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", key).groups()
-    if name == "down":
-        return known[f"{layer}.down_proj"][int(number)]
-    halves = known[f"{layer}.gate_up_proj"][int(number)].chunk(2)
-    return halves[0] if name == "gate" else halves[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import write_checkpoint
+from checkpoints import weight_of, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -210,6 +210,7 @@ def write_int4_checkpoint(
     settings = json.loads((folder / "config.json").read_text())
     settings |= {"quantization_config": form.config}
     (folder / "config.json").write_text(json.dumps(settings))
-    known = model.state_dict()  # without experts, which transformers stacks
-    model.load_state_dict({key: meant[key] for key in meant if key in known}, strict=False)
+    known = model.state_dict()
+    for key, weight in meant.items():
+        weight_of(known, key).copy_(weight)
     return model

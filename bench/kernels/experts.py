@@ -1,6 +1,6 @@
 """Mixtures of experts on a GPU: which plan is fastest for how many tokens; writes the table.
 
-python -m baton.bench.kernels.experts [--mixtures NAME...] [--weights bf16|fp8|fp8-block]
+python -m baton.bench.kernels.experts [--mixtures NAME...] [--weights bf16|fp8|fp8-block|int4]
                                       [--tokens N,N] [--tp N] [--dry] [--out FILE]
 
 Each product is measured by itself in a CUDA graph, over several routings (uniform, so that no cache
@@ -28,13 +28,21 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.kernels.experts.experts import ExpertInputs, ExpertWeights, Fp8Groups, Mixture
+from baton.kernels.experts.experts import (
+    ExpertInputs,
+    ExpertWeights,
+    Fp8Groups,
+    Int4Experts,
+    Mixture,
+    StackedWeights,
+)
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.router_logits_triton import router_logits
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order
 from baton.kernels.experts.tiles import TABLE, Cut, Few, Plan, Tiles, as_json, choose_plan
 from baton.kernels.layers.ops import Ops
+from baton.kernels.products.int4_weights import CHUNK, quantise_groups
 from baton.kernels.products.weights import quantise_blocks, quantise_rows
 
 from ..floors.figures import commit
@@ -50,6 +58,7 @@ _MAX_FEW_TOKENS = 16
 # Relative, in the norm: of bf16, and of activations in FP8, which plain torch has of all rows.
 _TOLERANCE, _FP8_TOLERANCE = 2e-2, 8e-2
 _QUANTISE = {"fp8": quantise_rows, "fp8-block": quantise_blocks}
+_BYTES = {"": 2, "int4": 0.5 + 4 / CHUNK}  # of a weight; else 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ MIXTURES = {
 
 def few_plans(weights: str) -> list[Few]:
     """The candidates for single pairs; of FP8 as many bytes are in flight with more inputs."""
+    if weights == "int4":
+        return []
     sizes = [(2, 512), (4, 1024), (4, 256), (8, 1024)]
     if weights:
         sizes = [(2, 1024), (4, 1024), (4, 2048), (4, 512)]
@@ -80,6 +91,8 @@ def few_plans(weights: str) -> list[Few]:
 
 def cuts(rows: int, weights: str, *, is_gated: bool, has_fp8_rows: bool = False) -> list[Cut]:
     """The candidates that fit into shared memory."""
+    if weights == "int4":
+        return _int4_cuts(rows)
     if weights and rows <= 32:
         sizes = [(128, 128)] if is_gated and has_fp8_rows else [(64, 128), (128, 128)]
         found = [
@@ -121,9 +134,19 @@ def cuts(rows: int, weights: str, *, is_gated: bool, has_fp8_rows: bool = False)
     return [cut for cut in found if shared_bytes(cut) <= _SHARED_BYTES]
 
 
+def _int4_cuts(rows: int) -> list[Cut]:
+    return [
+        Cut(outputs, CHUNK, stages, warps, 1, is_turned=True)
+        for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
+        for stages in ((3, 4, 6, 8) if rows <= 32 else (2, 3, 4))
+        if 2 * rows * outputs // (warps * 32) <= 128  # sums of a thread, and those of a group
+        and (2 * rows + outputs // 2) * CHUNK * stages <= _SHARED_BYTES
+    ]
+
+
 def kinds_of_rows(rows: int, weights: str) -> tuple[bool, ...]:
     """Whether activations are tried in FP8, or not."""
-    if not weights:
+    if weights in ("", "int4"):
         return (False,)
     return (False, True) if rows == 16 else (True,)
 
@@ -144,11 +167,7 @@ class Layer:
         gate_up = torch.empty(experts, 2 * inner, hidden, **options).normal_(0, hidden**-0.5)
         down = torch.empty(experts, hidden, inner, **options).normal_(0, inner**-0.5)
         router = torch.randn(experts, hidden, **options)
-        parts = [ExpertWeights(gate_up), ExpertWeights(down)]
-        if weights:
-            made = [zip(*map(_QUANTISE[weights], one.values), strict=True) for one in parts]
-            parts = [ExpertWeights(*map(torch.stack, one)) for one in made]
-        gated, ungated = parts
+        gated, ungated = (_stacked(floats, weights) for floats in (gate_up, down))
         self.mixture = Mixture(router, gated, ungated, sizes.num_chosen, True)
         self.sizes, self.weights = sizes, weights
 
@@ -167,12 +186,29 @@ class Layer:
         router_logits(x, torch.empty(1, x.shape[1], device=x.device, dtype=x.dtype), quantised)
         return quantised
 
+    def num_bytes(self, touched: float) -> float:
+        """Of the weights of so many experts."""
+        one = 3 * self.sizes.hidden * self.sizes.inner
+        return _BYTES.get(self.weights, 1) * one * touched
+
     def floor_us(self, num_tokens: int, touched: float) -> float:
         one = 3 * self.sizes.hidden * self.sizes.inner
-        num_bytes = (1 if self.weights else 2) * one * touched
         operations = 2 * one * num_tokens * self.sizes.num_chosen
         flops = {"fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}.get(self.weights, FLOPS)
-        return max(num_bytes / BYTES_PER_S, operations / flops) * 1e6
+        return max(self.num_bytes(touched) / BYTES_PER_S, operations / flops) * 1e6
+
+
+def _stacked(floats: Tensor, weights: str) -> StackedWeights:
+    """[experts, outputs, inputs], quantised or not."""
+    if not weights:
+        return ExpertWeights(floats)
+    if weights != "int4":
+        made = zip(*map(_QUANTISE[weights], floats), strict=True)
+        return ExpertWeights(*map(torch.stack, made))
+    packed = Int4Experts.empty(*floats.shape, CHUNK, floats.device)
+    for expert, matrix in enumerate(floats):
+        packed.of(expert).fill(*quantise_groups(matrix, CHUNK))
+    return packed
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
@@ -237,7 +273,7 @@ def plan_us(layer: Layer, xs: list[Tensor], plan: Plan, expected: Tensor) -> flo
     """Of the whole layer; infinite if its output is wrong."""
     found = compute_experts(xs[0], layer.mixture, None, plan).float()
     error = ((found - expected).norm() / expected.norm()).item()
-    if not error < (_FP8_TOLERANCE if layer.weights else _TOLERANCE):
+    if not error < (_FP8_TOLERANCE if layer.weights in _QUANTISE else _TOLERANCE):
         print(f"  WRONG by {error:.1e}: {plan}")
         return float("inf")
     return time_us([lambda x=x: compute_experts(x, layer.mixture, None, plan) for x in xs])
@@ -270,7 +306,7 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
     floor_us = layer.floor_us(num_tokens, touched)
     best_us = times[best]
     rate = 6 * mixture.hidden * mixture.inner * num_pairs / best_us / 1e6
-    read = 6 * mixture.hidden * mixture.inner * touched / best_us / 1e6
+    read = layer.num_bytes(touched) / best_us / 1e6
     few_us = min((times[plan] for plan in plans if isinstance(plan, Few)), default=float("nan"))
     by_rows = ", ".join(
         f"{plan.rows}{' in FP8' if plan.has_fp8_rows else ''}: {times[plan]:.0f}"
@@ -304,7 +340,7 @@ def compile_all(mixtures: list[Sizes], weights: str, tokens: list[int]) -> None:
         plans: list[Plan] = [*few_plans(weights)] if min(tokens) <= _MAX_FEW_TOKENS else []
         todo += [partial(_compile_plan, sizes, weights, 1, plan) for plan in plans]
         cut = Cut(128, 128, 3, 4, is_turned=True)
-        any_plan = Tiles(16, cut, cut, bool(weights))
+        any_plan = Tiles(16, cut, cut, weights in _QUANTISE)
         todo += [partial(_compile_plan, sizes, weights, count, any_plan) for count in tokens]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
@@ -336,7 +372,7 @@ def main(argv: list[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixtures", nargs="*", choices=MIXTURES, default=list(MIXTURES))
-    parser.add_argument("--weights", choices=("bf16", *_QUANTISE), default="bf16")
+    parser.add_argument("--weights", choices=("bf16", *_QUANTISE, "int4"), default="bf16")
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the inner dimension")
     parser.add_argument("--dry", action="store_true", help="do not write the table")

@@ -58,13 +58,13 @@ class Experts:
         self.router = FloatLinear(
             [Outputs.whole(f"{prefix}.gate", config.num_experts)], hidden, placement
         )
-        gate_up = placement.expert_weights(
-            self._names(0) + self._names(1), self._count, 2 * self._inner, hidden
+        gate_up, down = placement.expert_weights(
+            self._names(0) + self._names(1), self._names(2), self._count, hidden, self._inner
         )
         self.mixture = Mixture(
             self.router.weight,
             gate_up,
-            placement.expert_weights(self._names(2), self._count, hidden, self._inner),
+            down,
             config.num_experts_per_token,
             config.has_normed_weights,
             self._first,

@@ -70,12 +70,18 @@ def stays_packed(quantization: Quantization | None, dtype: str) -> bool:
     return dtype == "bfloat16"
 
 
+def experts_stay_packed(hidden: int, inner: int) -> bool:
+    """Whether GPUs multiply with experts of these sizes, of one rank, as they are in int4: both
+    matrices of each have inputs that kernels' chunks divide."""
+    return not (hidden % BLOCK or inner % BLOCK)
+
+
 # What --quantization asks for.
 _ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
 _NEVER = ("lm_head", *_ROUTERS)
 AT_LOAD = {
     "fp8": Quantization(ROW_SCALED, None, _NEVER),
-    "int4": Quantization(GROUP_SCALED, None, ("experts", *_NEVER), int4=Int4(BLOCK)),
+    "int4": Quantization(GROUP_SCALED, None, _NEVER, int4=Int4(BLOCK)),
 }
 _GROUP_SIZES = (128, 64, 32, -1)
 _CHANNEL = -1  # a group of all inputs

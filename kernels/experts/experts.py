@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..products.int4_weights import CHUNK, Int4Weight
 from ..products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
 
 BY_ROW, BY_BLOCK = 1, 2
@@ -54,6 +55,64 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Int4Experts:
+    """The same in four bits: behind each other what the Int4Weights of the experts have."""
+
+    data: Tensor  # [experts, chunks, outputs, 32] int16
+    groups: Tensor  # [experts, groups, outputs] int32: scales and zeros
+
+    @classmethod
+    def empty(
+        cls, count: int, num_outputs: int, num_inputs: int, group_size: int, device: torch.device
+    ) -> Int4Experts:
+        """Uninitialised."""
+        one = Int4Weight.empty(num_outputs, num_inputs, group_size, torch.device("meta"))
+        made = (
+            torch.empty((count, *part.shape), dtype=part.dtype, device=device)
+            for part in (one.data, one.groups)
+        )
+        return cls(*made)
+
+    @property
+    def num_experts(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.data.shape[1] * CHUNK
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.num_experts, self.num_outputs, self.num_inputs))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.groups.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def group_size(self) -> int:
+        return self.num_inputs // self.groups.shape[1]
+
+    def of(self, expert: int) -> Int4Weight:
+        """[outputs, inputs] of one expert: views, of which no shares of inputs are made."""
+        return Int4Weight(self.data[expert], self.groups[expert], self.groups.new_empty(0))
+
+
+StackedWeights: TypeAlias = ExpertWeights | Int4Experts
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Groups:
     """Activations that experts in FP8 read: data[row, input] * scale[row, input // 128].
 
@@ -84,8 +143,8 @@ class Mixture:
     """
 
     router: Tensor  # [experts, hidden], of all experts
-    gate_up: ExpertWeights  # [local experts, 2 * inner, hidden]
-    down: ExpertWeights  # [local experts, hidden, inner]
+    gate_up: StackedWeights  # [local experts, 2 * inner, hidden]
+    down: StackedWeights  # [local experts, hidden, inner]
     num_chosen: int  # experts a token
     has_normed_weights: bool  # the chosen experts' weights sum to one
     first: int = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .experts import Fp8Groups, LayerLoads, Mixture
+from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .router_logits_triton import router_logits
@@ -36,5 +36,7 @@ def compute_experts(
 
 
 def sizes_of(mixture: Mixture) -> Sizes:
-    weights = ("", "fp8", "fp8-block")[mixture.gate_up.scaling]
+    weights = "int4"
+    if not isinstance(mixture.gate_up, Int4Experts):
+        weights = ("", "fp8", "fp8-block")[mixture.gate_up.scaling]
     return Sizes(mixture.num_local, mixture.num_chosen, mixture.hidden, mixture.inner, weights)

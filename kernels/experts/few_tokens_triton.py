@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..products.weights import BLOCK
-from .experts import Mixture
+from .experts import ExpertWeights, Mixture
 from .routing_triton import Choice
 from .tiles import Few
 
@@ -34,6 +34,7 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
     options = {"num_warps": plan.warps, **launch_options(x.device)}
     local = (mixture.first, mixture.num_local)
     gate_up, down = mixture.gate_up, mixture.down
+    assert isinstance(gate_up, ExpertWeights) and isinstance(down, ExpertWeights)
     least = BLOCK if gate_up.scaling else 16
     _gated[(num_tokens * k, triton.cdiv(inner, plan.gated))](
         x,

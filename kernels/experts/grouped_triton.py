@@ -8,6 +8,8 @@ Sums are in float32 and no program adds to what another one wrote: the same step
 bits again. A row's result depends on the tiles' sizes, which follow from the number of tokens, and
 not on what the other rows hold.
 
+Weights in int4 are int4_experts_triton.py's.
+
 Weights in FP8 are multiplied with rows in floats, as which they come out of memory, or with rows in
 FP8, a scale for each 128 inputs: those of x are quantised by the router's product, which reads them
 too, and what is gated here by the program that has 128 of it. The matrix units add products in FP8
@@ -28,8 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
-from .experts import BY_ROW, ExpertInputs, ExpertWeights, Fp8Groups
-from .routing_triton import Choice, Order
+from .experts import BY_ROW, ExpertInputs, Fp8Groups, Int4Experts, StackedWeights
+from .int4_experts_triton import int4_products
+from .routing_triton import Choice, Order, tile_and_output
 from .tiles import Cut
 
 _SUM_BLOCK = 1024
@@ -38,7 +41,7 @@ _LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 def gated_products(
-    x: ExpertInputs, weights: ExpertWeights, order: Order, num_chosen: int, rows: int, cut: Cut
+    x: ExpertInputs, weights: StackedWeights, order: Order, num_chosen: int, rows: int, cut: Cut
 ) -> ExpertInputs:
     """silu(gate) * up of each pair: x [tokens, hidden] -> [pairs by expert, inner], like x.
 
@@ -57,7 +60,7 @@ def gated_products(
 
 def down_products(
     gated: ExpertInputs,
-    weights: ExpertWeights,
+    weights: StackedWeights,
     order: Order,
     choice: Choice,
     rows: int,
@@ -95,7 +98,7 @@ def sum_pairs(products: Tensor, choice: Choice, first: int, num_local: int) -> T
 
 def _launch(
     x: ExpertInputs,
-    weights: ExpertWeights,
+    weights: StackedWeights,
     order: Order,
     shares: Tensor | None,
     out: Tensor,
@@ -105,6 +108,10 @@ def _launch(
     cut: Cut,
 ) -> None:
     """Without `shares` the gated product."""
+    if isinstance(weights, Int4Experts):
+        assert isinstance(x, Tensor), "activations stay as they are"
+        int4_products(x, weights, order, shares, out, num_chosen, rows, cut)
+        return
     is_gated, num_inputs = shares is None, weights.num_inputs
     num_outputs = weights.num_outputs // (2 if is_gated else 1)
     num_tiles = order.tiles.shape[1]
@@ -178,12 +185,7 @@ def _grouped_product(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    per_group = tl.cdiv(num_outputs, OUTPUTS) * group
-    first_tile = program // per_group * group
-    group_size = tl.minimum(num_tiles - first_tile, group)
-    tile = first_tile + program % per_group % group_size
-    first_output = program % per_group // group_size * OUTPUTS
+    tile, first_output = tile_and_output(num_tiles, num_outputs, group, OUTPUTS)
     outputs = first_output + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
     let_next_in(PDL)

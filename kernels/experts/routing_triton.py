@@ -47,6 +47,20 @@ class Order:
     tiles: Tensor
 
 
+@triton.jit
+def tile_and_output(num_tiles, num_outputs, group, OUTPUTS: tl.constexpr):
+    """Of this program: its tile, and the first of its outputs.
+
+    Up to `group` tiles with the same outputs follow each other, then the next outputs.
+    """
+    program = tl.program_id(0)
+    per_group = tl.cdiv(num_outputs, OUTPUTS) * group
+    first_tile = program // per_group * group
+    group_size = tl.minimum(num_tiles - first_tile, group)
+    tile = first_tile + program % per_group % group_size
+    return tile, program % per_group // group_size * OUTPUTS
+
+
 def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     """How many tiles the worst routing needs: each expert's last one may have a single row."""
     touched = min(num_pairs, num_experts)

@@ -22,7 +22,11 @@ TABLE = Path(__file__).with_name("tiles.json")
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How one of the two products of `tiles` is cut up: a program's outputs, a step of its loop,
-    steps in flight; and how many tiles follow each other for the same outputs."""
+    steps in flight; and how many tiles follow each other for the same outputs.
+
+    Of weights in int4 the outputs are those of the weight, of a gated product twice as many as its
+    own; a step is of 128 inputs, and outputs are the rows of the product.
+    """
 
     outputs: int
     inputs: int
@@ -68,7 +72,7 @@ class Sizes:
     num_chosen: int
     hidden: int
     inner: int
-    weights: str = ""  # fp8: with a scale for each output; fp8-block: for 128 x 128; else floats
+    weights: str = ""  # fp8: a scale for each output; fp8-block: for 128 x 128; int4; else floats
 
     @property
     def key(self) -> str:
@@ -82,7 +86,7 @@ def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
         return _EXACT
     steps = _table().get(sizes.key)
     if steps is None:
-        steps = _FP8_DEFAULTS if sizes.weights else _DEFAULTS
+        steps = {"": _DEFAULTS, "int4": _INT4_DEFAULTS}.get(sizes.weights, _FP8_DEFAULTS)
         # By rows an expert, as a mixture of 128 experts and 8 choices has them.
         num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
@@ -131,4 +135,10 @@ _FP8_DEFAULTS: list[tuple[int, Plan]] = [
     (512, Tiles(32, _TURNED, _TURNED, has_fp8_rows=True)),
     (1024, Tiles(64, Cut(128, 128, 3, 8), Cut(128, 128, 4, 4), has_fp8_rows=True)),
     (1 << 30, Tiles(64, Cut(128, 128, 3, 8, 4), Cut(128, 128, 4, 4, 4), has_fp8_rows=True)),
+]
+_INT4_DEFAULTS: list[tuple[int, Plan]] = [
+    (256, Tiles(16, *[Cut(64, 128, 6, 4, 1, is_turned=True)] * 2)),
+    (512, Tiles(32, *[Cut(64, 128, 5, 4, 1, is_turned=True)] * 2)),
+    (1024, Tiles(64, *[Cut(128, 128, 4, 8, 1, is_turned=True)] * 2)),
+    (1 << 30, Tiles(128, *[Cut(128, 128, 4, 8, 4, is_turned=True)] * 2)),
 ]

@@ -170,7 +170,6 @@ def _int4_product(
     HAS_ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    type: tl.constexpr = x.dtype.element_ty
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     places = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows < num_rows, places < num_outputs
@@ -186,7 +185,62 @@ def _int4_product(
     wait_for_previous(PDL)
     let_next_in(PDL)
     vectors = x + rows.to(tl.int64)[:, None] * num_inputs + cols[None, :]
-    matrix = words + outputs[:, None] * _WORDS + cols[None, :]
+    sums = sum_of_chunks(
+        vectors,
+        words,
+        groups,
+        outputs,
+        is_row,
+        is_output,
+        begin,
+        end,
+        num_outputs,
+        IS_WHOLE,
+        GROUP,
+        HAS_ASM,
+    )
+    total = tl.trans(sums)
+    if SHARES > 1:
+        pitch = tl.num_programs(0) * OUTPUTS
+        at = parts + rows.to(tl.int64)[:, None] * pitch + places[None, :]
+        of_share = num_rows.to(tl.int64) * pitch
+        tl.store(at + share * of_share, total, mask=is_row[:, None])
+        turn = turns + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        tl.debug_barrier()  # what all threads have stored is there before the turn is taken
+        if tl.atomic_add(turn, 1, sem="acq_rel") == SHARES - 1:
+            tl.store(turn, 0)
+            total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+            for index in tl.static_range(SHARES):
+                of_part = at + index * of_share
+                total += tl.load(of_part, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+            _store(total, bias, out, rows, outputs, num_rows, num_outputs, HAS_BIAS, IS_GATED)
+    else:
+        _store(total, bias, out, rows, outputs, num_rows, num_outputs, HAS_BIAS, IS_GATED)
+
+
+@triton.jit
+def sum_of_chunks(
+    vectors,
+    words,
+    groups,
+    outputs,
+    is_row,
+    is_output,
+    begin,
+    end,
+    num_outputs,
+    IS_WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ASM: tl.constexpr,
+):
+    """Some outputs of a weight times rows, over its chunks from `begin` to `end`: [outputs, rows].
+
+    `vectors`: where each row's first 32 inputs are [rows, 32].
+    """
+    type: tl.constexpr = vectors.dtype.element_ty
+    ROWS: tl.constexpr = vectors.shape[0]
+    OUTPUTS: tl.constexpr = outputs.shape[0]
+    matrix = words + outputs[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
     # The weight comes first: the matrix units take what comes first from registers.
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for chunk in range(begin, end):
@@ -208,23 +262,7 @@ def _int4_product(
             part = tl.dot(values, piece.T, part, input_precision="ieee")
             if (number + 1) * _WORDS % GROUP == 0:
                 sums += part * scale[:, None]
-    total = tl.trans(sums)
-    if SHARES > 1:
-        pitch = tl.num_programs(0) * OUTPUTS
-        at = parts + rows.to(tl.int64)[:, None] * pitch + places[None, :]
-        of_share = num_rows.to(tl.int64) * pitch
-        tl.store(at + share * of_share, total, mask=is_row[:, None])
-        turn = turns + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        tl.debug_barrier()  # what all threads have stored is there before the turn is taken
-        if tl.atomic_add(turn, 1, sem="acq_rel") == SHARES - 1:
-            tl.store(turn, 0)
-            total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-            for index in tl.static_range(SHARES):
-                of_part = at + index * of_share
-                total += tl.load(of_part, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
-            _store(total, bias, out, rows, outputs, num_rows, num_outputs, HAS_BIAS, IS_GATED)
-    else:
-        _store(total, bias, out, rows, outputs, num_rows, num_outputs, HAS_BIAS, IS_GATED)
+    return sums
 
 
 @triton.jit

@@ -30,7 +30,9 @@ def fill_dummy_weights(
     progress = LoadProgress(targets, on_progress)
     for name, target in targets.items():
         shape = target.tensor.shape
-        if len(shape) == 2 and shape.numel():
+        if not shape.numel():  # another rank's
+            pass
+        elif len(shape) == 2:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             device = target.tensor.device
             generator = torch.Generator(device).manual_seed(int.from_bytes(digest))

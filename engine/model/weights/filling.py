@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels.experts.experts import Int4Experts
 from ....kernels.products.int4_weights import Int4Weight, dequantise, quantise_groups
 from ....kernels.products.weights import BLOCK, quantise_rows, spread
 from ..quantization import BLOCK_SCALED, ROW_SCALED
@@ -87,7 +88,7 @@ def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
             part = target.tensor.part(rows.start, rows.stop - rows.start)
             part.fill(numbers[:, columns], scale[:, groups], zero[:, groups])
         else:
-            target.tensor[rows].copy_(dequantise(numbers, scale, zero, size)[:, columns])
+            target.floats[rows].copy_(dequantise(numbers, scale, zero, size)[:, columns])
 
 
 def unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
@@ -105,7 +106,7 @@ def unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
         return
     for rows in _rows_at_once(num_rows, width):
         floats = dequantise(numbers[rows], scale[rows], zero[rows], int4.group_size or width)
-        target.tensor[rows].copy_(floats)
+        target.floats[rows].copy_(floats)
 
 
 def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
@@ -116,17 +117,20 @@ def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
 
 def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
     """`source` [experts, outputs, inputs] of floats, one expert after the other."""
-    cut = target.cut or Cut(0, 0, len(target.floats))
+    stacked, (count, _, _) = target.tensor, target.tensor.shape
+    cut = target.cut or Cut(0, 0, count)
     first = cut.start if cut.dim == 0 else 0
     columns = Cut(1, cut.start, cut.full) if cut.dim == 2 else None
-    for expert, tensor in enumerate(target.floats):
+    for expert in range(count):
+        tensor = stacked.of(expert) if isinstance(stacked, Int4Experts) else target.floats[expert]
         floats = source[first + expert : first + expert + 1][0]
         if cut.dim == 1:
-            count, step = len(tensor) // cut.pieces, cut.full // cut.pieces
+            rows, step = len(tensor) // cut.pieces, cut.full // cut.pieces
             starts = range(cut.start, cut.full, step)
-            floats = torch.cat([floats[start : start + count] for start in starts])
+            floats = torch.cat([floats[start : start + rows] for start in starts])
         scale = None if quantised.scale is None else quantised.scale[expert]
-        _quantise(Target(tensor, columns), Quantised(ROW_SCALED, None, scale), floats)
+        each = Quantised(quantised.scaling, None, scale, quantised.int4)
+        _quantise(Target(tensor, columns), each, floats)
 
 
 def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ....core.errors import StartupFailed
-from ....kernels.experts.experts import ExpertWeights
+from ....kernels.experts.experts import ExpertWeights, Int4Experts, StackedWeights
 from ....kernels.layers.ops import Ops
 from ....kernels.products.int4_weights import CHUNK, Int4Weight
 from ....kernels.products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
 from ..communicator import Communicator
-from ..quantization import BLOCK_SCALED, GROUP_SCALED, Quantization
+from ..quantization import BLOCK_SCALED, GROUP_SCALED, Quantization, experts_stay_packed
 from .targets import Cut, Quantised, Target
 
 
@@ -57,9 +57,7 @@ class Placement:
         if scaling == GROUP_SCALED:
             if num_inputs % CHUNK:  # in no kernel's layout
                 return self.matrix(num_outputs, num_inputs)
-            assert self.quantization is not None and self.quantization.int4 is not None
-            group_size = self.quantization.int4.group_size or CHUNK
-            return Int4Weight.empty(num_outputs, num_inputs, group_size, self.device)
+            return Int4Weight.empty(num_outputs, num_inputs, self._group_size, self.device)
         data = torch.empty(num_outputs, num_inputs, dtype=FP8, device=self.device)
         if scaling == BLOCK_SCALED:
             return BlockScaled(
@@ -68,10 +66,33 @@ class Placement:
         return RowScaled(data, self._scales(num_outputs))
 
     def expert_weights(
-        self, names: Sequence[str], count: int, num_outputs: int, num_inputs: int
+        self,
+        gate_up_names: Sequence[str],
+        down_names: Sequence[str],
+        count: int,
+        hidden: int,
+        inner: int,
+    ) -> tuple[StackedWeights, StackedWeights]:
+        """(gate_up, down) of `count` experts, uninitialised, of the checkpoint's projections.
+
+        In int4 both stay packed, or none does.
+        """
+        of_both = self._scaling_of(gate_up_names), self._scaling_of(down_names)
+        sizes = ((count, 2 * inner, hidden), (count, hidden, inner))
+        is_int4 = of_both == (GROUP_SCALED, GROUP_SCALED) and self.stays_quantised
+        if is_int4 and experts_stay_packed(hidden, inner):
+            return (
+                Int4Experts.empty(*sizes[0], self._group_size, self.device),
+                Int4Experts.empty(*sizes[1], self._group_size, self.device),
+            )
+        return (
+            self._expert_weights(of_both[0], *sizes[0]),
+            self._expert_weights(of_both[1], *sizes[1]),
+        )
+
+    def _expert_weights(
+        self, scaling: str | None, count: int, num_outputs: int, num_inputs: int
     ) -> ExpertWeights:
-        """`count` uninitialised ones of the checkpoint's projections `names`, behind each other."""
-        scaling = self._scaling_of(names)
         if scaling in (None, GROUP_SCALED) or not self.stays_quantised:
             return ExpertWeights(self._matrices(count, num_outputs, num_inputs))
         values = torch.empty(count, num_outputs, num_inputs, dtype=FP8, device=self.device)
@@ -80,17 +101,23 @@ class Placement:
             return ExpertWeights(values, self._scales(count, *blocks))
         return ExpertWeights(values, self._scales(count, num_outputs))
 
-    def merged_target(self, names: Sequence[str], weights: ExpertWeights, cut: Cut) -> Target:
+    def merged_target(self, names: Sequence[str], weights: StackedWeights, cut: Cut) -> Target:
         """All of `weights`, made for `names`, where one tensor of the checkpoint has them."""
+        matrices: Tensor | Int4Experts
+        if isinstance(weights, Int4Experts):
+            matrices, scale = weights, None
+        else:
+            matrices, scale = weights.values, weights.scale
         quantization = self.quantization
         if self._scaling_of(names) is None or quantization is None:
-            return Target(weights.values, cut)
+            return Target(matrices, cut)
         if quantization.scale_suffix is not None:
             raise StartupFailed(
-                f"{names[0]} and others are one tensor in FP8, which is not supported",
+                f"{names[0]} and others are one tensor, and quantised, which is not supported",
                 hint="a checkpoint with a tensor for each expert is",
             )
-        return Target(weights.values, cut, Quantised(quantization.scaling, None, weights.scale))
+        quantised = Quantised(quantization.scaling, None, scale, quantization.int4)
+        return Target(matrices, cut, quantised)
 
     def target(self, name: str, weight: Weight, cut: Cut, first: int, count: int) -> Target:
         """Rows [first, first + count) of `weight`, made for the checkpoint's projection `name`."""
@@ -126,6 +153,12 @@ class Placement:
                 f"only some of {', '.join(names)} are quantised, which is not supported"
             )
         return self.quantization.scaling if self.quantization and True in covered else None
+
+    @property
+    def _group_size(self) -> int:
+        """Of weights in int4 that stay packed."""
+        assert self.quantization is not None and self.quantization.int4 is not None
+        return self.quantization.int4.group_size or CHUNK
 
     def _scales(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ....kernels.experts.experts import Int4Experts
 from ....kernels.products.int4_weights import Int4Weight
 from .int4_layout import Int4
 
@@ -44,7 +45,7 @@ class Target:
     One in int4 goes by the name that its weight has in floats, X.weight.
     """
 
-    tensor: Tensor | Int4Weight
+    tensor: Tensor | Int4Weight | Int4Experts
     cut: Cut | None = None
     quantised: Quantised | None = None
 

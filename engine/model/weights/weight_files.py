@@ -16,7 +16,7 @@ from ....core.engine_config import EngineConfig
 from ....core.errors import StartupFailed
 from ....core.model_dir import read_json, resolve_model_dir
 from ..model_config import ModelConfig, read_model_config
-from ..quantization import Quantization, stays_packed
+from ..quantization import Quantization, experts_stay_packed, stays_packed
 from .int4_layout import NUMBERS_OF_WORD, Layout
 
 _SINGLE_FILE = "model.safetensors"
@@ -63,18 +63,29 @@ def weights_bytes(config: EngineConfig) -> int:
     folder = resolve_model_dir(config.model)
     model = read_model_config(folder, config.quantization)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    quantization = model.quantization
+    quantization, packs_experts = model.quantization, _packs_experts(config, model)
     if config.load_format == "dummy":
-        counts = [_num_dummy_weights(model, quantization)]
+        counts = [_num_dummy_weights(model, packs_experts)]
     else:
-        counts = [_num_weights(path, quantization) for path in weight_files(folder)]
+        files = weight_files(folder)
+        counts = [_num_weights(path, quantization, packs_experts) for path in files]
     num_bytes = _BYTES_OF.get(dtype, 2)
     is_packed = quantization is not None and stays_packed(quantization, dtype)
     of_quantised = quantization.bytes_per_weight if quantization and is_packed else num_bytes
     return sum(int(floats * num_bytes + quantised * of_quantised) for floats, quantised in counts)
 
 
-def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, int]:
+def _packs_experts(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether quantised experts may stay so, of the sizes that ranks have."""
+    if model.experts is None or model.quantization is None or model.quantization.int4 is None:
+        return True
+    ranks = 1 if config.enable_expert_parallel else config.tensor_parallel_size
+    return experts_stay_packed(model.hidden_size, model.experts.intermediate_size // ranks)
+
+
+def _num_weights(
+    path: Path, quantization: Quantization | None, packs_experts: bool
+) -> tuple[int, int]:
     """(floats, weights that may stay quantised), by the file's header."""
     try:
         with path.open("rb") as file:
@@ -90,7 +101,8 @@ def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, in
                 continue
             is_word = layout is not None and name.endswith(layout.numbers.suffix)
             count = math.prod(shape) * (NUMBERS_OF_WORD if is_word else 1)
-            if quantization is not None and _is_quantised(name, len(shape), dtype, quantization):
+            is_packed = packs_experts or ".experts." not in name
+            if is_packed and _is_quantised(name, len(shape), dtype, quantization):
                 num_quantised += count
             else:
                 num_floats += count
@@ -107,10 +119,9 @@ def _int4_layout(quantization: Quantization | None) -> Layout | None:
     return quantization.int4.layout
 
 
-def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
+def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantization | None) -> bool:
     """Whether the tensor's weights may stay quantised."""
-    is_expert = ".experts." in name
-    if ".layers." not in name or (is_expert and quantization.int4 is not None):
+    if quantization is None or ".layers." not in name:
         return False
     if layout := _int4_layout(quantization):
         return name.endswith(layout.numbers.suffix)
@@ -121,7 +132,7 @@ def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantizati
     return is_projection and dtype == _FP8
 
 
-def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
+def _num_dummy_weights(model: ModelConfig, packs_experts: bool) -> tuple[int, int]:
     """(floats, weights that may stay quantised) of the matrices alone: what else there is takes
     less than a thousandth."""
     width, experts = model.hidden_size, model.experts
@@ -132,13 +143,13 @@ def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) ->
         routed = len(experts.layers) * experts.num_experts * experts.intermediate_size
         shared = experts.shared_intermediate_size or 0
         inners += len(experts.layers) * (shared - model.intermediate_size)
-        if quantization is not None and quantization.int4 is not None:
-            floats += 3 * width * routed
-        else:
+        if packs_experts:
             inners += routed
+        else:
+            floats += 3 * width * routed
         floats += len(experts.layers) * experts.num_experts * width  # routers
     projections = model.num_layers * attention + 3 * width * inners
-    return (floats + projections, 0) if quantization is None else (floats, projections)
+    return (floats + projections, 0) if model.quantization is None else (floats, projections)
 
 
 def _is_plain_file_name(name: object) -> bool:

@@ -6,6 +6,7 @@ products is an explicit dequantisation in float64.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from statistics import mean
 
@@ -15,6 +16,10 @@ from checkpoints import write_checkpoint
 from int4_checkpoints import FORMATS, write_int4_checkpoint
 from near_ties import engine_of, gaps
 
+from baton.kernels.experts.experts import Int4Experts, Mixture, choose_experts
+from baton.kernels.experts.experts_triton import compute_experts, sizes_of
+from baton.kernels.experts.router_logits_triton import router_logits
+from baton.kernels.experts.tiles import Cut, Tiles, choose_plan
 from baton.kernels.products.int4_product import (
     Dequantised,
     Way,
@@ -33,6 +38,7 @@ pytestmark = [
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
 NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.02, 0.01  # of the spread of a position's logits
+NEAR_TIE_OF_EXPERTS = 0.1  # rounding decides between experts that are nearly equally good
 SHAPES = {
     "qkv": (6144, 4096),
     "out": (4096, 4096),
@@ -196,3 +202,127 @@ def test_a_zero_in_the_wrong_place_is_seen(tmp_path: Path) -> None:
     groups = engine.runner.model.layers[0].mlp.down.weight.groups
     groups.add_((torch.rand(groups.shape, device="cuda") < 0.5).int())
     assert mean(gaps(engine, theirs)) > 2 * NEAR_TIE
+
+
+EXPERTS = [(128, 8, 2048, 768), (8, 2, 1024, 1792), (60, 4, 640, 384)]
+INT4 = Cut(64, 128, 4, 4, is_turned=True)
+WIDE = Cut(128, 128, 3, 8, group=4, is_turned=True)
+PLANS = [
+    Tiles(16, INT4, WIDE),
+    Tiles(32, WIDE, INT4),
+    Tiles(64, WIDE, WIDE),
+    Tiles(128, INT4, WIDE),
+]
+
+
+def make_mixture(sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int) -> Mixture:
+    count, num_chosen, hidden, inner = sizes
+    router, parts = torch.randn(count, hidden, device="cuda", dtype=dtype), []
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        parts.append(Int4Experts.empty(count, outputs, inputs, group_size, router.device))
+        groups = (outputs, inputs // group_size)
+        for expert in range(count):
+            numbers = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
+            zero = torch.randint(6, 10, groups, device="cuda", dtype=torch.uint8)
+            scale = (torch.rand(groups, device="cuda").bfloat16() + 0.1) * inputs**-0.5 / 8
+            parts[-1].of(expert).fill(numbers, scale, zero)
+    return Mixture(router, *parts, num_chosen, True)
+
+
+def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    """One expert after the other, in float32."""
+    weights, chosen = choose_experts(router_logits(x, mixture.router).sum(0), mixture)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(mixture.num_local):
+        tokens, places = torch.where(chosen == mixture.first + expert)
+        gate_up, down = (
+            one.of(expert).dequantised(torch.float32) for one in (mixture.gate_up, mixture.down)
+        )
+        gate, up = (x[tokens].float() @ gate_up.t()).chunk(2, dim=1)
+        product = (torch.nn.functional.silu(gate) * up) @ down.t()
+        out.index_add_(0, tokens, product * weights[tokens, places, None])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [128, 32])
+@pytest.mark.parametrize("sizes", EXPERTS, ids=str)
+def test_experts(sizes: tuple[int, int, int, int], group_size: int, dtype: torch.dtype) -> None:
+    """By every plan, with few rows and with many; whole, and of ranks that have some experts."""
+    torch.manual_seed(0)
+    mixture = make_mixture(sizes, dtype, group_size)
+    chosen = [choose_plan(sizes_of(mixture), 2**n, 2) for n in range(15)]
+    half = sizes[0] // 2
+    ranks = [
+        dataclasses.replace(
+            mixture,
+            gate_up=Int4Experts(mixture.gate_up.data[mine], mixture.gate_up.groups[mine]),
+            down=Int4Experts(mixture.down.data[mine], mixture.down.groups[mine]),
+            first=mine.start,
+        )
+        for mine in (slice(0, half), slice(half, sizes[0]))
+    ]
+    for num_tokens in (1, 3, 16, 33, 100, 700, 3000):
+        x = torch.randn(num_tokens, mixture.hidden, device="cuda", dtype=dtype)
+        expected = expected_of(x, mixture)
+        for plan in dict.fromkeys([*chosen, *PLANS]):
+            found = compute_experts(x, mixture, None, plan)
+            difference = (found.float() - expected).norm() / expected.norm()
+            assert difference < 1e-2, f"{plan}: {difference:.1e}"
+            assert torch.equal(found, compute_experts(x, mixture, None, plan)), plan
+        total = sum(compute_experts(x, rank, None).float() for rank in ranks)
+        assert (total - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 300])
+def test_a_graph_of_experts(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    mixture = make_mixture(EXPERTS[0], torch.bfloat16, 128)
+    x = torch.randn(num_tokens, mixture.hidden, device="cuda", dtype=torch.bfloat16)
+    compute_experts(x, mixture, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute_experts(x, mixture, None)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, compute_experts(x, mixture, None))
+
+
+MODEL = SIZES | {
+    "architecture": "Qwen3MoeForCausalLM",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 384,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_of_experts_are_those_of_the_dequantised_model(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    theirs = write_int4_checkpoint(tmp_path, name, seed=4, **MODEL)
+    engine = engine_of(tmp_path, dtype=dtype)
+    mixture = engine.runner.model.layers[0].mlp.mixture
+    assert isinstance(mixture.gate_up, Int4Experts) and isinstance(mixture.down, Int4Experts)
+    found = gaps(engine, theirs)
+    same = sum(gap == 0 for gap in found) / len(found)
+    print(f"{name}: {same:.0%} of tokens equal, gaps of {mean(found):.4f}, most {max(found):.3f}")
+    assert mean(found) < NEAR_TIE_OF_EXPERTS
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_experts_quantised_at_load_as_on_a_cpu(tmp_path: Path, is_merged: bool) -> None:
+    write_checkpoint(tmp_path, seed=4, save_original_format=not is_merged, **MODEL)
+    weights = []
+    for device in ("cuda", "cpu"):
+        engine = engine_of(tmp_path, quantization="int4", device=device, dtype="bfloat16")
+        down = engine.runner.model.layers[1].mlp.mixture.down
+        is_packed = isinstance(down, Int4Experts)
+        assert is_packed == (device == "cuda")
+        weight = down.of(5)
+        weights.append(weight.dequantised(torch.bfloat16).cpu() if is_packed else weight)
+        engine.runner.close()
+    torch.testing.assert_close(weights[0], weights[1], rtol=2**-7, atol=0)

@@ -23,6 +23,7 @@ from triton.knobs import nvidia
 
 from baton.kernels.experts.few_tokens_triton import _down, _gated
 from baton.kernels.experts.grouped_triton import _grouped_product, _sum_pairs
+from baton.kernels.experts.int4_experts_triton import _int4_grouped_product
 from baton.kernels.experts.router_logits_triton import _logits, _logits_of_few
 from baton.kernels.experts.routing_triton import _choose, _order
 from baton.kernels.experts.tiles import Cut, Few, Sizes, Tiles, choose_plan
@@ -37,7 +38,8 @@ _FLOATS = (
 )
 POINTERS = {
     **dict.fromkeys(_FLOATS, "*bf16"),
-    **dict.fromkeys(("pairs", "tiles", "chosen", "counts"), "*i32"),
+    **dict.fromkeys(("pairs", "tiles", "chosen", "counts", "groups"), "*i32"),
+    "words": "*i16",
     **dict.fromkeys(("logits", "shares"), "*fp32"),
     **dict.fromkeys(("slots", "loads"), "*i64"),
 }
@@ -101,6 +103,22 @@ def product_case(rows: int, cut: Cut, is_gated: bool, scaling: int, has_fp8_rows
     name = f"{'gated' if is_gated else 'down'} {rows} rows, {cut}, {SCALINGS[scaling]}"
     name += ", rows in FP8" if has_fp8_rows else ""
     return Case(name, _grouped_product, constants, cut.warps, cut.stages, types, has_wgmma)
+
+
+def int4_case(rows: int, cut: Cut, is_gated: bool, group_size: int = 128) -> Case:
+    constants = {
+        "IS_GATED": is_gated,
+        "IS_WHOLE": True,
+        "GROUP": group_size,
+        "ROWS": rows,
+        "OUTPUTS": cut.outputs,
+        "HAS_ASM": True,
+    }
+    types = {"shares": "*i32"} if is_gated else {}
+    name = f"{'gated' if is_gated else 'down'} {rows} rows, {cut}, int4 in groups of {group_size}"
+    return Case(
+        name, _int4_grouped_product, constants, cut.warps, cut.stages, types, has_wgmma=True
+    )
 
 
 def few_cases(plan: Few, scaling: int) -> list[Case]:
@@ -179,7 +197,17 @@ if __name__ == "__main__":
         if isinstance(plan, Tiles)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))
     }
+    packed = {
+        (plan.rows, replace(cut, group=1), is_gated)
+        for sizes in MIXTURES
+        for n in range(15)
+        for plan in [choose_plan(replace(sizes, weights="int4"), 2**n, 2)]
+        if isinstance(plan, Tiles)
+        for cut, is_gated in ((plan.gated, True), (plan.down, False))
+    }
     cases = [product_case(*product) for product in sorted(products, key=str)]
+    cases += [int4_case(*product) for product in sorted(packed, key=str)]
+    cases.append(int4_case(16, Cut(64, 128, 4, 4), True, 32))
     for few, scaling in plans:
         cases += few_cases(few, scaling) if isinstance(few, Few) else []
     with ThreadPoolExecutor(2) as pool:

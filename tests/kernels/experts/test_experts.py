@@ -18,8 +18,10 @@ from baton.kernels.experts.experts import (
     ExpertLoads,
     ExpertWeights,
     Fp8Groups,
+    Int4Experts,
     LayerLoads,
     Mixture,
+    StackedWeights,
     choose_experts,
 )
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
@@ -30,11 +32,13 @@ from baton.kernels.experts.tiles import (
     Cut,
     Few,
     Plan,
+    Sizes,
     Tiles,
     as_json,
     choose_plan,
     from_json,
 )
+from baton.kernels.layers.ops import Ops
 from baton.kernels.products.weights import (
     BlockScaled,
     quantise_activations,
@@ -82,8 +86,10 @@ def make_mixture(
     )
 
 
-def exact(weights: ExpertWeights, expert: int) -> torch.Tensor:
+def exact(weights: StackedWeights, expert: int) -> torch.Tensor:
     """What an expert's weights mean, in float64."""
+    if isinstance(weights, Int4Experts):
+        return weights.of(expert).dequantised(torch.float64)
     values = weights.values[expert].double()
     if weights.scale is None:
         return values
@@ -267,6 +273,119 @@ def test_products_of_rows_in_fp8_are_those_of_what_they_mean(by: str, plan: Tile
         torch.testing.assert_close(gated.scale[row].double(), largest, atol=1e-6, rtol=2e-3)
 
 
+INT4 = Cut(64, 128, 3, 4, is_turned=True)
+INT4_WIDE = dataclasses.replace(INT4, outputs=512, group=2)
+INT4_PLANS = [Tiles(16, INT4, dataclasses.replace(INT4, outputs=128, group=2))]
+INT4_PLANS += [Tiles(16, INT4_WIDE, INT4_WIDE), Tiles(32, INT4, INT4)]
+
+
+def make_int4_mixture(
+    num_experts: int = 5,
+    num_chosen: int = 2,
+    hidden: int = 128,
+    inner: int = 128,
+    group_size: int = 64,
+) -> Mixture:
+    """Any numbers and zeros, and scales of very different sizes, which two bytes hold."""
+    mixture, parts = make_mixture(num_experts, num_chosen, hidden, inner), []
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        made = Int4Experts.empty(num_experts, outputs, inputs, group_size, DEVICE)
+        groups = (outputs, inputs // group_size)
+        for expert in range(num_experts):
+            numbers = torch.randint(0, 16, (outputs, inputs), device=DEVICE, dtype=torch.uint8)
+            zero = torch.randint(0, 17, groups, device=DEVICE, dtype=torch.uint8)
+            scale = torch.exp(torch.randn(groups, device=DEVICE)).bfloat16() / 128
+            made.of(expert).fill(numbers, scale, zero)
+        parts.append(made)
+    return dataclasses.replace(mixture, gate_up=parts[0], down=parts[1])
+
+
+def part_of(
+    weights: StackedWeights,
+    experts: slice = slice(None),
+    outputs: slice = slice(None),
+    chunks: slice = slice(None),
+) -> Int4Experts:
+    assert isinstance(weights, Int4Experts)
+    each = 128 // weights.group_size
+    start, stop, _ = chunks.indices(weights.num_inputs // 128)
+    groups = weights.groups[experts, start * each : stop * each, outputs]
+    return Int4Experts(weights.data[experts, chunks, outputs].contiguous(), groups.contiguous())
+
+
+@pytest.mark.parametrize("plan", INT4_PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "inner", "group_size"), [(384, 128, 32), (128, 256, 64), (256, 128, 128)]
+)
+def test_weights_in_int4(hidden: int, inner: int, group_size: int, plan: Tiles) -> None:
+    """Outputs that tiles divide and do not, rows that fill tiles and do not."""
+    mixture = make_int4_mixture(4, 2, hidden, inner, group_size)
+    x = torch.randn(19, hidden, device=DEVICE)
+    assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_usual_plan_of_few_tokens_in_int4(num_tokens: int) -> None:
+    mixture = make_int4_mixture(6, 3)
+    x = torch.randn(num_tokens, 128, device=DEVICE)
+    assert sizes_of(mixture).weights == "int4"
+    assert_close(compute_experts(x, mixture, None), expected_of(x, mixture))
+    assert_close(Ops().experts(x.cpu(), on_cpu(mixture), None), expected_of(x, mixture).cpu())
+
+
+def on_cpu(mixture: Mixture) -> Mixture:
+    parts = {}
+    for name in ("gate_up", "down"):
+        weights = part_of(getattr(mixture, name))
+        parts[name] = Int4Experts(weights.data.cpu(), weights.groups.cpu())
+    return dataclasses.replace(mixture, router=mixture.router.cpu(), **parts)
+
+
+def test_all_tokens_with_one_expert_in_int4() -> None:
+    mixture = make_int4_mixture(4, 1)
+    mixture.router[3] = mixture.router[3].abs() * 100
+    x = torch.randn(35, 128, device=DEVICE).abs()
+    assert_close(compute_experts(x, mixture, None, INT4_PLANS[0]), expected_of(x, mixture))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_parts_of_ranks_in_int4_add_up(is_whole: bool) -> None:
+    """Some experts whole, or some of each one's inner dimension."""
+    whole = make_int4_mixture(4, 2, 128, 256, 32)
+    x = torch.randn(5, 128, device=DEVICE)
+    total = torch.zeros_like(x)
+    gate_up, down = whole.gate_up, whole.down
+    for rank in range(2):
+        mine = slice(2 * rank, 2 * rank + 2)
+        if is_whole:
+            made = {"gate_up": part_of(gate_up, mine), "down": part_of(down, mine)}
+            part = dataclasses.replace(whole, first=2 * rank, **made)
+        else:
+            halves = [
+                part_of(gate_up, outputs=slice(first, first + 128))
+                for first in (128 * rank, 256 + 128 * rank)
+            ]
+            both = Int4Experts(
+                torch.cat([half.data for half in halves], dim=2),
+                torch.cat([half.groups for half in halves], dim=2),
+            )
+            mine = slice(rank, rank + 1)
+            part = dataclasses.replace(whole, gate_up=both, down=part_of(down, chunks=mine))
+        total += compute_experts(x, part, None, INT4_PLANS[0])
+    assert_close(total, expected_of(x, whole))
+
+
+@pytest.mark.parametrize("plan", INT4_PLANS[:1], ids=str)
+def test_a_row_in_int4_has_the_same_bits_whatever_the_others_hold(plan: Tiles) -> None:
+    mixture = make_int4_mixture()
+    x = torch.randn(9, 128, device=DEVICE)
+    other = torch.randn_like(x)
+    other[1] = x[1]
+    found = compute_experts(x, mixture, None, plan)
+    assert torch.equal(found, compute_experts(x, mixture, None, plan))
+    assert torch.equal(found[1], compute_experts(other, mixture, None, plan)[1])
+
+
 def meant(rows: Fp8Groups) -> torch.Tensor:
     scale = rows.scale.double().repeat_interleave(128, dim=1)
     return rows.data.double() * scale[:, : rows.data.shape[1]]
@@ -351,6 +470,9 @@ def test_plans() -> None:
     assert kinds[0] == "Few" and set(kinds[1:]) == {"Tiles"}
     for plan in [*PLANS, *FP8_PLANS]:
         assert from_json(as_json(plan)) == plan
+    packed = Sizes(128, 8, 256, 128, "int4")
+    plans = [choose_plan(packed, n, 2) for n in (1, 20, 300, 100_000)]
+    assert all(isinstance(plan, Tiles) for plan in plans)
     for by in BY:
         sizes = dataclasses.replace(sizes_of(make_fp8_mixture(by)), num_experts=128, num_chosen=8)
         plans = [choose_plan(sizes, n, 2) for n in (1, 20, 100_000)]

@@ -23,13 +23,15 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.engine.model.communicator import Communicator
 from baton.engine.model.decoder import Decoder
+from baton.engine.model.experts import is_merged_name
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.sharding import check_divisible
-from baton.engine.model.weights.checkpoint import load_weights
+from baton.engine.model.weights.checkpoint import load_weights, tensor_names
 from baton.engine.model.weights.dummy_weights import fill_dummy_weights
 from baton.engine.model.weights.placement import Placement
 from baton.engine.model.weights.weight_files import weights_bytes
-from baton.kernels.products.int4_weights import Int4Weight
+from baton.kernels.experts.experts import ExpertWeights, Int4Experts
+from baton.kernels.products.int4_weights import Int4Weight, dequantise, quantise_groups
 
 # Aligned to groups and chunks, as released models are.
 ALIGNED = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
@@ -61,7 +63,8 @@ def rank_of(rank: int, size: int) -> Communicator:
 
 def loaded(folder: Path, placement: Placement) -> Decoder:
     model = Decoder(read_model_config(folder), placement)
-    load_weights(folder, dict(model.targets()))
+    is_merged = any(map(is_merged_name, tensor_names(folder)))
+    load_weights(folder, dict(model.targets(has_merged_experts=is_merged)))
     return model
 
 
@@ -423,6 +426,168 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(
     num_bytes = sum(target.nbytes for _, target in floats.targets())
     in_floats = dataclasses.replace(config, dtype="float32")
     assert weights_bytes(in_floats) == pytest.approx(num_bytes, rel=2e-2)
+
+
+MIXTURE = (
+    VARIANTS["qwen3-moe, a dense layer"]
+    | ALIGNED
+    | {
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+    }
+)
+
+
+def experts_of(model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate_up, down) of the first layer, as floats: [experts, outputs, inputs]."""
+    mixture, found = model.layers[0].mlp.mixture, []
+    for weights in (mixture.gate_up, mixture.down):
+        each = [weights.of(expert) for expert in range(weights.num_experts)]
+        plain = [w if isinstance(w, torch.Tensor) else w.dequantised(torch.float32) for w in each]
+        found.append(torch.stack(plain))
+    return found[0], found[1]
+
+
+def are_packed(model: Decoder) -> bool:
+    mixture = model.layers[0].mlp.mixture
+    kinds = {type(mixture.gate_up), type(mixture.down)}
+    assert kinds in ({Int4Experts}, {ExpertWeights})
+    return kinds == {Int4Experts}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("stays_quantised", [False, True])
+def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantised: bool) -> None:
+    theirs = write_int4_checkpoint(tmp_path, name, **MIXTURE).state_dict()
+    model = loaded(tmp_path, placement_of(tmp_path, stays_quantised=stays_quantised))
+    assert are_packed(model) == stays_quantised
+    rtol = 2**-16 if FORMATS[name].scale_dtype == torch.float32 and stays_quantised else 0
+    for part, found in zip(("gate_up", "down"), experts_of(model), strict=True):
+        expected = theirs[f"model.layers.0.mlp.experts.{part}_proj"]
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+    gate = "model.layers.0.mlp.gate.weight"
+    assert torch.equal(model.layers[0].mlp.router.weight, theirs[gate])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq, groups of 32", "compressed, channel"])
+@pytest.mark.parametrize("stays_quantised", [False, True])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_ranks_share_experts(
+    tmp_path: Path, name: str, stays_quantised: bool, is_whole: bool
+) -> None:
+    """Whole ones, or a part of each."""
+    write_int4_checkpoint(tmp_path, name, **MIXTURE)
+    config = read_model_config(tmp_path)
+    check_divisible(config, 2, has_expert_parallel=is_whole, stays_quantised=stays_quantised)
+    whole = loaded(tmp_path, placement_of(tmp_path, stays_quantised=stays_quantised))
+    check_parts(tmp_path, whole, None, is_whole=is_whole, stays_quantised=stays_quantised)
+
+
+def check_parts(
+    folder: Path, whole: Decoder, quantization: str | None, *, is_whole: bool, stays_quantised: bool
+) -> None:
+    parts = []
+    for rank in range(2):
+        changes = {"communicator": rank_of(rank, 2), "has_expert_parallel": is_whole}
+        placement = placement_of(folder, quantization, stays_quantised=stays_quantised, **changes)
+        model = loaded(folder, placement)
+        assert are_packed(model) == stays_quantised
+        parts.append(experts_of(model))
+    (gate_up, down), (gate_ups, downs) = experts_of(whole), zip(*parts, strict=True)
+    assert torch.equal(torch.cat(downs, dim=0 if is_whole else 2), down)
+    if not is_whole:  # gates of all ranks, then what goes up
+        gate_ups = [half for n in range(2) for half in (one.chunk(2, 1)[n] for one in gate_ups)]
+    assert torch.equal(torch.cat(gate_ups, dim=0 if is_whole else 1), gate_up)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_experts_are_quantised_at_load(tmp_path: Path, is_merged: bool) -> None:
+    """Alike packed or not, and on all ranks."""
+    state = write_checkpoint(tmp_path, **MIXTURE, save_original_format=not is_merged).state_dict()
+    whole = [
+        loaded(tmp_path, placement_of(tmp_path, "int4", stays_quantised=stays))
+        for stays in (False, True)
+    ]
+    assert [are_packed(model) for model in whole] == [False, True]
+    for part, plain, packed in zip(("gate_up", "down"), *map(experts_of, whole), strict=True):
+        weights = state[f"model.layers.0.mlp.experts.{part}_proj"]
+        made = [dequantise(*quantise_groups(weight, 128), 128) for weight in weights]
+        assert torch.equal(plain, torch.stack(made))
+        torch.testing.assert_close(packed, plain, rtol=2**-15, atol=0)
+    for is_whole in (True, False):
+        for stays, model in enumerate(whole):
+            settings = {"is_whole": is_whole, "stays_quantised": bool(stays)}
+            check_parts(tmp_path, model, "int4", **settings)
+
+
+def test_experts_whose_parts_no_kernel_has_become_floats(tmp_path: Path) -> None:
+    """Both matrices, where a rank has not a multiple of 128 of the inner dimension."""
+    write_checkpoint(tmp_path, **(MIXTURE | {"moe_intermediate_size": 128}))
+    assert are_packed(loaded(tmp_path, placement_of(tmp_path, "int4")))
+    changes = {"communicator": rank_of(1, 2), "has_expert_parallel": False}
+    assert not are_packed(loaded(tmp_path, placement_of(tmp_path, "int4", **changes)))
+    changes |= {"has_expert_parallel": True}
+    assert are_packed(loaded(tmp_path, placement_of(tmp_path, "int4", **changes)))
+
+
+@pytest.mark.parametrize("name", ["awq", None])
+def test_loading_experts_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) -> None:
+    sizes = MIXTURE | {"moe_intermediate_size": 512, "num_experts": 16}
+    if name is None:
+        model = write_checkpoint(tmp_path, **sizes, save_original_format=False)
+        model.to(torch.bfloat16).save_pretrained(tmp_path, save_original_format=False)
+    else:
+        write_int4_checkpoint(tmp_path, name, **sizes)
+    layer_bytes = 2 * 16 * 3 * 256 * 512  # in bfloat16
+    quantization = "int4" if name is None else None
+    with LiveBytes() as live:
+        placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
+        model = Decoder(read_model_config(tmp_path, quantization), placement)
+        targets = dict(model.targets(has_merged_experts=name is None))
+        load_weights(tmp_path, targets)
+        num_bytes = sum(target.nbytes for target in targets.values())
+    assert num_bytes < live.most < num_bytes + layer_bytes
+
+
+def test_dummy_experts_are_the_same_packed_or_not(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, **MIXTURE)
+    found = []
+    for changes in ({"stays_quantised": False}, {}, {"communicator": rank_of(1, 2)}):
+        placement = placement_of(tmp_path, "int4", has_expert_parallel=True, **changes)
+        model = Decoder(read_model_config(tmp_path, "int4"), placement)
+        fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
+        found.append(experts_of(model))
+    for plain, packed, of_rank in zip(*found, strict=True):
+        torch.testing.assert_close(packed, plain, rtol=2**-15, atol=0)
+        assert torch.equal(of_rank, packed[3:])
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("gptq", 256),
+        ("awq, groups of 32", 256),
+        ("awq, groups of 32", 160),
+        (None, 256),
+        (None, 160),
+    ],
+)
+def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None, inner: int) -> None:
+    """Packed or not."""
+    sizes, quantization = MIXTURE | {"moe_intermediate_size": inner}, None
+    if name is None:
+        write_checkpoint(tmp_path, **sizes)
+        quantization = "int4"
+    else:
+        write_int4_checkpoint(tmp_path, name, **sizes)
+    placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
+    model = Decoder(read_model_config(tmp_path, quantization), placement)
+    num_bytes = sum(target.nbytes for _, target in model.targets())
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
+    assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
+    dummy = dataclasses.replace(config, load_format="dummy")
+    assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
 
 
 def test_experts_are_dequantised(tmp_path: Path) -> None:
