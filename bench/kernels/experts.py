@@ -205,7 +205,8 @@ def _stacked(floats: Tensor, weights: str) -> StackedWeights:
     if weights != "int4":
         made = zip(*map(_QUANTISE[weights], floats), strict=True)
         return ExpertWeights(*map(torch.stack, made))
-    packed = Int4Experts.empty(*floats.shape, CHUNK, floats.device)
+    experts, outputs, inputs = floats.shape
+    packed = Int4Experts.empty(experts, outputs, inputs, CHUNK, floats.device)
     for expert, matrix in enumerate(floats):
         packed.of(expert).fill(*quantise_groups(matrix, CHUNK))
     return packed

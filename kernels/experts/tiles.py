@@ -136,9 +136,11 @@ _FP8_DEFAULTS: list[tuple[int, Plan]] = [
     (1024, Tiles(64, Cut(128, 128, 3, 8), Cut(128, 128, 4, 4), has_fp8_rows=True)),
     (1 << 30, Tiles(64, Cut(128, 128, 3, 8, 4), Cut(128, 128, 4, 4, 4), has_fp8_rows=True)),
 ]
+_PACKED = Cut(64, 128, 6, 4, is_turned=True)
+_PACKED_WIDE = Cut(128, 128, 4, 8, group=4, is_turned=True)
 _INT4_DEFAULTS: list[tuple[int, Plan]] = [
-    (256, Tiles(16, *[Cut(64, 128, 6, 4, 1, is_turned=True)] * 2)),
-    (512, Tiles(32, *[Cut(64, 128, 5, 4, 1, is_turned=True)] * 2)),
-    (1024, Tiles(64, *[Cut(128, 128, 4, 8, 1, is_turned=True)] * 2)),
-    (1 << 30, Tiles(128, *[Cut(128, 128, 4, 8, 4, is_turned=True)] * 2)),
+    (256, Tiles(16, _PACKED, _PACKED)),
+    (512, Tiles(32, _PACKED, _PACKED)),
+    (1024, Tiles(64, _PACKED_WIDE, _PACKED_WIDE)),
+    (1 << 30, Tiles(128, _PACKED_WIDE, _PACKED_WIDE)),
 ]
