@@ -384,8 +384,8 @@ def main(argv: list[str]) -> int:
     tokens = list(map(int, arguments.tokens.split(",")))
     compile_all([MIXTURES[name] for name in arguments.mixtures], weights, tokens)
     print(f"compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
-    table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"mixtures": {}}
-    table |= {
+    table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"mixtures": {}, "measured": {}}
+    measured = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -400,7 +400,7 @@ def main(argv: list[str]) -> int:
         for num_tokens in tokens:
             plan = measure(layer, num_tokens)
             steps.append({"tokens": num_tokens, "plan": as_json(plan)})
-        table["mixtures"][key] = steps
+        table["mixtures"][key], table["measured"][key] = steps, measured
         if not arguments.dry:
             arguments.out.write_text(json.dumps(table, indent=1) + "\n")
         del layer

@@ -28,6 +28,7 @@ _QUANTISED = {
     "int4": "gpu_int4",
     "30B-A3B": "gpu_30b-a3b",
     "30B-A3B in FP8": "gpu_30b-a3b_fp8",
+    "30B-A3B in int4, H100": "gpu_30b-a3b_int4_h100",
 }
 _H100S = {
     "one H100": "gpu_h100",

@@ -3,8 +3,8 @@
     few    a program has some outputs of one pair, and multiplies without the matrix units
     tiles  a program has some outputs of a tile of rows of one expert
 
-tiles.json has what was fastest on an H200: `python -m baton.bench.kernels.experts` writes it. A
-mixture that is not in it gets a default by its rows an expert.
+tiles.json has what was fastest, and on which card: `python -m baton.bench.kernels.experts` writes
+it. A mixture that is not in it gets a default by its rows an expert.
 """
 
 from __future__ import annotations

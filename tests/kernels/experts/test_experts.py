@@ -117,8 +117,8 @@ def tokens_for(plan: Plan, mixture: Mixture, num_tokens: int) -> torch.Tensor:
     )
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = 2e-5) -> None:
+    torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -277,6 +277,8 @@ INT4 = Cut(64, 128, 3, 4, is_turned=True)
 INT4_WIDE = dataclasses.replace(INT4, outputs=512, group=2)
 INT4_PLANS = [Tiles(16, INT4, dataclasses.replace(INT4, outputs=128, group=2))]
 INT4_PLANS += [Tiles(16, INT4_WIDE, INT4_WIDE), Tiles(32, INT4, INT4)]
+# GPUs multiply float32 as TF32 here; models in float32 have no packed weights.
+INT4_LIMIT = 2e-3 if HAS_GPU else 2e-5
 
 
 def make_int4_mixture(
@@ -321,7 +323,7 @@ def test_weights_in_int4(hidden: int, inner: int, group_size: int, plan: Tiles) 
     """Outputs that tiles divide and do not, rows that fill tiles and do not."""
     mixture = make_int4_mixture(4, 2, hidden, inner, group_size)
     x = torch.randn(19, hidden, device=DEVICE)
-    assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
+    assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture), INT4_LIMIT)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -329,7 +331,7 @@ def test_the_usual_plan_of_few_tokens_in_int4(num_tokens: int) -> None:
     mixture = make_int4_mixture(6, 3)
     x = torch.randn(num_tokens, 128, device=DEVICE)
     assert sizes_of(mixture).weights == "int4"
-    assert_close(compute_experts(x, mixture, None), expected_of(x, mixture))
+    assert_close(compute_experts(x, mixture, None), expected_of(x, mixture), INT4_LIMIT)
     assert_close(Ops().experts(x.cpu(), on_cpu(mixture), None), expected_of(x, mixture).cpu())
 
 
@@ -345,7 +347,9 @@ def test_all_tokens_with_one_expert_in_int4() -> None:
     mixture = make_int4_mixture(4, 1)
     mixture.router[3] = mixture.router[3].abs() * 100
     x = torch.randn(35, 128, device=DEVICE).abs()
-    assert_close(compute_experts(x, mixture, None, INT4_PLANS[0]), expected_of(x, mixture))
+    assert_close(
+        compute_experts(x, mixture, None, INT4_PLANS[0]), expected_of(x, mixture), INT4_LIMIT
+    )
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -372,7 +376,7 @@ def test_parts_of_ranks_in_int4_add_up(is_whole: bool) -> None:
             mine = slice(rank, rank + 1)
             part = dataclasses.replace(whole, gate_up=both, down=part_of(down, chunks=mine))
         total += compute_experts(x, part, None, INT4_PLANS[0])
-    assert_close(total, expected_of(x, whole))
+    assert_close(total, expected_of(x, whole), INT4_LIMIT)
 
 
 @pytest.mark.parametrize("plan", INT4_PLANS[:1], ids=str)
