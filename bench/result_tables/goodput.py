@@ -13,6 +13,7 @@ from .results import RESULTS, Row, load, number, table
 
 _NAME = "goodput"
 _SHAREGPT = "sharegpt_"
+_RATE = "rate/s (came)"
 
 
 def highest() -> str:
@@ -54,7 +55,7 @@ def by_rate() -> str:
         errors = row["step_cost_error"].values()
         rows.append(
             (
-                *(*_kind(row), "" if asked is None else f"{asked:g}", f"{row['rate_per_s']:g}"),
+                *(*_kind(row), "" if asked is None else f"{asked:g}", _rate(row)),
                 " ".join(f"{row['attained'][y]:.2f}" if y in row["attained"] else "-" for y in ys),
                 " / ".join(number(probe["ttft_ms"][q]) for q in ("p50", "p90", "p99")),
                 number(streams["tpot_ms"]["p50"]),
@@ -63,7 +64,7 @@ def by_rate() -> str:
             )
         )
     head = (
-        *("cards", "in/out", "mode", "Y asked, ms", "rate/s", f"good for {', '.join(ys)} ms"),
+        *("cards", "in/out", "mode", "Y asked, ms", _RATE, f"good for {', '.join(ys)} ms"),
         *("TTFT p50 / p90 / p99, ms", "TPOT p50, ms", "TBT p99, ms", "error of a step p90"),
     )
     return table(head, rows) + "\n" + _source()
@@ -80,7 +81,7 @@ def sharegpt() -> str:
             rows.append(
                 (
                     *(path.stem.removeprefix(_SHAREGPT), _cards(row, found), row["mode"]),
-                    f"{row['rate_per_s']:g}",
+                    _rate(row),
                     number(row["normalised_latency_ms"]),
                     *(
                         " / ".join(number(probe[key][q]) for q in ("p50", "p90"))
@@ -95,10 +96,16 @@ def sharegpt() -> str:
             for call in found["calls"]
         ]
     head = (
-        *("model", "cards", "mode", "rate/s", "normalised latency, ms/token"),
+        *("model", "cards", "mode", _RATE, "normalised latency, ms/token"),
         *("TTFT p50 / p90, ms", "TPOT p50 / p90, ms", "good for Y"),
     )
     return "\n".join([table(head, rows), *sources]) if rows else "Not measured yet.\n"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    """What was asked for, and how many a second came by chance among those that count."""
+    begin_s, end_s = row["window_s"]
+    return f"{row['rate_per_s']:g} ({row['num_counted'] / (end_s - begin_s):.3g})"
 
 
 def _rows() -> list[dict[str, Any]]:
