@@ -95,6 +95,7 @@ def token_ids(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
     return {key: [token.token_id for token in tokens] for key, tokens in outputs.items()}
 
 
+@ONE_IS_SLOW
 def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: ModelRunner) -> None:
     """Prompts in chunks and alone, decodes in graphs and beside prompts, drawn and filtered."""
     on_cpu, asked = ModelRunner(config), requests(3, 6)

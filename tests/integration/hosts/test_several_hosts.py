@@ -196,7 +196,7 @@ def cut_wire(cluster: Cluster, wire: Wire) -> contextlib.AbstractContextManager[
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (end_rank, "ended"),
+        pytest.param(end_rank, "ended", marks=pytest.mark.slow),
         (stop_rank, "says nothing for 1.2 s"),
         (cut_wire, "says nothing for 1.2 s"),
     ],

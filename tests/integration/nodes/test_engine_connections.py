@@ -40,6 +40,9 @@ SILENCE_S = 1.2  # the gateway's
 NOTICED_S = 1.5
 ELSEWHERE = "f" * 32  # the id of another host: whoever is told it dials by TCP
 BOTH_WAYS = pytest.mark.parametrize("by_tcp", [False, True], ids=["unix", "tcp"])
+ONE_WAY = pytest.mark.parametrize(
+    "by_tcp", [pytest.param(False, id="unix", marks=pytest.mark.slow), pytest.param(True, id="tcp")]
+)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +243,7 @@ async def test_a_gateway_that_stands_still_holds_up_nobody(
         assert len(linked.events[1].tokens) == 599
 
 
-@BOTH_WAYS
+@ONE_WAY
 async def test_a_supervisor_that_stands_still_is_of_no_matter_to_streams(
     nodes: list[NodeProcess], redis_url: str, by_tcp: bool
 ) -> None:

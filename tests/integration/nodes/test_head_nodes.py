@@ -50,7 +50,7 @@ def requests() -> list[Request]:
     return [Request(f"{i:032x}", 0, tuple(one.tolist()), params) for i, one in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("write", [eagle3, mtp])
+@pytest.mark.parametrize("write", [eagle3, pytest.param(mtp, marks=pytest.mark.slow)])
 async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
     tmp_path: Path, write: Callable[[Path], tuple[dict[str, Any], Drafts]]
 ) -> None:

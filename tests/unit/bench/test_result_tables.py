@@ -81,8 +81,12 @@ def test_tables_that_are_measured_elsewhere(
     row = {
         "mode": "auto", "num_cards": 1, "rate_per_s": 4.0, "call": 0,
         "normalised_latency_ms": 31.0, "attained": {"25": 0.5},
+        "window_s": [5.0, 25.0], "num_counted": 72,
         "groups": {"probe": {"ttft_ms": spread, "tpot_ms": spread}},
     }  # fmt: skip
     call = {"commit": "c", "date": "d", "command": "run it", "machine": {"cards": "GPU"}}
     (tmp_path / "sharegpt_x.json").write_text(json.dumps({"calls": [call], "rows": [row]}))
-    assert "| x | 1 x GPU | auto | 4 | 31 | 10 / 20 | 10 / 20 | 25 ms: 0.50 |" in goodput.sharegpt()
+    assert (
+        "| x | 1 x GPU | auto | 4 (3.6) | 31 | 10 / 20 | 10 / 20 | 25 ms: 0.50 |"
+        in goodput.sharegpt()
+    )

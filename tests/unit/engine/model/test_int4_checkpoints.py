@@ -457,7 +457,7 @@ def are_packed(model: Decoder) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("stays_quantised", [False, True])
+@pytest.mark.parametrize("stays_quantised", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantised: bool) -> None:
     theirs = write_int4_checkpoint(tmp_path, name, **MIXTURE).state_dict()
     model = loaded(tmp_path, placement_of(tmp_path, stays_quantised=stays_quantised))
