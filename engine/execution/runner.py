@@ -21,6 +21,7 @@ from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.experts.expert_loads import ExpertLoadReader
 from ...kernels.kv.kv_blocks import copy_blocks
+from ...kernels.upload import reserve_pinned_memory
 from ..kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
@@ -248,6 +249,7 @@ class ModelRunner:
             f"{num_graphs.pop(0)} of prompts, {sum(num_graphs.values())} of both in "
             f"{time.perf_counter() - begin_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
+        reserve_pinned_memory()
         if self.adapters is not None:  # one is read before another is dropped
             self.adapters.pin_memory(config.num_host_adapters + 1)
         self._steps = steps

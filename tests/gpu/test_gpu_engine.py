@@ -116,6 +116,24 @@ def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
     runner.close()
 
 
+def test_no_step_pins_memory() -> None:
+    """It would wait for all that the device has to do."""
+    config = config_of(resolve_model_dir("demo"), num_kv_blocks=3000, max_num_seqs=200)
+    runner = ModelRunner(config)
+    spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    for num_decodes in (1, 33, 65, 129, 199):
+        for num_tokens in (0, 40, 700):
+            batch = [SequenceSlice([5], 15 * 16, range(2, 18), spec) for _ in range(num_decodes)]
+            if num_tokens:
+                batch.append(SequenceSlice([5] * num_tokens, 0, range(2, 50), spec))
+            steps = [runner.launch(batch) for _ in range(2)]
+            for step in steps:
+                step.collect()
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    runner.close()
+
+
 def requests_of(folder: Path, vocab_size: int, **sampling: Any) -> list[Request]:
     rng = random.Random(str(folder.name[:4]))
     params = SamplingParams(**({"max_tokens": 24, "temperature": 0.0} | sampling))

@@ -1,0 +1,32 @@
+"""Pinned memory is there before there are steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from baton.kernels import upload
+
+
+def test_every_size_is_there_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's allocator sees it: what is freed may be given out again."""
+    empty, held, most = torch.empty, Counter[int](), Counter[int]()
+
+    def take(size: int, *, pin_memory: bool, **more: Any) -> torch.Tensor:
+        assert pin_memory
+        tensor = empty(size, **more)
+        held[size] += 1
+        most[size] = max(most[size], held[size])
+        weakref.finalize(tensor, held.subtract, [size])
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", take)
+    upload.reserve_pinned_memory()
+    assert min(most) == 1 and max(most) == 4 << 20
+    assert all(2 * size in most for size in most if size < max(most))
+    assert all(most[size] >= 4 for size in most)
+    assert not held.total()
