@@ -1,4 +1,5 @@
-"""How many examples a property is tried with: few in `make test`, more in `make test-all`.
+"""How many examples a property is tried with, and how long the runs are that tests draw themselves:
+few and short in `make test`, more in `make test-all`.
 
 In `make test` they are the same in each run, so that a failure is of a change, not of chance;
 `make test-all` draws new ones. tests/conftest.py loads the profile before any test module.
@@ -6,8 +7,11 @@ In `make test` they are the same in each run, so that a failure is of a change, 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 QUICK, THOROUGH = "quick", "thorough"
@@ -22,5 +26,23 @@ def register_profiles() -> None:
 
 def examples(quick: int, thorough: int, **more: Any) -> settings:
     """Settings for a test that cannot do with the profile's own number of examples."""
-    is_quick = bool(settings().derandomize)
-    return settings(max_examples=quick if is_quick else thorough, **more)
+    return settings(max_examples=number(quick, thorough), **more)
+
+
+def number(quick: int, thorough: int) -> int:
+    """Of seeds, rounds or tokens of a test that draws them itself."""
+    return quick if settings().derandomize else thorough
+
+
+def half(*values: Iterable[Any], is_whole: bool = False) -> list[Any]:
+    """All combinations, for `parametrize`; every second one is `slow`, but where `is_whole`.
+
+    Each value is in the others, and of three parameters or more each pair of values.
+    """
+    return [
+        pytest.param(
+            *(value for _, value in chosen),
+            marks=pytest.mark.slow if sum(n for n, _ in chosen) % 2 and not is_whole else (),
+        )
+        for chosen in itertools.product(*map(enumerate, values))
+    ]

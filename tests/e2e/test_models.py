@@ -52,7 +52,17 @@ def prompts(runner: ModelRunner) -> list[tuple[int, ...]]:
     return [tuple(generator.choices(vocab, k=length)) for length in (1, 33, 90)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One of each architecture, of each kind of KV (heads, windows) and of RoPE by position.
+QUICK = {
+    *BY_ARCHITECTURE,
+    *("llama, gqa 4:1, tied", "llama, mha 4:4, derived head_dim", "mixtral, moe", "qwen2-moe"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS],
+)
 def test_hand_off_in_one_process(tmp_path: Path, name: str) -> None:
     config = engine_config(tmp_path, name)
     source, puller = (LocalEngine(config, ModelRunner(config)) for _ in range(2))

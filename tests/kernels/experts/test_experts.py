@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import half
 
 pytest.importorskip("triton")
 
@@ -121,12 +122,12 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = 2e-
     torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(
-    ("num_experts", "num_chosen", "num_tokens"),
-    [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)],
-)
-def test_outputs(num_experts: int, num_chosen: int, num_tokens: int, plan: Plan) -> None:
+NUMBERS = [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)]  # of experts, chosen ones, tokens
+
+
+@pytest.mark.parametrize(("numbers", "plan"), half(NUMBERS, PLANS, is_whole=HAS_GPU), ids=str)
+def test_outputs(numbers: tuple[int, int, int], plan: Plan) -> None:
+    num_experts, num_chosen, num_tokens = numbers
     mixture = make_mixture(num_experts, num_chosen, is_normed=num_tokens % 2 == 0)
     x = tokens_for(plan, mixture, num_tokens)
     assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
@@ -225,17 +226,10 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-# Rows in FP8 have the sizes that cross borders; the others with them are `slow`.
-SIZES_AND_PLANS = [
-    pytest.param(*size, plan, marks=pytest.mark.slow if is_slow and not HAS_GPU else ())
-    for number, size in enumerate(SIZES_IN_FP8)
-    for place, plan in enumerate(FP8_PLANS)
-    for is_slow in [number % 2 == 1 and place >= 3]
-]
-
-
-@pytest.mark.parametrize(("by", "hidden", "inner", "plan"), SIZES_AND_PLANS, ids=str)
-def test_weights_in_fp8(by: str, hidden: int, inner: int, plan: Plan) -> None:
+# Without a GPU each plan has one size by rows and one by blocks; the others with it are `slow`.
+@pytest.mark.parametrize(("size", "plan"), half(SIZES_IN_FP8, FP8_PLANS, is_whole=HAS_GPU), ids=str)
+def test_weights_in_fp8(size: tuple[str, int, int], plan: Plan) -> None:
+    by, hidden, inner = size
     mixture = make_fp8_mixture(by, hidden, inner)
     x = torch.randn(1 if isinstance(plan, Few) else 19, hidden, device=DEVICE)
     found, expected = compute_experts(x, mixture, None, plan), expected_of(x, mixture)
@@ -250,8 +244,7 @@ def groups_of(x: torch.Tensor) -> Fp8Groups:
     return Fp8Groups(made.data, made.scale.contiguous())
 
 
-@pytest.mark.parametrize("plan", FP8_PLANS[3:], ids=str)
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize(("by", "plan"), half(BY, FP8_PLANS[3:], is_whole=HAS_GPU), ids=str)
 def test_products_of_rows_in_fp8_are_those_of_what_they_mean(by: str, plan: Tiles) -> None:
     mixture = make_fp8_mixture(by, 272, 256)
     x = torch.randn(19, 272, device=DEVICE) * torch.exp(torch.randn(19, 1, device=DEVICE))

@@ -64,7 +64,10 @@ async def test_the_rest_is_served_sooner_than_without_moves() -> None:
     )
 
 
-@pytest.mark.parametrize(("per_s", "cost"), [(1.0, LARGE), (2.0, H200_8B), (6.5, H200_8B)])
+@pytest.mark.parametrize(
+    ("per_s", "cost"),
+    [(1.0, LARGE), pytest.param(2.0, H200_8B, marks=pytest.mark.slow), (6.5, H200_8B)],
+)
 async def test_a_load_that_both_can_take_moves_nothing(per_s: float, cost: StepCost) -> None:
     simulation = play((LONG[0], per_s), cost=cost)
     assert not simulation.moves and all(call.is_served for call in simulation.calls)

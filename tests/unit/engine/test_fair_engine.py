@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from effort import half
 
 from baton.core.request.request import Request, SamplingParams, TokenLogprobs
 from baton.core.step_cost import StepShape
@@ -130,11 +131,14 @@ def light_prompts(played: Played, rate: float, seconds: float) -> list[tuple[flo
     return coming
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize(("chunk", "longest"), [(0, 2000), (0, 9000), (8192, 9000), (8192, 20_000)])
+LOADS = [(0, 2000), (0, 9000), (8192, 9000), (8192, 20_000)]  # chunks, longest prompts
+
+
+@pytest.mark.parametrize(("load", "runs_ahead"), half(LOADS, [False, True]))
 def test_a_light_caller_waits_for_little_more_than_the_step_in_flight(
-    chunk: int, longest: int, *, runs_ahead: bool
+    load: tuple[int, int], *, runs_ahead: bool
 ) -> None:
+    chunk, longest = load
     played = Played(runs_ahead=runs_ahead, chunk=chunk)
     for index in range(64):
         for caller_id in BULK:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from effort import half
 from fakes.runner import FakeRunner, expected_tokens
 from transformers import LlamaForCausalLM
 
@@ -282,8 +283,7 @@ def samples_of(request: Request, n: int) -> tuple[Request, list[Request]]:
     return forked, separate
 
 
-@pytest.mark.parametrize("length", [31, 32, 33, 5])
-@pytest.mark.parametrize("way", ["local", "handed over"])
+@pytest.mark.parametrize(("length", "way"), half([31, 32, 33, 5], ["local", "handed over"]))
 def test_samples_are_what_separate_requests_give(models: Models, length: int, way: str) -> None:
     forked, separate = samples_of(new_request(length, EVERYTHING), 4)
     outputs = run(new_engine(models), forked) if way == "local" else hand_over(models, forked)[0]

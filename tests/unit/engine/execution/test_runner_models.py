@@ -103,7 +103,25 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
     assert float((ours - theirs).abs().max()) <= 1e-4 * max(1.0, scale / 10)
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 24, 1000])
+CHUNKS = [1, 7, 16, 24, 1000]
+# With windows, RoPE by position and experts of some layers all of them; with the others two.
+CHUNKED = {
+    *("llama, gqa 4:2", "mistral, window", "qwen2, yarn, window of the upper layers"),
+    *("qwen3, biases, window by layer_types", "qwen3-moe, a dense layer"),
+}
+
+
+@pytest.mark.parametrize(
+    ("pair", "size"),
+    [
+        pytest.param(name, size, marks=() if is_quick else pytest.mark.slow)
+        for name in VARIANTS
+        for size in CHUNKS
+        for is_quick in [name in CHUNKED or size in (7, 1000)]
+    ],
+    indirect=["pair"],
+    scope="module",
+)
 def test_chunked_prefill_then_greedy_decode(pair: Pair, rng: random.Random, size: int) -> None:
     token_ids = pair.prompt(rng, 53)
     table, outputs = Blocks(rng).table(80), list[SampledToken | None]()

@@ -95,7 +95,18 @@ def name_of(index: int) -> str:
     return f"{name}: {size}{', experts whole' if index >= NUM_PLAIN else ''}"
 
 
-@pytest.fixture(scope="module", params=range(len(CASES)), ids=name_of)
+# RoPE is each head's own, and what ranks share is no other than in the cases that are quick.
+SLOW = {
+    *("llama, linear rope: 2", "llama, llama3 rope: 2", "mistral, no window: 2"),
+    *("qwen3-moe, every second layer: 2", "qwen3: 4", "llama, biases, sharded: 4"),
+}
+PARAMS = [
+    pytest.param(index, marks=pytest.mark.slow if name_of(index) in SLOW else ())
+    for index in range(len(CASES))
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS, ids=name_of)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

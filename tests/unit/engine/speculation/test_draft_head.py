@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import half, number
 from fakes.clock import FakeClock
 from fakes.speculation.eagle3_heads import (
     head_config,
@@ -168,8 +169,7 @@ def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> N
     assert 0.2 < acceptance(engine) < 1.0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("num_blocks", [BLOCKS, 14])
+@pytest.mark.parametrize(("temperature", "num_blocks"), half([0.0, 0.7], [14, BLOCKS]))
 def test_outputs_are_those_without_a_head(
     files: Files, runner: ModelRunner, temperature: float, num_blocks: int
 ) -> None:
@@ -190,7 +190,7 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
 ) -> None:
     """The head's KV is a layer of the blocks; but for the first step the drafts are the same.
     A clock that stands still: all drafts pay."""
-    asked = requests(num=10, max_tokens=120)
+    asked = requests(num=10, max_tokens=number(60, 120))
     recorder = Recorder(runner)
     same: dict[str, Any] = {
         "enable_prefix_caching": False,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from effort import half
 from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,9 +183,9 @@ def test_adaptive_is_as_good_as_the_best_fixed_length(batch: int, rate: float) -
     assert played > 0.95 * max(fixed)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("draft_s", [4e-4, 2e-3])
+@pytest.mark.parametrize(
+    ("batch", "rate", "draft_s"), half([1, 8, 64], [0.0, 0.3, 0.6, 0.9], [4e-4, 2e-3])
+)
 def test_drafts_of_a_model_are_as_many_as_pay(batch: int, rate: float, draft_s: float) -> None:
     """Each of the longest takes a step of the draft model, which is measured."""
     coin = _Coin(rate, takes_steps=True, draft_s=draft_s)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import number
 from fakes.proposer import FakeProposer
 from tokenizers import Tokenizer
 
@@ -106,7 +107,7 @@ def requests_of_every_kind(demo: Demo, seed: int) -> list[Request]:
     ]
     found = []
     for index, kind in enumerate(kinds):
-        sampling = SamplingParams(**({"max_tokens": 40, "seed": seed} | kind))  # type: ignore[arg-type]
+        sampling = SamplingParams(**({"max_tokens": number(24, 40), "seed": seed} | kind))  # type: ignore[arg-type]
         text = CODE if draw.random() < 0.7 else f"Once upon a time {seed}"
         prompt = tuple(demo.tokenizer.encode(text).ids)
         forks = (f"f{index}",) if draw.random() < 0.3 else ()
