@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -150,6 +153,31 @@ def write_checkpoint(
         folder, max_shard_size=max_shard_size, save_original_format=save_original_format
     )
     return model
+
+
+class Written:
+    """Checkpoints by what was asked for, the last ones: to make one takes longer than a copy."""
+
+    def __init__(self, write: Callable[..., PreTrainedModel], most: int = 24) -> None:
+        self._write, self._most = write, most
+        self._known: dict[str, tuple[dict[str, bytes], PreTrainedModel]] = {}
+
+    def again(self, folder: Path, name: str, **settings: Any) -> PreTrainedModel:
+        """Write it to `folder`; return a model of the caller's own."""
+        key = repr((name, sorted(settings.items())))
+        if key not in self._known:
+            with TemporaryDirectory() as own:
+                model = self._write(Path(own), name, **settings)
+                files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+            self._known[key] = files, model
+            if len(self._known) > self._most:
+                del self._known[next(iter(self._known))]
+        files, model = self._known[key]
+        folder.mkdir(exist_ok=True)
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        torch.manual_seed(settings.get("seed", 0))
+        return copy.deepcopy(model)
 
 
 def weight_of(known: dict[str, Tensor], key: str) -> Tensor:

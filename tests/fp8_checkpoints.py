@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import weight_of, write_checkpoint
+from checkpoints import Written, weight_of, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -89,10 +89,12 @@ def quantised(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return data, scale, data.float() * each
 
 
-def write_fp8_checkpoint(
-    folder: Path, name: str, *, is_sharded: bool = False, **changes: Any
-) -> PreTrainedModel:
+def write_fp8_checkpoint(folder: Path, name: str, **settings: Any) -> PreTrainedModel:
     """Write the checkpoint in the format `name`; return the model that it means."""
+    return _written.again(folder, name, **settings)
+
+
+def _write(folder: Path, name: str, *, is_sharded: bool = False, **changes: Any) -> PreTrainedModel:
     config, kind, suffix = FORMATS[name]
     model = write_checkpoint(folder, **changes)
     file = folder / "model.safetensors"
@@ -123,3 +125,6 @@ def write_fp8_checkpoint(
     for key, weight in meant.items():
         weight_of(known, key).copy_(weight)
     return model
+
+
+_written = Written(_write)

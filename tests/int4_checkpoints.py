@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import weight_of, write_checkpoint
+from checkpoints import Written, weight_of, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -178,10 +178,12 @@ def tensors_of(made: Numbers, form: Format) -> dict[str, Tensor]:
     return found
 
 
-def write_int4_checkpoint(
-    folder: Path, name: str, *, is_sharded: bool = False, **changes: Any
-) -> PreTrainedModel:
+def write_int4_checkpoint(folder: Path, name: str, **settings: Any) -> PreTrainedModel:
     """Write the checkpoint in the format `name`; return the model that it means."""
+    return _written.again(folder, name, **settings)
+
+
+def _write(folder: Path, name: str, *, is_sharded: bool = False, **changes: Any) -> PreTrainedModel:
     form = FORMATS[name]
     model = write_checkpoint(folder, **changes)
     file = folder / "model.safetensors"
@@ -214,3 +216,6 @@ def write_int4_checkpoint(
     for key, weight in meant.items():
         weight_of(known, key).copy_(weight)
     return model
+
+
+_written = Written(_write)
