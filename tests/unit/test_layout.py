@@ -83,14 +83,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
 MAX_FILES = 14  # of a folder, without those in folders of its own
 
 
+@functools.cache
 def product_files() -> list[Path]:
-    files = [*ROOT.glob("*.py"), *ROOT.glob("*/**/*.py")]
-    return [
+    folders = [
         path
-        for path in files
-        if not path.relative_to(ROOT).parts[0].startswith(".")
-        and path.relative_to(ROOT).parts[0] not in NOT_PRODUCT
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and path.name not in NOT_PRODUCT
     ]
+    return [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
 
 
 @functools.cache
