@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from deployments import running
@@ -57,29 +57,45 @@ def generate(engine: LocalEngine, prompts: Prompts, num_tokens: int) -> list[lis
     return [outputs[request.key] for request in requests]
 
 
-@pytest.mark.parametrize("kind", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
-def test_tokens_are_the_same_from_host_memory(kind: str) -> None:
-    cold, tight = engine_of(kind, 400, 0), engine_of(kind, 36, 0.1)
+@pytest.fixture(scope="module")
+def cold() -> Iterator[LocalEngine]:
+    """In which nothing is displaced."""
+    engine = engine_of("auto", 800, 0)
+    yield engine
+    assert not engine.engine.totals().num_preemptions
+    engine.close()
+
+
+def test_tokens_are_the_same_from_host_memory(cold: LocalEngine) -> None:
+    check_host_memory(cold, "auto")
+
+
+@pytest.mark.slow
+def test_tokens_in_int8_are_the_same_from_host_memory() -> None:
+    cold = engine_of("int8", 400, 0)
+    check_host_memory(cold, "int8")
+    cold.close()
+
+
+def check_host_memory(cold: LocalEngine, kind: str) -> None:
+    tight = engine_of(kind, 36, 0.1)
     for prompts in (CHATS, LONGER, CHATS):
         expected = [generate(cold, [prompt], 8)[0] for prompt in prompts]
         assert [generate(tight, [prompt], 8)[0] for prompt in prompts] == expected
     assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS))
     tight.close()
-    cold.close()
 
 
-def test_tokens_of_swapped_requests_are_the_same() -> None:
-    cold, tight = engine_of("auto", 400, 0), engine_of("auto", 36, 0.1)
+def test_tokens_of_swapped_requests_are_the_same(cold: LocalEngine) -> None:
+    tight = engine_of("auto", 36, 0.1)
     tight.engine._estimator.__class__ = Optimist
     assert generate(tight, GROWING, 60) == generate(cold, GROWING, 60)
     totals = tight.engine.totals()
     assert totals.num_swaps and totals.host_hit_tokens
     tight.close()
-    cold.close()
 
 
-def test_tokens_of_two_ranks_are_the_same() -> None:
-    cold = engine_of("auto", 400, 0)
+def test_tokens_of_two_ranks_are_the_same(cold: LocalEngine) -> None:
     config = EngineConfig(
         device="cpu",
         tensor_parallel_size=2,
@@ -94,10 +110,9 @@ def test_tokens_of_two_ranks_are_the_same() -> None:
             assert generate(tight, [prompt], 8) == generate(cold, [prompt], 8)
     assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS)) // 2
     tight.close()
-    cold.close()
 
 
-def test_a_deployments_prompt_is_found_in_host_memory() -> None:
+def test_a_deployments_prompt_is_found_in_host_memory(cold: LocalEngine) -> None:
     """On the prefill node, after others have displaced it; the gateway knows that it is there."""
     config = EngineConfig(
         device="cpu",
@@ -107,9 +122,7 @@ def test_a_deployments_prompt_is_found_in_host_memory() -> None:
         swap_space=0.1,
     )
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    cold = engine_of("auto", 400, 0)
     expected = [generate(cold, [prompt], 8)[0] for prompt in CHATS]
-    cold.close()
     with (
         running(config, up=UpConfig(mode="disaggregated", num_decode_nodes=1)) as system,
         Client(system.address) as client,
