@@ -419,7 +419,7 @@ def test_a_kind_of_keys_is_found_as_in_16_bits(
 
 def test_products_of_e4m3_would_not_find_it() -> None:
     """The test above would notice, were values not converted before they are multiplied."""
-    hay = Haystack(32_768, 16, 64)
+    hay = Haystack(32_768, 5, 64)
     out = torch.stack([attend_in_e4m3(q, hay.k, hay.v) for q in hay.q])
     assert hay.share_found(out) < 0.5
     assert difference(out, hay.expected()) > 0.2

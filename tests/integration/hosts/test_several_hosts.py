@@ -197,7 +197,7 @@ def cut_wire(cluster: Cluster, wire: Wire) -> contextlib.AbstractContextManager[
     ("fault", "reason"),
     [
         pytest.param(end_rank, "ended", marks=pytest.mark.slow),
-        (stop_rank, "says nothing for 1.2 s"),
+        pytest.param(stop_rank, "says nothing for 1.2 s", marks=pytest.mark.slow),
         (cut_wire, "says nothing for 1.2 s"),
     ],
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from deployments import marked_processes
+from effort import number
 from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from node_driver import CLUSTER, OUR_MARK, SECRET
 from patience import SOON_S
@@ -150,7 +151,7 @@ async def scene(system: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 async def test_promises_move_under_requests_and_none_fails(scene: Scene) -> None:
     async with scene.load():
-        for _ in range(3):
+        for _ in range(number(1, 3)):
             await scene.move(1)
             await until(lambda: scene.target_s("prefill-0") is None, 20.0)
             assert await scene.next_plans() <= {("prefill-0", "decode-0"), ("decode-0", "decode-0")}

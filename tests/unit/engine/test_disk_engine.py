@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from effort import number
 from fakes.gateway.step_costs import linear_cost
 from fakes.tiers.disk import Fault
 from fakes.tiers.tiered_engine import PROMPT, Rig, fill, play
@@ -152,7 +153,7 @@ def test_what_cannot_be_read_is_computed_and_dropped(
 
 def test_tokens_are_the_same_in_any_schedule(reading_pays: None) -> None:
     totals: Counter[str] = Counter()
-    for seed in range(150):
+    for seed in range(number(50, 150)):
         totals += play(seed, num_disk=(6, 30)[seed % 2])
     assert totals["disk_hits"] > 50 and not totals["disk_failures"], totals
 
@@ -160,7 +161,7 @@ def test_tokens_are_the_same_in_any_schedule(reading_pays: None) -> None:
 def test_tokens_are_the_same_whatever_fails(reading_pays: None) -> None:
     totals: Counter[str] = Counter()
     faults = [*Fault, *[Fault.NONE] * 20]
-    for seed in range(150):
+    for seed in range(number(50, 150)):
         totals += play(seed, num_disk=30, faults=faults)
     assert totals["disk_hits"] > 20 and totals["disk_failures"] > 50, totals
 

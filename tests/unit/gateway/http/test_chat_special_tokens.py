@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from effort import examples
 from fakes.gateway.chat_models import (
     SPECIALS,
     TEMPLATES,
@@ -17,7 +18,7 @@ from fakes.gateway.chat_models import (
     named_tokens,
     write_chat_model,
 )
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -111,7 +112,7 @@ def is_harmless(text: str) -> bool:
     return not any(special in text for special in (*SPECIALS, "<s>", "</s>", "<unk>"))
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(st.lists(harmless, min_size=1, max_size=5), harmless, st.booleans())
 def test_ids_are_transformers_own(
     model: ChatModel, contents: list[str], word: str, has_tools: bool
@@ -140,7 +141,7 @@ def tamed(fragments: list[str]) -> str:
     return "".join(FRAGMENTS[fragment] for fragment in fragments)
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(st.lists(hostile, min_size=1, max_size=5), hostile, st.booleans())
 def test_no_text_makes_a_special_token(
     model: ChatModel, contents: list[list[str]], word: list[str], has_tools: bool

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import pytest
 import tokenizers
+from effort import examples
 from fakes.gateway.chat_models import VOCABULARIES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -146,7 +147,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in VOCABULARIES if kind != "unigram"])
-@settings(max_examples=50)
+@examples(25, 50)
 @given(data=st.data())
 def test_what_fits_is_never_refused(kind: str, data: st.DataObject) -> None:
     """Texts of the longest tokens, and of anything."""
