@@ -165,7 +165,7 @@ def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3}
     model = write_checkpoint(tmp_path, **sizes).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     layer_bytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
