@@ -24,7 +24,7 @@ UNFINISHED := .venv/.unfinished
 
 # Tests run in several processes, each file's in one of them: tests/README.md has the rules. What
 # starts clusters comes first in the order of the folders' names, small files last.
-WORKERS ?= 4
+WORKERS ?= 3
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(RUN) -m pytest $(SPREAD) --durations=10
 
