@@ -71,7 +71,7 @@ def _search(target: Target, path: str, num_requests: int, number: int) -> None:
 @pytest.mark.filterwarnings("ignore")  # the tool's own
 @pytest.mark.parametrize("path", [*_GENERATING, *_READING])
 def test_what_the_document_says(target: Target, path: str) -> None:
-    _search(target, path, 8 if path in _GENERATING else 5, 1)
+    _search(target, path, 5 if path in _GENERATING else 3, 1)
 
 
 @pytest.mark.slow

@@ -395,7 +395,7 @@ def test_rows_of_drafts(
     lens: str, heads: tuple[int, int], is_graph: bool, window: int | None, dtype: torch.dtype
 ) -> None:
     """A decode with drafts has what decodes of their own would have, whatever is beside it."""
-    if not HAS_GPU and is_graph == (window is None) and lens != "beside a prompt":
+    if not HAS_GPU and is_graph == (window is None):
         pytest.skip("the interpreter is slow")
     pairs, num_decodes = DRAFTS[lens]
     batch = Batch(heads, 64, pairs, dtype)

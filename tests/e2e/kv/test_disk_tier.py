@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,27 @@ def settle(engine: LocalEngine) -> None:
         threading.Event().wait(0.001)
 
 
-@pytest.mark.parametrize("kind", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
-def test_tokens_are_the_same_from_disk(kind: str, tmp_path: Path) -> None:
-    cold = engine_of(config_of(400, kind))
+@pytest.fixture(scope="module")
+def cold() -> Iterator[LocalEngine]:
+    """In which nothing is displaced."""
+    engine = engine_of(config_of(400))
+    yield engine
+    assert not engine.engine.totals().num_preemptions
+    engine.close()
+
+
+def test_tokens_are_the_same_from_disk(cold: LocalEngine, tmp_path: Path) -> None:
+    check_disk(cold, "auto", tmp_path)
+
+
+@pytest.mark.slow
+def test_tokens_in_int8_are_the_same_from_disk(tmp_path: Path) -> None:
+    cold = engine_of(config_of(400, "int8"))
+    check_disk(cold, "int8", tmp_path)
+    cold.close()
+
+
+def check_disk(cold: LocalEngine, kind: str, tmp_path: Path) -> None:
     block_bytes = cold.runner.kv.block_bytes
     tiers = {"swap_space": 40 * block_bytes / 2**30, "kv_disk_path": str(tmp_path)}
     tight = engine_of(config_of(36, kind, **tiers, kv_disk_space=0.1))
@@ -79,7 +98,6 @@ def test_tokens_are_the_same_from_disk(kind: str, tmp_path: Path) -> None:
     assert not counts.num_failures
     assert not [*tmp_path.iterdir()]
     tight.close()
-    cold.close()
 
 
 @pytest.mark.parametrize(
@@ -96,12 +114,10 @@ def test_an_engine_does_not_start_without_directory_or_host_memory(
     runner.close()
 
 
-def test_a_deployments_prompt_is_found_on_disk(tmp_path: Path) -> None:
+def test_a_deployments_prompt_is_found_on_disk(cold: LocalEngine, tmp_path: Path) -> None:
     """On the prefill node; which engine has it on disk no gateway knows."""
-    cold = engine_of(config_of(400))
     block_bytes = cold.runner.kv.block_bytes
     expected = [generate(cold, chat) for chat in CHATS]
-    cold.close()
     tiers = {"swap_space": 40 * block_bytes / 2**30, "kv_disk_path": str(tmp_path)}
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     with (

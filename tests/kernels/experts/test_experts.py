@@ -133,10 +133,11 @@ def test_outputs(numbers: tuple[int, int, int], plan: Plan) -> None:
     assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(("hidden", "inner"), [(64, 16), (24, 20)])
-def test_sizes_that_tiles_divide_and_do_not(hidden: int, inner: int, plan: Plan) -> None:
-    mixture = make_mixture(4, 2, hidden, inner)
+@pytest.mark.parametrize(
+    ("sizes", "plan"), half([(64, 16), (24, 20)], PLANS, is_whole=HAS_GPU), ids=str
+)
+def test_sizes_that_tiles_divide_and_do_not(sizes: tuple[int, int], plan: Plan) -> None:
+    mixture = make_mixture(4, 2, *sizes)
     x = tokens_for(plan, mixture, 9)
     assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
 
@@ -308,12 +309,13 @@ def part_of(
     return Int4Experts(weights.data[experts, chunks, outputs].contiguous(), groups.contiguous())
 
 
-@pytest.mark.parametrize("plan", INT4_PLANS, ids=str)
-@pytest.mark.parametrize(
-    ("hidden", "inner", "group_size"), [(384, 128, 32), (128, 256, 64), (256, 128, 128)]
-)
-def test_weights_in_int4(hidden: int, inner: int, group_size: int, plan: Tiles) -> None:
+INT4_SIZES = [(384, 128, 32), (128, 256, 64), (256, 128, 128)]  # hidden, inner, of groups
+
+
+@pytest.mark.parametrize(("sizes", "plan"), half(INT4_SIZES, INT4_PLANS, is_whole=HAS_GPU), ids=str)
+def test_weights_in_int4(sizes: tuple[int, int, int], plan: Tiles) -> None:
     """Outputs that tiles divide and do not, rows that fill tiles and do not."""
+    hidden, inner, group_size = sizes
     mixture = make_int4_mixture(4, 2, hidden, inner, group_size)
     x = torch.randn(19, hidden, device=DEVICE)
     assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture), INT4_LIMIT)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from effort import half
 from transformers import PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
@@ -53,17 +54,18 @@ def ours(local: LocalEngine, n: int, **sampling: Any) -> list[FinishedBeam]:
     return [found[key] for key in (request.key, *(fork.key for fork in request.forks))]
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
-@pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 4), (6, 3)])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "beams"),
+    half([True, False, "never"], [-1.0, 0.0, 1.0, 2.0], [(2, 1), (4, 4), (6, 3)]),
+)
 def test_beams_are_those_of_transformers(
     pair: tuple[LocalEngine, PreTrainedModel],
     early_stopping: bool | str,
     length_penalty: float,
-    width: int,
-    n: int,
+    beams: tuple[int, int],
 ) -> None:
-    local, theirs = pair
+    """`beams`: so many, and how many of them are asked for."""
+    (local, theirs), (width, n) = pair, beams
     found = ours(
         local,
         n,

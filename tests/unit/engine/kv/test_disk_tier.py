@@ -111,7 +111,7 @@ class Rig:
         return [job for job in jobs if job.kind is JobKind.READ]
 
 
-@examples(150, 600)
+@examples(80, 600)
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_every_block_is_what_it_should_be(rng: random.Random, is_faulty: bool) -> None:
     rig = Rig(rng.choice([8, 16, 32]), rng.choice([1, 5, 40]))

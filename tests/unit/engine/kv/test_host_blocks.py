@@ -100,7 +100,7 @@ def write(blocks: HostBlocks, prefix: Prefix) -> None:
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
 
 
-@examples(300, 5000)
+@examples(120, 5000)
 @given(
     num_blocks=st.integers(1, 25),
     actions=st.lists(st.tuples(st.booleans(), prefixes), max_size=60),

@@ -220,13 +220,13 @@ def test_quantised_at_load_of_no_whole_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gptq", pytest.param("compressed", marks=pytest.mark.slow), None])
 def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) -> None:
     hidden = 1024 if name is None else 512
-    sizes = {"hidden_size": hidden, "intermediate_size": 2048, "num_hidden_layers": 3}
+    sizes = {"hidden_size": hidden, "intermediate_size": 4096, "num_hidden_layers": 3}
     sizes |= {"head_dim": 64, "num_attention_heads": 4}
     if name is None:
         write_checkpoint(tmp_path, **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
     else:
         write_int4_checkpoint(tmp_path, name, **sizes)
-    layer_bytes = 2 * hidden * (3 * 2048 + 2 * 256 + 2 * 128)  # in bfloat16
+    layer_bytes = 2 * hidden * (3 * 4096 + 2 * 256 + 2 * 128)  # in bfloat16
     quantization = "int4" if name is None else None
     with LiveBytes() as live:
         placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)

@@ -290,7 +290,7 @@ ACTIONS = st.lists(
 )
 
 
-@examples(60, 400)
+@examples(30, 400)
 @given(actions=ACTIONS)
 def test_whatever_is_evicted_and_reused_meanwhile_no_token_is_wrong(actions: list[str]) -> None:
     """Small pools, so that what was looked up is evicted before it is pinned, or is pulled both
