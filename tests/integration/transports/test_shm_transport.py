@@ -221,7 +221,7 @@ def test_no_torn_copy_from_another_process_is_ever_ok(source: HostPool) -> None:
     published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
     for block_id in range(NUM_BLOCKS):
         published[block_id] = source.generations.read(block_id)
-    with peer_process("pull", SOURCE, "1", str(fd), pass_fds=(fd,)) as process:
+    with peer_process("pull", SOURCE, "2", str(fd), pass_fds=(fd,)) as process:
         while process.poll() is None:
             for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
                 generation = rewrite(source, block_id)
