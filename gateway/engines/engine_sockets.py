@@ -42,6 +42,8 @@ async def has_ended(member: Member) -> bool:
                 await asyncio.sleep(pause_s)
                 try:
                     (await open_socket(member)).close()
+                except ConnectionResetError:
+                    continue  # it stopped to listen while we connected
                 except ConnectionRefusedError:
                     with await _open_tcp(member.address) as sock:
                         return await _stays_open(sock)

@@ -485,6 +485,24 @@ async def test_who_still_answers_says_who_has_died(
             assert scene.events.has_died is (lives == "node")
 
 
+async def test_an_engine_whose_port_closes_while_it_is_asked_has_died(
+    here: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that nobody had accepted yet is reset."""
+    open_socket, answers = engine_sockets.open_socket, iter([ConnectionResetError()])
+
+    async def reset_once(member: Member) -> socket.socket:
+        for error in answers:
+            raise error
+        return await open_socket(member)
+
+    async with here.linked() as (_, _, running):
+        monkeypatch.setattr(engine_sockets, "open_socket", reset_once)
+        await here.die()
+        await asyncio.wait_for(running, 5)
+        assert here.events.has_died is True
+
+
 async def test_a_killed_node_whose_port_closes_behind_its_engine_has_not_lost_it_alone(
     here: Scene,
 ) -> None:
