@@ -22,6 +22,7 @@ def set_up_logging(process: str, *, as_json: bool) -> None:
     """Configure the root logger of this process; called again, it starts anew."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if as_json else logging.Formatter(_TEXT))
+    handler.addFilter(spare_traceback)
     handler.addFilter(FloodGate())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
@@ -29,6 +30,16 @@ def set_up_logging(process: str, *, as_json: bool) -> None:
 def fields(values: Mapping[str, object], *, is_unlimited: bool = False) -> dict[str, Any]:
     """The `extra` of a record with values. `is_unlimited`: no flood, however many there are."""
     return {"fields": values, "is_unlimited": is_unlimited}
+
+
+def spare_traceback(record: logging.LogRecord) -> bool:
+    """Where a caller had gone before its answer, gRPC's server tells it with a traceback of its own
+    code: the line says all. Nothing is left out but that."""
+    kind = record.exc_info[0] if record.exc_info else None
+    is_gone = kind is not None and kind.__name__ == "ExecuteBatchError"
+    if is_gone and record.name.startswith("grpc."):
+        record.exc_info = None
+    return True
 
 
 class JsonLines(logging.Formatter):

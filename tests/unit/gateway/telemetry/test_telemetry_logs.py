@@ -9,12 +9,23 @@ from collections.abc import Iterator
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.calls import PlayedCall, feed_of
+from grpc._cython import cygrpc
 
 from baton.core.config import GatewayConfig
 from baton.core.errors import EngineFailed, InvalidRequest, StartupFailed
 from baton.core.process.logs import ALIKE_S, MAX_ALIKE, FloodGate, JsonLines, fields, set_up_logging
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.calls.call_record import log_ended, log_refused
+
+
+def said(name: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a process writes of an error that this logger tells."""
+    set_up_logging("node", as_json=False)
+    try:
+        raise error
+    except Exception:
+        logging.getLogger(name).exception("raised in core")
+    return capsys.readouterr().err
 
 
 class Lines(logging.Handler):
@@ -113,21 +124,34 @@ def test_an_exception_is_in_its_line(written: Lines) -> None:
     assert "ValueError: odd" in str(written.lines[0]["exception"])
 
 
-def test_set_up_replaces_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def bare_root() -> Iterator[None]:
+    """Of the process, for one test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    try:
-        root.handlers = []
-        set_up_logging("a", as_json=False)
-        set_up_logging("b", as_json=True)
-        logging.getLogger("x").info("hello")
-        [line] = capsys.readouterr().err.splitlines()
-        assert json.loads(line)["process"] == "b"
-    finally:
-        root.handlers, root.level = handlers, level
+    root.handlers = []
+    yield
+    root.handlers, root.level = handlers, level
+
+
+@pytest.mark.usefixtures("bare_root")
+def test_set_up_replaces_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("a", as_json=False)
+    set_up_logging("b", as_json=True)
+    logging.getLogger("x").info("hello")
+    [line] = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["process"] == "b"
 
 
 def test_prompts_are_never_asked_for_by_half() -> None:
     with pytest.raises(StartupFailed):
         GatewayConfig(log_prompts=True)
     assert GatewayConfig(log_prompts=True, log_json=True).log_prompts
+
+
+@pytest.mark.usefixtures("bare_root")
+def test_a_caller_that_has_gone_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    gone = cygrpc.ExecuteBatchError('Failed "execute_batch"')
+    assert said("grpc._cython.cygrpc", gone, capsys) == "E grpc._cython.cygrpc: raised in core\n"
+    assert "Traceback" in said("grpc._cython.cygrpc", ValueError("x"), capsys)
+    assert "Traceback" in said("baton.node", gone, capsys)
