@@ -75,7 +75,7 @@ class Engine:
         self._runner = runner
         self._estimator = estimator or OutputLengthEstimator()
         constraints = None if grammars is None else Constraints(grammars)
-        self._step_costs = StepCostEstimator()
+        self._step_costs = StepCostEstimator(limits.graph_prompt_tokens)
         if not enable_prefix_caching:
             host_copier = None
         host_blocks = None if host_copier is None else HostBlocks()

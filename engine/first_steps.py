@@ -114,7 +114,9 @@ def _measure(
     before = runner.launch(batch)
     ended_s = took_s = 0.0
     for number in range(MIN_SAMPLES + 1):
+        began_s = clock.monotonic_s()
         behind = runner.launch(batch)
+        costs.observe_launch(shape, clock.monotonic_s() - began_s)
         before.collect()
         before, now_s = behind, clock.monotonic_s()
         if number:

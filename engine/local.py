@@ -53,6 +53,7 @@ class LocalEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk_tokens=runner.prefill_chunk_tokens,
                 graph_rows=runner.graph_rows,
+                graph_prompt_tokens=runner.graph_prompt_tokens,
                 num_stages=config.pipeline_parallel_size,
             ),
             LocalGenerations(runner.kv.num_blocks),

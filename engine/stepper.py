@@ -55,6 +55,7 @@ class StepInFlight:
     promise_s: float | None
     has_drafts: bool
     num_in_flight: int  # in a pipeline, with this one
+    hid_end: bool  # of the step before: it ended while this one was launched kernel by kernel
 
 
 class Stepper:
@@ -125,7 +126,7 @@ class Stepper:
                 if is_due and (has_news or not has_tried):
                     has_tried = True
                     step = self._launch(previous, output)
-            self._collect(previous, output)
+            self._collect(previous, output, step)
             if must_wait:
                 step = self._launch(None, output, is_waited_for=True)
             elif not has_tried:  # it ended before it was to
@@ -220,6 +221,7 @@ class Stepper:
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
+        self._step_costs.observe_launch(shape, took_s)
         has_drafts = False
         if self._speculator is not None:
             has_drafts = self._speculator.settle()
@@ -235,6 +237,9 @@ class Stepper:
             *(planned, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=num_in_flight,
+            hid_end=previous is not None
+            and not self._step_costs.has_graph(shape)
+            and previous.launched.has_completed(),
         )
         self._last_shape = shape
         if shape.num_rows > len(planned):
@@ -269,11 +274,14 @@ class Stepper:
                 found[sequence] = masks
         return found
 
-    def _collect(self, step: StepInFlight, output: StepOutput) -> None:
+    def _collect(
+        self, step: StepInFlight, output: StepOutput, behind: StepInFlight | None = None
+    ) -> None:
+        """`behind`: what was launched while `step` was on the device."""
         results = step.launched.collect()
         prompts = step.launched.prompt_logprobs()
         step.fence.close()
-        self._measure(step)
+        self._measure(step, behind)
         here = step.fence.places  # not what was aborted or preempted in flight, or ended late
         for index, logprobs in prompts.items():
             if (sequence := step.scheduled[index].sequence) in here:
@@ -285,15 +293,21 @@ class Stepper:
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()
 
-    def _measure(self, step: StepInFlight) -> None:
+    def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
         """A step begins when it is launched, or when the one before it ends. Of a pipeline a step
         takes what each stage does: while fewer are in flight than it has stages, less than what
-        passes between two ends."""
-        began_s = max(step.launched_s, self._collected_s)
-        self._collected_s = self._clock.monotonic_s()
-        took_s = self._collected_s - began_s
+        passes between two ends.
+
+        To launch what has no graph may take longer than `step` does, whose end nobody sees then:
+        what it took is not known, and the one behind it began when it was launched.
+        """
+        now_s = self._clock.monotonic_s()
+        took_s = now_s - max(step.launched_s, self._collected_s)
         took_s *= min(step.num_in_flight, self._num_stages) / self._num_stages
-        self._step_costs.observe(step.shape, took_s)
         self._step_record.observe(step.shape, took_s, step.promise_s)
+        if behind is not None and behind.hid_end:
+            return
+        self._collected_s = now_s
+        self._step_costs.observe(step.shape, took_s)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)

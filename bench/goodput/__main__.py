@@ -4,6 +4,7 @@ Poisson arrivals over HTTP from several processes, at several rates, on every wa
 which rate keeps 90 % of its requests within TTFT 1 s and Y for the 99th percentile of their gaps.
 
     disaggregated, aggregated, auto   as `baton up --mode`; the last two promise Y, less a margin
+    P+D                               disaggregated, with engines on P cards and on D others
     vllm-TOKENS                       a replica of vLLM on each card, with chunks of TOKENS
     NAME                              of --running NAME=URL[,URL]: servers that are there already
 
@@ -42,7 +43,9 @@ from ..serve import load, systems
 from ..serve.clients import clocks
 from . import figures
 from .cells import (
+    AGGREGATED,
     CELLS,
+    DISAGGREGATED,
     MODES,
     PROMISING,
     VLLM,
@@ -52,6 +55,7 @@ from .cells import (
     cell_named,
     plan,
     rates_by_cell,
+    split_of,
 )
 from .results import Results, key_of
 
@@ -191,13 +195,26 @@ class Sweep:
         engine = replace(self._engine, tbt_target_ms=promise_ms)
         node, gateway = flags.parse_all(self._arguments, NodeConfig, GatewayConfig)
         gateway = replace(gateway, slo_ttft_s=figures.TTFT_S)  # promises move for it
-        up = UpConfig(mode=start.mode)
-        if self._engine.device == "cpu":
-            num_decode = num_cards(self._arguments) if start.mode == "aggregated" else 1
-            up = replace(up, num_decode_nodes=num_decode)
-        choice = choose_here(up, engine, node)
+        choice = choose_here(self._deployment(start.mode), engine, node)
         with systems.deployed(choice.engine, choice.up, node, gateway) as target:
             yield target
+
+    def _deployment(self, mode: str) -> UpConfig:
+        """Of a mode of ours; without GPUs a card is an engine on the CPU."""
+        on_cpu, split = self._engine.device == "cpu", split_of(mode)
+        if split is None:
+            num_decode = num_cards(self._arguments) if on_cpu and mode == AGGREGATED else 1
+            return UpConfig(mode=mode, num_decode_nodes=num_decode)
+        if on_cpu:
+            return UpConfig(
+                mode=DISAGGREGATED, num_prefill_nodes=split[0], num_decode_nodes=split[1]
+            )
+        groups, num_prefill = _gpu_groups(self._arguments), split[0]
+        return UpConfig(
+            mode=DISAGGREGATED,
+            prefill_gpus=",".join(groups[:num_prefill]),
+            decode_gpus=",".join(groups[num_prefill : sum(split)]),
+        )
 
     def _vllm_command(self, chunk_tokens: int) -> list[str]:
         engine = self._engine

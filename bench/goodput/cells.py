@@ -191,6 +191,12 @@ def rates_by_cell(texts: Sequence[str]) -> Mapping[str, Sequence[float]]:
     return found
 
 
+def split_of(mode: str) -> tuple[int, int] | None:
+    """The prefill and the decode engines of a mode that fixes them: P+D."""
+    found = re.fullmatch(r"(\d+)\+(\d+)", mode)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def promise_groups(ys_ms: Sequence[float]) -> list[list[float]]:
     """What one start each can serve, the largest first."""
     groups: list[list[float]] = []

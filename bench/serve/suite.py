@@ -44,7 +44,6 @@ from .clients import clocks, record_files
 from .clients.workloads import DEFAULT_SHAPE, PROBE, LoadShape, make_workload
 
 _SLO = Slo(ttft_s=0.5, tbt_s=0.05)
-_GENERATORS = 4
 
 
 class Suite:
@@ -183,7 +182,7 @@ class Suite:
                     make_workload(mix, shape),
                     target,
                     vocab_size=self._vocab_size,
-                    num_generators=_GENERATORS,
+                    num_generators=arguments.generators,
                 )
             window = ReportWindow(shape.warmup_s, shape.duration_s)
             num_gpus = _num_gpus(arguments.prefill_gpus)
@@ -234,6 +233,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--idle-s", type=float, default=20.0, help="running streams alone")
     parser.add_argument("--load-s", type=float, default=60.0, help="with prompts arriving")
+    parser.add_argument("--generators", type=int, default=4, help="of load; each is one caller")
     parser.add_argument("--warmup-s", type=float, default=5.0)
     parser.add_argument("--label", default="", help="before the names of what is found")
     parser.add_argument("--commit", help="what is measured, where git does not know")

@@ -98,7 +98,7 @@ class GpuSteps:
         self._logprobs = torch.zeros(num_places, dtype=torch.float32, device=self._device)
         self._count: CudaStepCount | None = None
         self._decode_sizes = decode_sizes(max_rows)
-        self._mixed_tokens = mixed_tokens
+        self.mixed_tokens = mixed_tokens
         few = min(_FEW_DECODES, max_rows)
         rooms = {0: _MAX_PROMPT_TOKENS}
         if mixed_tokens:
@@ -275,7 +275,7 @@ class GpuSteps:
             return None
         is_long = max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
         for room in sorted(room for room in self.prefill_graphs if room >= num_rows):
-            most = self._mixed_tokens if room else 0 if is_long else _MAX_PROMPT_TOKENS
+            most = self.mixed_tokens if room else 0 if is_long else _MAX_PROMPT_TOKENS
             graph = self.prefill_graphs[room].find(num_tokens)
             if graph is not None and num_tokens - num_rows <= most:
                 return room, graph

@@ -332,6 +332,11 @@ class ModelRunner:
         return () if isinstance(self._steps, CpuSteps) else self._steps.mixed_rows
 
     @property
+    def graph_prompt_tokens(self) -> int:
+        """See `EngineLimits`."""
+        return 0 if isinstance(self._steps, CpuSteps) else self._steps.mixed_tokens
+
+    @property
     def runs_ahead(self) -> bool:
         """See `batch.Runner`."""
         return self._steps.runs_ahead

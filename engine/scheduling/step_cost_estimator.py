@@ -11,6 +11,9 @@ expected the last steps of decodes and prompts took is found against the last fi
 they were planned by: what was learned since is no error any more. What is not told apart
 by what was seen (a decode engine that never had a prompt) is 0: `max_rows` bounds what may be
 planned by it.
+
+Steps that no graph has room for are launched kernel by kernel, which may take the host longer than
+they take the device: how long is known by itself.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ _NUM_MIXED, _MIN_OF_ROWS = 256, 8  # steps of decodes and prompts, and those of 
 _KEPT_SHARE, _MOST_OVERRUN = 0.98, 1.5
 _PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps would not shorten it
 _NUM_RECORDED = 512  # steps that the percentile is of
+_NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
@@ -57,9 +61,12 @@ class _Alike:
 
 class StepCostEstimator:
     """One engine's. `relative_error`: the 90th percentile of how far the last steps were from what
-    was expected of them, when that was last fitted; None: too few."""
+    was expected of them, when that was last fitted; None: too few. `graph_prompt_tokens`: see
+    EngineLimits."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph_prompt_tokens: int = 0) -> None:
+        self._graph_prompt_tokens = graph_prompt_tokens
+        self._launches_s: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of what is in no graph
         self.relative_error: float | None = None
         self._overrun = 1.0
         self._overrun_by_rows: dict[int, float] = {}
@@ -87,6 +94,20 @@ class StepCostEstimator:
         self._sizes.move_to_end(size)
         if len(self._sizes) > _MAX_SIZES:
             self._sizes.popitem(last=False)
+
+    def observe_launch(self, shape: StepShape, seconds: float) -> None:
+        """To launch a step of this shape took the host so long."""
+        if not self.has_graph(shape):
+            self._launches_s.append(seconds)
+
+    def has_graph(self, shape: StepShape) -> bool:
+        """Of decodes alone there is always one, as far as is known here."""
+        return shape.num_prompt_tokens <= self._graph_prompt_tokens
+
+    @property
+    def launch_s(self) -> float:
+        """What the host takes for a step that is in no graph; 0 where none was seen."""
+        return statistics.median(self._launches_s) if self._launches_s else 0.0
 
     def estimate(self) -> StepCost | None:
         """None until there are a few samples of each of two sizes, one with twice the rows. Takes

@@ -57,15 +57,23 @@ class StepPromise:
     ) -> int:
         """How many tokens of a prompt a step has that is to take no longer: as many as fill a
         graph, so that none is padding. Where no graph has room for LEAST_PROMPT_TOKENS in that
-        time, or the largest is too small, as many as the estimate says."""
+        time, or the largest is too small, as many as the estimate says.
+
+        While a step that is in no graph is launched, the one before ends, and its tokens wait.
+        """
         overrun = self._step_costs.overrun
         num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
         graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
-        if not graph_rows or num_tokens + beside.num_decodes >= graph_rows[-1]:
+        if not graph_rows:
             return num_tokens
+        largest = min(graph_rows[-1] - beside.num_decodes, self._limits.graph_prompt_tokens)
+        if num_tokens >= largest:
+            if self._step_costs.launch_s + cost.seconds(beside) <= target_s:
+                return num_tokens
+            num_tokens = max(largest, LEAST_PROMPT_TOKENS)
         for rows in reversed(graph_rows):
             filling = rows - beside.num_decodes
-            if LEAST_PROMPT_TOKENS <= filling <= most:
+            if LEAST_PROMPT_TOKENS <= filling <= min(most, largest):
                 seconds = cost.seconds(beside.with_prompt(filling, context))
                 if seconds * overrun(rows) <= target_s:
                     return filling

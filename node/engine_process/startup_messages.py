@@ -55,6 +55,7 @@ def limits_of(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         prefill_chunk_tokens=runner.prefill_chunk_tokens,
         graph_rows=runner.graph_rows,
+        graph_prompt_tokens=runner.graph_prompt_tokens,
         num_stages=engine.pipeline_parallel_size,
     )
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))

@@ -43,13 +43,15 @@ class Bench:
     guess: int = 1
     chunk: int = 0
     graph_rows: tuple[int, ...] = ()
+    graph_prompt_tokens: int = 0  # 0: as the largest graph has rows
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         num_blocks = self.capacity + NUM_RESERVED_BLOCKS
+        graph_tokens = self.graph_prompt_tokens or max(self.graph_rows, default=0)
         limits = EngineLimits(
             num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks,
-            self.chunk, self.graph_rows,
+            self.chunk, self.graph_rows, graph_tokens,
         )  # fmt: skip
         generations = LocalGenerations(num_blocks)
         self.pool = BlockPool(num_blocks, generations)

@@ -18,6 +18,7 @@ from baton.bench.goodput.cells import (
     plan,
     promise_groups,
     rates_by_cell,
+    split_of,
 )
 from baton.bench.goodput.results import Results, key_of
 from baton.bench.serve.clients.workloads import PROBE
@@ -176,6 +177,11 @@ def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
     content = Results(path, "c1", "", "H200")._content
     assert [row["attained"] for row in content["rows"]] == [{"25": 0.7}]
     assert [row["call"] for row in content["rows"]] == [1]
+
+
+def test_a_mode_may_fix_the_split() -> None:
+    assert split_of("1+3") == (1, 3)
+    assert [*map(split_of, ("disaggregated", "auto", "vllm-512", "1+"))] == [None] * 4
 
 
 def test_the_plan_is_printed_and_nothing_begins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,20 @@ def test_a_step_beyond_the_largest_graph_is_as_large_as_it_may_be(
     assert sum(made.step().values()) == 400
 
 
+@pytest.mark.parametrize(("launch_s", "rows"), [(0.004, 400), (0.009, 256), (0.1, 256)])
+def test_a_step_is_in_a_graph_where_its_launch_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, launch_s: float, rows: int
+) -> None:
+    """There are graphs with more rows, but not for more tokens of prompts."""
+    made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512), graph_prompt_tokens=300)
+    costs = made.scheduler.promise._step_costs
+    costs.observe_launch(StepShape(num_prompt_tokens=500), launch_s)
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert sum(made.step().values()) == rows
+
+
 @pytest.mark.parametrize(
     ("overruns", "rows"),
     [

@@ -1,0 +1,140 @@
+"""Steps that the host takes longer to launch than the device to compute, by a clock that is played:
+what is learned of steps is true, and a promise is kept.
+
+A step with more than GRAPH_TOKENS of prompts is launched kernel by kernel. Meanwhile the one before
+ends, and nobody looks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.core.request.request import Request, SamplingParams, TokenLogprobs
+from baton.core.step_cost import StepCost, StepShape, pairs_of
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+
+COST = StepCost(0.007, (4e-6, 0.0, 0.0, 16e-6, 0.0, 0.0), 0.0, 1e-7)
+GRAPH_ROWS, GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1152, 1280), 1024
+GRAPH_S, KERNELS_S = 0.002, 0.046
+PROMISE_S, RATE, SECONDS = 0.048, 10.0, 30.0
+
+
+@dataclass
+class Step:
+    device: Device
+    batch: Sequence[SequenceSlice]
+    end_s: float
+    number: int = 0
+
+    def has_completed(self) -> bool:
+        return self.device.now_s >= self.end_s
+
+    def collect(self) -> list[SampledToken | None]:
+        self.device.now_s = max(self.device.now_s, self.end_s)
+        return [None if one.sample is None else SampledToken(5, -1.0) for one in self.batch]
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return {}
+
+
+@dataclass
+class Device:
+    """A `batch.Runner` that computes while it is launched, and the clock."""
+
+    kernels_s: float
+    now_s: float = 0.0
+    free_s: float = 0.0
+    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=2))
+    runs_ahead = True
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> Step:
+        shape = StepShape()
+        for one in batch:
+            if one.num_scheduled_tokens > 1:
+                shape = shape.with_prompt(one.num_scheduled_tokens, one.start)
+            else:
+                keys = shape.keys + one.start + 1
+                shape = StepShape(shape.num_prompt_tokens, shape.pairs, shape.num_decodes + 1, keys)
+        begin_s = max(self.free_s, self.now_s)
+        is_graph = shape.num_prompt_tokens <= GRAPH_TOKENS
+        self.now_s += GRAPH_S if is_graph else self.kernels_s
+        self.free_s = max(begin_s + COST.seconds(shape), self.now_s)
+        self.ends_s.append(self.free_s)
+        return Step(self, batch, self.free_s)
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ns(self) -> int:
+        return 0
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is forked")
+
+
+def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:
+    """Requests that come for a while; the engine behind them, and the times between steps with
+    tokens."""
+    chance, device = random.Random(1), Device(kernels_s)
+    limits = EngineLimits(
+        60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
+    )
+    engine = Engine(
+        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
+        enable_prefix_caching=False, clock=device,
+    )  # fmt: skip
+    engine.promise.tbt_target_s = promise_s
+    due_s, coming = 0.0, deque[tuple[float, Request]]()
+    while due_s < SECONDS:
+        due_s += chance.expovariate(RATE)
+        num_tokens = min(2000, int(chance.lognormvariate(5.5, 1.2)) + 4)
+        params = SamplingParams(max_tokens=chance.randint(20, 400), temperature=0.0)
+        coming.append((due_s, Request(f"{len(coming)}", 0, (1,) * num_tokens, params)))
+
+    def take() -> bool:
+        came = False
+        while coming and coming[0][0] <= device.now_s:
+            engine.add(coming.popleft()[1])
+            came = True
+        return came
+
+    def meanwhile() -> bool:
+        ends_s = [end_s for end_s in device.ends_s if end_s > device.now_s]
+        device.now_s = min([*ends_s, device.now_s + 0.0005])
+        return take()
+
+    gaps_s, last_s = [], 0.0
+    while coming or engine.has_work:
+        if not engine.has_work:
+            device.now_s, last_s = max(device.now_s, coming[0][0]), 0.0
+            take()
+        output = engine.step(meanwhile)
+        if output.tokens:
+            if last_s:
+                gaps_s.append(device.now_s - last_s)
+            last_s = device.now_s
+    return engine, gaps_s
+
+
+@pytest.mark.parametrize("promise_s", [None, PROMISE_S])
+def test_what_is_learned_of_steps_is_what_they_take(promise_s: float | None) -> None:
+    engine, _ = run(KERNELS_S, promise_s=promise_s)
+    cost = engine.step_cost()
+    assert cost is not None
+    for num_tokens in (0, 200, 700):
+        shape = StepShape(num_tokens, pairs_of(num_tokens, 0), 20, 20 * 700)
+        assert cost.seconds(shape) == pytest.approx(COST.seconds(shape), rel=0.15)
+
+
+@pytest.mark.parametrize("kernels_s", [0.02, KERNELS_S, 0.07])
+def test_a_promise_is_kept(kernels_s: float) -> None:
+    _, gaps_s = run(kernels_s, promise_s=PROMISE_S)
+    assert sum(gap_s > PROMISE_S for gap_s in gaps_s) <= 0.005 * len(gaps_s)
