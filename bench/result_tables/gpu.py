@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .results import bound_of, figure_table, figures, load, number, source, table, target
+from .results import Row, bound_of, figure_table, figures, load, number, source, table, target
 
 _SUMMARY = {  # README's rows, and the names of their figures
     "decode step, 1 x 1k context": "decode 1 x 1024",
@@ -39,6 +39,7 @@ _PARALLEL = {
     "8B, `--tp 2`": "gpu_tp2",
     "8B, `--tp 4`": "gpu_tp4",
     "70B, `--tp 4`": "gpu_tp4_70b",
+    "70B, `--tp 4`, H100s": "gpu_tp4_70b_h100",
 }
 _COPY_SIZES = {
     "one block, 2 MiB": "16 tokens, 2 MiB blocks",
@@ -48,7 +49,6 @@ _COPY_SIZES = {
     "32768 tokens, 4 GiB": "32768 tokens, 2 MiB blocks",
     "8192 tokens, 64 MiB in blocks of 128 KiB": "8192 tokens, 128 KiB blocks",
 }
-_FOUR_RANKS = "python -m baton.bench.allreduce --ranks 4"  # its file had another name then
 _PRODUCTS = ("qkv 6144 x 4096", "out 4096 x 4096", "gate_up 28672 x 4096", "down 4096 x 14336")
 
 
@@ -153,39 +153,43 @@ def copies() -> str:
 
 
 def sums() -> str:
-    """All-reduces over two GPUs, and what is fused with them."""
-    found = figures("allreduce2")
-    rows = []
+    """All-reduces over two and four GPUs, and what is fused with them."""
+    rows: list[Row] = []
     for kib in (4, 32, 128, 512, 1024, 2048):
-        name = f"{kib} KiB over 2 GPUs"
-        ours = min((found[f"{name}, {way}"] for way in ("at once", "in parts")), key=_median)
-        nccl = found[f"{name}, NCCL"]["median"]
-        rows.append(
-            (f"sum of {kib} KiB", number(ours["floor"]), number(nccl), number(_median(ours)))
-        )
+        cells: list[str] = []
+        for num_ranks in (2, 4):
+            name, found = f"{kib} KiB over {num_ranks} GPUs", figures(f"allreduce{num_ranks}")
+            ours = min((found[f"{name}, {way}"] for way in ("at once", "in parts")), key=_median)
+            nccl = found[f"{name}, NCCL"]["median"]
+            cells += [number(ours["floor"]), number(nccl), number(_median(ours))]
+        rows.append((f"sum of {kib} KiB", *cells))
     for shape in ("1 x 4096", "64 x 4096", "64 x 8192"):
-        name = f"{shape} over 2 GPUs"
-        nccl = found[f"{name}, sum by NCCL, then norm"]["median"]
-        ours = found[f"{name}, sum and norm at once"]
-        rows.append((f"residual sum and norm, {shape}", "", number(nccl), number(_median(ours))))
-    sources = (
-        f"{source('allreduce2')}\nFour GPUs, earlier: {source('allreduce', command=_FOUR_RANKS)}"
+        cells = []
+        for num_ranks in (2, 4):
+            name, found = f"{shape} over {num_ranks} GPUs", figures(f"allreduce{num_ranks}")
+            nccl = found[f"{name}, sum by NCCL, then norm"]["median"]
+            cells += ["", number(nccl), number(_median(found[f"{name}, sum and norm at once"]))]
+        rows.append((f"residual sum and norm, {shape}", *cells))
+    head = (
+        "us",
+        *("floor", "NCCL, two H200s", "peer memory"),
+        *("floor", "four H100s", "peer memory"),
     )
-    return table(("us", "floor", "NCCL", "peer memory"), rows) + "\n" + sources
+    return table(head, rows) + f"\n{source('allreduce2')}\n{source('allreduce4')}"
 
 
 def sending_products() -> str:
     """Products that write what ranks add up to where it is added up."""
-    found = figures("allreduce2")
-    rows = []
-    for name, figure in found.items():
-        if not name.endswith("product that sends itself"):
-            continue
-        shape = name.split(" over")[0]
-        apart = found[name.replace("product that sends itself", "product, then sum and norm")]
-        rows.append(
-            (shape, number(figure["floor"]), number(apart["median"]), number(figure["median"]))
-        )
+    rows: list[Row] = []
+    for cards, file in (("two H200s", "allreduce2"), ("four H100s", "allreduce4")):
+        found = figures(file)
+        for name, figure in found.items():
+            if not name.endswith("product that sends itself"):
+                continue
+            shape = name.split(" over")[0]
+            apart = found[name.replace("product that sends itself", "product, then sum and norm")]
+            medians = (number(one["median"]) for one in (apart, figure))
+            rows.append((f"{cards}, {shape}", number(figure["floor"]), *medians))
     return table(("us", "floor (weight)", "product, then sum and norm", "sends itself"), rows)
 
 

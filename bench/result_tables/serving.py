@@ -62,11 +62,16 @@ def load_rows() -> str:
 
 def four_gpus() -> str:
     """Two engines of each role."""
-    found = load("serve")["2+2"]
+    serve = load("serve")
+    found = serve["2+2"]
     rows = [
-        _load_row("streams alone, f1404a7", found["streams alone, f1404a7"]),
-        _load_row(f"with 8k prompts, {found['commit']}", found["streams+8k"]),
+        _load_row("H200s, streams alone, f1404a7", found["streams alone, f1404a7"]),
+        _load_row(f"H200s, with 8k prompts, {found['commit']}", found["streams+8k"]),
     ]
+    for one in serve["2+2 H100"]:
+        title = f"H100s, {one['callers']}"
+        rows.append(_load_row(f"{title}, streams alone", one["streams alone"]))
+        rows.append(_load_row(f"{title}, with 8k prompts, {one['commit']}", one["streams+8k"]))
     head = (
         *("128 streams, 8k prompts at 7.4/s", "measured for", "TBT p50 / p99, ms"),
         *("TTFT p50 / p99, ms", "FIFO replay, ms", "hand-off gap p50, ms", "tokens/s"),
