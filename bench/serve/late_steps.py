@@ -1,0 +1,127 @@
+"""What the host did while a step took longer than expected, in any command that runs engines.
+
+python -m baton.bench.serve.late_steps FOLDER COMMAND...
+
+As `... late_steps /tmp/late python -m baton.bench.goodput --shape llama-3.1-8b --gpus 0 ...`. Each
+engine's process looks every 2 ms at what its engine's thread does, and writes FOLDER/PID.txt: for
+each late step its shape, and from when on it was seen where. A thread gives the interpreter away
+inside of torch's functions, so those are seen more often than they take.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+_LOOK_S = 0.002
+_LATE_FACTOR, _LATE_S = 1.3, 0.004  # longer than both says
+_DEPTH, _MOST_LINES, _MOST_LOOKS = 5, 60, 4000
+_STEPPER = "baton.engine.stepper"
+
+Look = tuple[float, str]  # when, and where the thread was
+
+
+def where(frame: FrameType | None) -> str:
+    """The innermost functions of a thread."""
+    parts: list[str] = []
+    while frame is not None and len(parts) < _DEPTH:
+        code = frame.f_code
+        parts.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno}:{code.co_name}")
+        frame = frame.f_back
+    return " < ".join(parts)
+
+
+def is_late(took_s: float, expected_s: float | None) -> bool:
+    """Whether a step is worth telling of."""
+    return expected_s is not None and took_s > expected_s * _LATE_FACTOR + _LATE_S
+
+
+def runs(looks: Iterable[Look], begin_s: float) -> list[str]:
+    """A line for each place, with how long behind `begin_s` and how often in a row it was seen."""
+    found: list[tuple[float, str, int]] = []
+    for at_s, place in looks:
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place, found[-1][2] + 1)
+        else:
+            found.append((at_s, place, 1))
+    lines = [f"  {1e3 * (at_s - begin_s):7.1f} ms, {n} x {place}" for at_s, place, n in found]
+    return lines[:_MOST_LINES]
+
+
+class Watch:
+    """Of one process; does nothing until an engine's first step was measured."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._looks: deque[Look] = deque(maxlen=_MOST_LOOKS)
+        self._thread_id: int | None = None
+        self._has_hook = False
+
+    def run(self) -> None:
+        """Look until the process ends."""
+        while True:
+            time.sleep(_LOOK_S)
+            if not self._has_hook and hasattr(module := sys.modules.get(_STEPPER), "Stepper"):
+                self._hook(module)
+            if self._thread_id is not None:
+                frame = sys._current_frames().get(self._thread_id)
+                self._looks.append((time.monotonic(), where(frame)))
+
+    def _hook(self, module: ModuleType | None) -> None:
+        stepper: Any = module.Stepper  # type: ignore[union-attr]
+        measure: Callable[..., None] = stepper._measure
+
+        def measured(one: Any, step: Any, *more: Any) -> None:
+            self._thread_id = threading.get_ident()
+            expected_s, before_s = one._step_costs.expected_s(step.shape), one._collected_s
+            measure(one, step, *more)
+            now_s, began_s = time.monotonic(), max(step.launched_s, before_s)
+            if is_late(now_s - began_s, expected_s):
+                self._tell(step, now_s, began_s, expected_s)
+
+        stepper._measure = measured
+        self._has_hook = True
+
+    def _tell(self, step: Any, now_s: float, began_s: float, expected_s: float) -> None:
+        took_ms, expected_ms = 1e3 * (now_s - began_s), 1e3 * expected_s
+        title = f"{took_ms:.1f} ms, expected {expected_ms:.1f}, {step.shape}"
+        looks = [look for look in list(self._looks) if began_s <= look[0] <= now_s]
+        with (self._folder / f"{os.getpid()}.txt").open("a") as file:
+            print(title, *runs(looks, began_s), sep="\n", file=file)
+
+
+def watch(folder: str) -> None:
+    """In this process and those that it forks."""
+
+    def begin() -> None:
+        threading.Thread(target=Watch(Path(folder)).run, name="late-steps", daemon=True).start()
+
+    os.register_at_fork(after_in_child=begin)
+    begin()
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; its processes watch themselves."""
+    if len(argv) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = Path(argv[0]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="baton-late-") as first_on_path:
+        hook = f"from {__spec__.name} import watch\n\nwatch({str(folder)!r})\n"
+        (Path(first_on_path) / "sitecustomize.py").write_text(hook)
+        path = os.pathsep.join(filter(None, (first_on_path, os.environ.get("PYTHONPATH"))))
+        return subprocess.run(argv[1:], env=os.environ | {"PYTHONPATH": path}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

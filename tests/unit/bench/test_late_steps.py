@@ -1,0 +1,64 @@
+"""Late steps are told, with what the engine's thread did meanwhile."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.bench.serve import late_steps
+
+LATE = """
+import time
+from baton.core.engine_config import EngineConfig
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.local import LocalEngine
+
+engine = LocalEngine.load(EngineConfig(model="demo", device="cpu"), lambda line: None)
+launch, launches = engine.engine._runner.launch, []
+
+def linger(batch):
+    launches.append(len(batch))
+    if len(launches) == 60:
+        time.sleep(0.4)
+    return launch(batch)
+
+engine.engine._runner.launch = linger
+engine.engine._stepper._runner.launch = linger
+engine.generate([Request("a", 0, (5, 6, 7), SamplingParams(max_tokens=80, ignore_eos=True))])
+engine.close()
+"""
+
+
+def test_the_innermost_functions_are_named() -> None:
+    assert late_steps.where(sys._getframe()).startswith("test_late_steps.py:")
+    assert late_steps.where(None) == ""
+
+
+def test_places_that_follow_themselves_are_one_line() -> None:
+    looks = [(1.000, "a"), (1.002, "a"), (1.004, "b"), (1.006, "a")]
+    assert [line.split() for line in late_steps.runs(looks, 0.999)] == [
+        ["1.0", "ms,", "2", "x", "a"],
+        ["5.0", "ms,", "1", "x", "b"],
+        ["7.0", "ms,", "1", "x", "a"],
+    ]
+
+
+def test_a_step_is_late_by_much() -> None:
+    assert late_steps.is_late(0.030, 0.010)
+    assert not late_steps.is_late(0.014, 0.010) and not late_steps.is_late(9.0, None)
+
+
+@pytest.mark.slow
+def test_a_late_step_of_a_command_is_told(tmp_path: Path) -> None:
+    assert late_steps.main([str(tmp_path), sys.executable, "-c", LATE]) == 0
+    (told,) = tmp_path.glob("*.txt")
+    titles = re.findall(r"^([\d.]+) ms, expected [\d.]+, StepShape", told.read_text(), re.M)
+    assert any(float(took_ms) >= 400 for took_ms in titles)
+    assert re.search(r" x <string>:\d+:linger", told.read_text())
+
+
+def test_without_a_command_it_says_how() -> None:
+    assert late_steps.main(["/nowhere"]) == 2
