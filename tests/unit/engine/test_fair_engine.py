@@ -6,17 +6,17 @@ A step takes 8 ms and 45 us a prompt token, as of an 8B model on one GPU.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 from effort import half
+from fakes.timed_device import TimedDevice
 
-from baton.core.request.request import Request, SamplingParams, TokenLogprobs
+from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
@@ -30,48 +30,12 @@ def cost_s(num_tokens: int) -> float:
 
 
 @dataclass
-class PlayedStep:
-    device: PlayedDevice
-    batch: Sequence[SequenceSlice]
-    end_s: float
-    number: int = 0
-
-    def has_completed(self) -> bool:
-        return self.device.now_s >= self.end_s
-
-    def collect(self) -> list[SampledToken | None]:
-        self.device.now_s = max(self.device.now_s, self.end_s)
-        return [None if one.sample is None else SampledToken(5, -1.0) for one in self.batch]
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return {}
-
-
-@dataclass
-class PlayedDevice:
-    """A `batch.Runner` that computes nothing and takes its time."""
-
-    runs_ahead: bool
-    now_s: float = 0.0
-    free_s: float = 0.0
+class PlayedDevice(TimedDevice):
     batches: list[int] = field(default_factory=list)
-    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=2))
 
-    def launch(self, batch: Sequence[SequenceSlice]) -> PlayedStep:
-        num_tokens = sum(one.num_scheduled_tokens for one in batch)
-        self.batches.append(num_tokens)
-        self.free_s = max(self.free_s, self.now_s) + cost_s(num_tokens)
-        self.ends_s.append(self.free_s)
-        return PlayedStep(self, batch, self.free_s)
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def unix_ns(self) -> int:
-        return 0
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("nothing is forked")
+    def cost_s(self, batch: Sequence[SequenceSlice]) -> float:
+        self.batches.append(sum(one.num_scheduled_tokens for one in batch))
+        return cost_s(self.batches[-1])
 
 
 class Played:
@@ -99,8 +63,7 @@ class Played:
 
         def meanwhile() -> bool:
             device = self.device
-            ends_s = [end_s for end_s in device.ends_s if end_s > device.now_s]
-            due_s = min([*ends_s, device.now_s + LOOK_S] if ends_s else [device.now_s])
+            due_s = device.next_look_s(LOOK_S)
             if coming and coming[-1][0] <= due_s:
                 came_s, num_tokens = coming.pop()
                 device.now_s = max(device.now_s, came_s)

@@ -9,81 +9,51 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
+from fakes.timed_device import TimedDevice
 
-from baton.core.request.request import Request, SamplingParams, TokenLogprobs
+from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
 COST = StepCost(0.007, (4e-6, 0.0, 0.0, 16e-6, 0.0, 0.0), 0.0, 1e-7)
 GRAPH_ROWS, GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1152, 1280), 1024
-GRAPH_S, KERNELS_S = 0.002, 0.046
-PROMISE_S, RATE, SECONDS = 0.048, 10.0, 30.0
+GRAPH_S, KERNELS_S, LOOK_S = 0.002, 0.046, 0.0005
+PROMISE_S, RATE, SECONDS = 0.048, 10.0, 12.0
+
+
+def shape_of(batch: Sequence[SequenceSlice]) -> StepShape:
+    shape = StepShape()
+    for one in batch:
+        if one.num_scheduled_tokens > 1:
+            shape = shape.with_prompt(one.num_scheduled_tokens, one.start)
+        else:
+            num_decodes, keys = shape.num_decodes + 1, shape.keys + one.start + 1
+            shape = replace(shape, num_decodes=num_decodes, keys=keys)
+    return shape
 
 
 @dataclass
-class Step:
-    device: Device
-    batch: Sequence[SequenceSlice]
-    end_s: float
-    number: int = 0
+class Device(TimedDevice):
+    kernels_s: float = 0.0
 
-    def has_completed(self) -> bool:
-        return self.device.now_s >= self.end_s
+    def cost_s(self, batch: Sequence[SequenceSlice]) -> float:
+        return COST.seconds(shape_of(batch))
 
-    def collect(self) -> list[SampledToken | None]:
-        self.device.now_s = max(self.device.now_s, self.end_s)
-        return [None if one.sample is None else SampledToken(5, -1.0) for one in self.batch]
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return {}
-
-
-@dataclass
-class Device:
-    """A `batch.Runner` that computes while it is launched, and the clock."""
-
-    kernels_s: float
-    now_s: float = 0.0
-    free_s: float = 0.0
-    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=2))
-    runs_ahead = True
-
-    def launch(self, batch: Sequence[SequenceSlice]) -> Step:
-        shape = StepShape()
-        for one in batch:
-            if one.num_scheduled_tokens > 1:
-                shape = shape.with_prompt(one.num_scheduled_tokens, one.start)
-            else:
-                keys = shape.keys + one.start + 1
-                shape = StepShape(shape.num_prompt_tokens, shape.pairs, shape.num_decodes + 1, keys)
-        begin_s = max(self.free_s, self.now_s)
-        is_graph = shape.num_prompt_tokens <= GRAPH_TOKENS
-        self.now_s += GRAPH_S if is_graph else self.kernels_s
-        self.free_s = max(begin_s + COST.seconds(shape), self.now_s)
-        self.ends_s.append(self.free_s)
-        return Step(self, batch, self.free_s)
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def unix_ns(self) -> int:
-        return 0
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("nothing is forked")
+    def launch_s(self, batch: Sequence[SequenceSlice]) -> float:
+        return GRAPH_S if shape_of(batch).num_prompt_tokens <= GRAPH_TOKENS else self.kernels_s
 
 
 def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:
     """Requests that come for a while; the engine behind them, and the times between steps with
     tokens."""
-    chance, device = random.Random(1), Device(kernels_s)
+    chance, device = random.Random(1), Device(kernels_s=kernels_s)
     limits = EngineLimits(
         60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
     )
@@ -107,8 +77,7 @@ def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[floa
         return came
 
     def meanwhile() -> bool:
-        ends_s = [end_s for end_s in device.ends_s if end_s > device.now_s]
-        device.now_s = min([*ends_s, device.now_s + 0.0005])
+        device.now_s = device.next_look_s(LOOK_S)
         return take()
 
     gaps_s, last_s = [], 0.0
