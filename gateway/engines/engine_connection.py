@@ -150,8 +150,8 @@ class EngineConnection(asyncio.Protocol):
             if self._receiver is not None and not self._has_said_why:
                 self._has_died = self._over.done() and await has_ended(self.member)
         finally:
-            if self._transport is not None and not self._transport.is_closing():
-                self._transport.abort()
+            if self._transport is not None:
+                self._transport.abort()  # what closes by itself would first send all that waits
             if self._receiver is not None:
                 self._receiver = None
                 self._events.lost(self, reason, has_died=self._has_died)
@@ -247,6 +247,10 @@ class EngineConnection(asyncio.Protocol):
                 self._loop.call_soon(self._take, node_pb2.NodeMessage.FromString(payload))
         except (BrokenStream, DecodeError) as error:
             self._end(f"what it sends cannot be read: {error}")
+
+    def eof_received(self) -> None:
+        """What is unsent by then, the engine may never read."""
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = f"the connection broke: {error}" if error else "the engine closed the connection"

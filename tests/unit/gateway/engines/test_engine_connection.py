@@ -228,6 +228,19 @@ def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+async def test_an_engine_that_hangs_up_without_reading_is_left_at_once(here: Scene) -> None:
+    before = num_open_files()
+    async with here.linked() as (connection, end, running):
+        assert connection._transport is not None
+        while not connection._transport.get_write_buffer_size():
+            connection.cancel("r" * 100_000, 0)
+            await asyncio.sleep(0)
+        end.writer.write_eof()
+        async with asyncio.timeout(5):
+            assert await running == "the engine closed the connection"
+        await until(lambda: num_open_files() == before + 1)  # the engine's end
+
+
 # --- the beginning --------------------------------------------------------------------------------
 
 
