@@ -55,7 +55,7 @@ class StepInFlight:
     promise_s: float | None
     has_drafts: bool
     num_in_flight: int  # in a pipeline, with this one
-    hid_end: bool  # of the step before: it ended while this one was launched kernel by kernel
+    hid_end: bool  # of the step before, which ended while this one was launched
 
 
 class Stepper:
@@ -89,7 +89,8 @@ class Stepper:
         self._step_record = step_record
         self._clock = clock
         self._last_shape = StepShape()
-        self._collected_s = 0.0  # when the last step was
+        self._ended_s = 0.0  # when the last step that was collected had ended
+        self._seen_s = 0.0  # and when it was collected
         self._in_flight: StepInFlight | None = None
         self._pipeline: StepsInFlight[StepInFlight] | None = None
         self._num_stages = num_stages
@@ -168,7 +169,7 @@ class Stepper:
         early_s = _EARLY * lasts_s
         if previous.shape.num_decodes:
             early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
-        began_s = max(previous.launched_s, self._collected_s)
+        began_s = max(previous.launched_s, self._ended_s)
         return began_s + lasts_s - early_s - previous.launching_s
 
     def _must_wait(self, previous: StepInFlight) -> bool:
@@ -195,6 +196,8 @@ class Stepper:
         if previous is None and self._speculator is not None:
             make_room = self._scheduler.preemption.make_room_for_drafts
             self._speculator.draft(self._scheduler.queues, make_room, self._last_shape)
+        in_front_s = None if previous is None else self._step_costs.expected_s(previous.shape)
+        self._scheduler.promise.in_front_s = in_front_s or 0.0
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
             self._sequences.fail(sequence, error, output)
@@ -227,7 +230,7 @@ class Stepper:
             has_drafts = self._speculator.settle()
             if is_waited_for:  # the device had nothing to do meanwhile
                 launched_s += took_s
-                self._speculator.waited(launched_s - self._collected_s)
+                self._speculator.waited(launched_s - self._ended_s)
         promise, promise_s = self._scheduler.promise, None
         if promise.tbt_target_s is not None and shape.num_decodes:
             promise_s = promise.target_s
@@ -237,9 +240,7 @@ class Stepper:
             *(planned, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=num_in_flight,
-            hid_end=previous is not None
-            and not self._step_costs.has_graph(shape)
-            and previous.launched.has_completed(),
+            hid_end=previous is not None and previous.launched.has_completed(),
         )
         self._last_shape = shape
         if shape.num_rows > len(planned):
@@ -298,16 +299,26 @@ class Stepper:
         takes what each stage does: while fewer are in flight than it has stages, less than what
         passes between two ends.
 
-        To launch what has no graph may take longer than `step` does, whose end nobody sees then:
-        what it took is not known, and the one behind it began when it was launched.
+        Where it ends while the next one is launched, which may take longer than the step does,
+        nobody sees when: it is taken to be as long as expected, and where that cannot be, as long
+        as is nearest to it. Only that is news.
         """
-        now_s = self._clock.monotonic_s()
-        took_s = now_s - max(step.launched_s, self._collected_s)
-        took_s *= min(step.num_in_flight, self._num_stages) / self._num_stages
-        self._step_record.observe(step.shape, took_s, step.promise_s)
+        now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
+        waited_s = now_s - max(step.launched_s, self._seen_s)
+        took_s, is_news = now_s - began_s, True
         if behind is not None and behind.hid_end:
+            least_s, expected_s = (
+                behind.launched_s - began_s,
+                self._step_costs.expected_s(step.shape),
+            )
+            most_s, took_s = took_s, max(least_s, expected_s or 0.0)
+            took_s = min(took_s, most_s)
+            is_news = took_s != expected_s
+        self._seen_s, self._ended_s = now_s, began_s + took_s
+        share = min(step.num_in_flight, self._num_stages) / self._num_stages
+        self._step_record.observe(step.shape, waited_s * share, step.promise_s)
+        if not is_news:
             return
-        self._collected_s = now_s
-        self._step_costs.observe(step.shape, took_s)
+        self._step_costs.observe(step.shape, took_s * share)
         if self._speculator is not None and step.shape.num_decodes:
-            self._speculator.passed(step.shape, took_s, has_drafts=step.has_drafts)
+            self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)

@@ -108,6 +108,7 @@ class Player:
             max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=budget,
             graph_rows=runner.graph_rows if scheme.has_graphs else (),
+            graph_prompt_tokens=runner.graph_prompt_tokens if scheme.has_graphs else 0,
         )
         return Engine(
             EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),

@@ -332,6 +332,7 @@ def _run_all(
     )
     timing = Timing(arguments.count_s, arguments.warm_lifetimes)
     modes = [*arguments.modes, *(one.split("=", 1)[0] for one in arguments.running)]
+    num_engines = len(_gpu_groups(arguments)) if arguments.device != "cpu" else None
     try:
         starts = [
             *plan(
@@ -342,6 +343,7 @@ def _run_all(
                 arguments.factors,
                 timing,
                 num_cards(arguments),
+                num_engines,
             )
         ]
     except ValueError as error:

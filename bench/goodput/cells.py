@@ -193,7 +193,7 @@ def rates_by_cell(texts: Sequence[str]) -> Mapping[str, Sequence[float]]:
 
 def split_of(mode: str) -> tuple[int, int] | None:
     """The prefill and the decode engines of a mode that fixes them: P+D."""
-    found = re.fullmatch(r"(\d+)\+(\d+)", mode)
+    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", mode)
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -216,9 +216,11 @@ def plan(
     factors: Sequence[float],
     timing: Timing,
     num_cards: int,
+    most_engines: int | None = None,
 ) -> Iterator[Start]:
     """All starts, one after the other. `rates` of a cell, or of ANY_CELL, take the place of the
-    predicted ones times `factors`; rates ascend. Raises ValueError where there are neither."""
+    predicted ones times `factors`; rates ascend. Raises ValueError where there are neither, or a
+    mode fixes more than `most_engines`."""
 
     def rates_of(cell: Cell, mode: str, y_ms: float | None) -> Sequence[float]:
         if given := rates.get(cell.name) or rates.get(ANY_CELL):
@@ -230,6 +232,8 @@ def plan(
         return [round(predicted * factor, 2) for factor in sorted(factors)]
 
     for mode in modes:
+        if most_engines is not None and sum(split_of(mode) or ()) > most_engines:
+            raise ValueError(f"{mode} takes more engines than there are: {most_engines}")
         groups = promise_groups(ys_ms) if mode in PROMISING else [[None]]
         for group in groups:
             runs = tuple(

@@ -10,6 +10,7 @@ inside of torch's functions, so those are seen more often than they take.
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -65,31 +66,37 @@ class Watch:
         self._looks: deque[Look] = deque(maxlen=_MOST_LOOKS)
         self._thread_id: int | None = None
         self._has_hook = False
+        self._is_over = threading.Event()
+        self._looking = threading.Thread(target=self._run, name="late-steps", daemon=True)
+        self._looking.start()
 
-    def run(self) -> None:
-        """Look until the process ends."""
-        while True:
-            time.sleep(_LOOK_S)
+    def _run(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
             if not self._has_hook and hasattr(module := sys.modules.get(_STEPPER), "Stepper"):
                 self._hook(module)
             if self._thread_id is not None:
                 frame = sys._current_frames().get(self._thread_id)
                 self._looks.append((time.monotonic(), where(frame)))
 
+    def end(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        self._looking.join()
+
     def _hook(self, module: ModuleType | None) -> None:
+        self._has_hook = True
         stepper: Any = module.Stepper  # type: ignore[union-attr]
         measure: Callable[..., None] = stepper._measure
 
         def measured(one: Any, step: Any, *more: Any) -> None:
             self._thread_id = threading.get_ident()
-            expected_s, before_s = one._step_costs.expected_s(step.shape), one._collected_s
+            expected_s, before_s = one._step_costs.expected_s(step.shape), one._ended_s
             measure(one, step, *more)
             now_s, began_s = time.monotonic(), max(step.launched_s, before_s)
             if is_late(now_s - began_s, expected_s):
                 self._tell(step, now_s, began_s, expected_s)
 
         stepper._measure = measured
-        self._has_hook = True
 
     def _tell(self, step: Any, now_s: float, began_s: float, expected_s: float) -> None:
         took_ms, expected_ms = 1e3 * (now_s - began_s), 1e3 * expected_s
@@ -103,7 +110,7 @@ def watch(folder: str) -> None:
     """In this process and those that it forks."""
 
     def begin() -> None:
-        threading.Thread(target=Watch(Path(folder)).run, name="late-steps", daemon=True).start()
+        atexit.register(Watch(Path(folder)).end)  # none shall look while the interpreter goes
 
     os.register_at_fork(after_in_child=begin)
     begin()

@@ -32,7 +32,7 @@ class EngineLimits:
     max_held_blocks: int | None = None
     prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
     graph_rows: tuple[int, ...] = ()  # that steps of decodes and prompts are padded to, ascending
-    graph_prompt_tokens: int = 0  # of such a step; with more of them it is in no graph
+    graph_prompt_tokens: int = 0  # most of such a step; one with more is in no graph
     num_stages: int = 1
 
     @property

@@ -97,17 +97,14 @@ class StepCostEstimator:
 
     def observe_launch(self, shape: StepShape, seconds: float) -> None:
         """To launch a step of this shape took the host so long."""
-        if not self.has_graph(shape):
+        if shape.num_prompt_tokens > self._graph_prompt_tokens:
             self._launches_s.append(seconds)
-
-    def has_graph(self, shape: StepShape) -> bool:
-        """Of decodes alone there is always one, as far as is known here."""
-        return shape.num_prompt_tokens <= self._graph_prompt_tokens
 
     @property
     def launch_s(self) -> float:
-        """What the host takes for a step that is in no graph; 0 where none was seen."""
-        return statistics.median(self._launches_s) if self._launches_s else 0.0
+        """What the host takes at most for a step that is in no graph, but for the slowest of the
+        last ones; 0 where none was seen."""
+        return sorted(self._launches_s)[-2:][0] if self._launches_s else 0.0
 
     def estimate(self) -> StepCost | None:
         """None until there are a few samples of each of two sizes, one with twice the rows. Takes

@@ -20,6 +20,7 @@ class StepPromise:
         self.tbt_target_s: float | None = None
         self.is_promising = True
         self.num_refusals = 0
+        self.in_front_s = 0.0  # that the step takes which is on the device
         self._limits = limits
         self._queues = queues
         self._step_costs = step_costs
@@ -59,7 +60,7 @@ class StepPromise:
         graph, so that none is padding. Where no graph has room for LEAST_PROMPT_TOKENS in that
         time, or the largest is too small, as many as the estimate says.
 
-        While a step that is in no graph is launched, the one before ends, and its tokens wait.
+        While a step that is in no graph is launched, the one in front ends, and its tokens wait.
         """
         overrun = self._step_costs.overrun
         num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
@@ -68,9 +69,9 @@ class StepPromise:
             return num_tokens
         largest = min(graph_rows[-1] - beside.num_decodes, self._limits.graph_prompt_tokens)
         if num_tokens >= largest:
-            if self._step_costs.launch_s + cost.seconds(beside) <= target_s:
+            if self.in_front_s + self._step_costs.launch_s <= target_s:
                 return num_tokens
-            num_tokens = max(largest, LEAST_PROMPT_TOKENS)
+            num_tokens = max(largest, min(num_tokens, LEAST_PROMPT_TOKENS))
         for rows in reversed(graph_rows):
             filling = rows - beside.num_decodes
             if LEAST_PROMPT_TOKENS <= filling <= min(most, largest):

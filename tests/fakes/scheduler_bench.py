@@ -59,7 +59,7 @@ class Bench:
         self.tables = BlockTables(self.pool, cache, generations, BLOCK_SIZE)
         self.estimator = Guess(self.guess)
         self.scheduler = Scheduler(
-            limits, self.pool, self.tables, self.estimator, StepCostEstimator()
+            limits, self.pool, self.tables, self.estimator, StepCostEstimator(graph_tokens)
         )
 
     def new(

@@ -181,7 +181,12 @@ def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
 
 def test_a_mode_may_fix_the_split() -> None:
     assert split_of("1+3") == (1, 3)
-    assert [*map(split_of, ("disaggregated", "auto", "vllm-512", "1+"))] == [None] * 4
+    assert [*map(split_of, ("disaggregated", "auto", "vllm-512", "1+", "0+2"))] == [None] * 5
+    of_four = (["3+1"], [CELLS["8192/256"]], [25.0], {ANY_CELL: [2.0]}, [1.0], TIMING, 4)
+    (start,) = plan(*of_four, 4)
+    assert start.mode == "3+1" and start.promise_ms is None
+    with pytest.raises(ValueError, match="more engines than there are: 3"):
+        list(plan(*of_four, 3))
 
 
 def test_the_plan_is_printed_and_nothing_begins(capsys: pytest.CaptureFixture[str]) -> None:

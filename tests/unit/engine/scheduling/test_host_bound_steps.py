@@ -94,8 +94,11 @@ def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[floa
 
 
 @pytest.mark.parametrize("promise_s", [None, PROMISE_S])
-def test_what_is_learned_of_steps_is_what_they_take(promise_s: float | None) -> None:
-    engine, _ = run(KERNELS_S, promise_s=promise_s)
+@pytest.mark.parametrize("kernels_s", [0.010, KERNELS_S])
+def test_what_is_learned_of_steps_is_what_they_take(
+    kernels_s: float, promise_s: float | None
+) -> None:
+    engine, _ = run(kernels_s, promise_s=promise_s)
     cost = engine.step_cost()
     assert cost is not None
     for num_tokens in (0, 200, 700):
@@ -103,7 +106,33 @@ def test_what_is_learned_of_steps_is_what_they_take(promise_s: float | None) -> 
         assert cost.seconds(shape) == pytest.approx(COST.seconds(shape), rel=0.15)
 
 
-@pytest.mark.parametrize("kernels_s", [0.02, KERNELS_S, 0.07])
+def test_steps_that_each_hide_the_end_of_the_one_before_are_learned_too() -> None:
+    """Long prompts alone: to launch them takes longer than to compute them."""
+    device = Device(kernels_s=0.07)
+    limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
+    engine = Engine(
+        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
+        enable_prefix_caching=False, clock=device,
+    )  # fmt: skip
+
+    def meanwhile() -> bool:
+        device.now_s = device.next_look_s(LOOK_S)
+        return False
+
+    for name, num_prompts, num_tokens, max_tokens in (("a", 8, 100, 40), ("b", 40, 2048, 1)):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        for index in range(num_prompts):
+            engine.add(Request(f"{name}{index}", 0, (1,) * num_tokens, params))
+        while engine.has_work:
+            engine.step(meanwhile)
+    cost = engine.step_cost()
+    assert cost is not None
+    shape = StepShape(2048, pairs_of(2048, 0))
+    assert COST.seconds(shape) < 0.05
+    assert cost.seconds(shape) == pytest.approx(0.07, rel=0.1)
+
+
+@pytest.mark.parametrize("kernels_s", [0.02, 0.028, 0.034, 0.040, KERNELS_S, 0.07])
 def test_a_promise_is_kept(kernels_s: float) -> None:
     _, gaps_s = run(kernels_s, promise_s=PROMISE_S)
     assert sum(gap_s > PROMISE_S for gap_s in gaps_s) <= 0.005 * len(gaps_s)

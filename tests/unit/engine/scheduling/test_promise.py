@@ -153,6 +153,7 @@ def test_a_step_is_in_a_graph_where_its_launch_takes_too_long(
     made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512), graph_prompt_tokens=300)
     costs = made.scheduler.promise._step_costs
     costs.observe_launch(StepShape(num_prompt_tokens=500), launch_s)
+    made.scheduler.promise.in_front_s = 0.0044
     made.add(4)
     made.step()
     made.add(900, first_id=5000)
