@@ -307,12 +307,8 @@ class Stepper:
         waited_s = now_s - max(step.launched_s, self._seen_s)
         took_s, is_news = now_s - began_s, True
         if behind is not None and behind.hid_end:
-            least_s, expected_s = (
-                behind.launched_s - began_s,
-                self._step_costs.expected_s(step.shape),
-            )
-            most_s, took_s = took_s, max(least_s, expected_s or 0.0)
-            took_s = min(took_s, most_s)
+            expected_s = self._step_costs.expected_s(step.shape)
+            took_s = min(took_s, max(behind.launched_s - began_s, expected_s or 0.0))
             is_news = took_s != expected_s
         self._seen_s, self._ended_s = now_s, began_s + took_s
         share = min(step.num_in_flight, self._num_stages) / self._num_stages
