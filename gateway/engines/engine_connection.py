@@ -50,6 +50,7 @@ _WORK_TO_WIRE = {
     Work.LOCAL: node_pb2.WORK_LOCAL,
 }
 _CONNECT_TIMEOUT_S = 3.0
+_CLOSED = "the engine closed the connection"
 
 
 class OutputReceiver(Protocol):
@@ -98,6 +99,7 @@ class EngineConnection(asyncio.Protocol):
         self._node_clock = NodeClock(member.name, clock, is_ours=self._is_local)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._is_lost = False  # the transport
         self._received = bytearray()  # of the handshake
         self._arrived = asyncio.Event()
         self._frames: FrameBuffer | None = None  # from the first frame on
@@ -150,7 +152,7 @@ class EngineConnection(asyncio.Protocol):
             if self._receiver is not None and not self._has_said_why:
                 self._has_died = self._over.done() and await has_ended(self.member)
         finally:
-            if self._transport is not None:
+            if self._transport is not None and not self._is_lost:
                 self._transport.abort()  # what closes by itself would first send all that waits
             if self._receiver is not None:
                 self._receiver = None
@@ -250,10 +252,11 @@ class EngineConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """What is unsent by then, the engine may never read."""
-        self.connection_lost(None)
+        self._loop.call_soon(self._end, _CLOSED)
 
     def connection_lost(self, error: Exception | None) -> None:
-        reason = f"the connection broke: {error}" if error else "the engine closed the connection"
+        self._is_lost = True
+        reason = f"the connection broke: {error}" if error else _CLOSED
         self._loop.call_soon(self._end, reason)  # behind what came before
 
     def _take(self, message: node_pb2.NodeMessage) -> None:

@@ -228,7 +228,18 @@ def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_an_engine_that_hangs_up_without_reading_is_left_at_once(here: Scene) -> None:
+@pytest.mark.parametrize("reads_on", [False, True])
+async def test_an_engine_that_hangs_up_is_left_at_once(
+    here: Scene, monkeypatch: pytest.MonkeyPatch, *, reads_on: bool
+) -> None:
+    """Though it has not read what it was sent, and may never do so."""
+    has_ended = engine_connection.has_ended
+
+    async def ask_later(member: Member) -> bool:
+        await asyncio.sleep(0.1)  # in which the transport may have sent all, and closed itself
+        return await has_ended(member)
+
+    monkeypatch.setattr(engine_connection, "has_ended", ask_later)
     before = num_open_files()
     async with here.linked() as (connection, end, running):
         assert connection._transport is not None
@@ -236,6 +247,8 @@ async def test_an_engine_that_hangs_up_without_reading_is_left_at_once(here: Sce
             connection.cancel("r" * 100_000, 0)
             await asyncio.sleep(0)
         end.writer.write_eof()
+        if reads_on:
+            await end.reader.read()
         async with asyncio.timeout(5):
             assert await running == "the engine closed the connection"
         await until(lambda: num_open_files() == before + 1)  # the engine's end
