@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class TimedStep:
 
 
 @dataclass
-class TimedDevice:
+class TimedDevice(ABC):
     """A `batch.Runner` and a `Clock`, of which a test says how long steps take."""
 
     runs_ahead: bool = True
@@ -37,9 +38,9 @@ class TimedDevice:
     free_s: float = 0.0
     ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=2))
 
+    @abstractmethod
     def cost_s(self, batch: Sequence[SequenceSlice]) -> float:
         """On the device."""
-        raise NotImplementedError
 
     def launch_s(self, batch: Sequence[SequenceSlice]) -> float:
         """Of the host, while which the device begins."""
