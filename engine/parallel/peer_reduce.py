@@ -30,8 +30,8 @@ from ..kv.cuda_memory import CudaAllocation, MappedMemory, MappingFailed, map_ha
 
 log = logging.getLogger(__name__)
 
-# That a rank sends; above, sums go in parts. On four H100s both take as long where 384 KiB are sent,
-# and parts half as long where it is 1.5 MiB (python -m baton.bench.allreduce --ranks 4).
+# That a rank sends; above, sums go in parts. On four H100s both take as long where 384 KiB are
+# sent, and parts half as long where it is 1.5 MiB (python -m baton.bench.allreduce --ranks 4).
 _LARGEST_AT_ONCE_BYTES = 512 << 10
 _FEWEST_ROWS = 8  # of one kernel for sum and norm: it has a program a row
 
