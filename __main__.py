@@ -1,10 +1,41 @@
-"""`python -m baton`: the `baton` command where its console script is not on the PATH."""
+"""Console scripts, and `python -m baton`, the `baton` command where that is not on the PATH.
+
+What they run is imported when they are called, for an interrupt meanwhile to end them quietly.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
-from .cli.main import main
+
+def main() -> int:
+    """Console script `baton`."""
+    return _call(".cli.main", "main")
+
+
+def launch_gateway() -> int:
+    """Console script `launch_gateway`."""
+    return _call(".cli.launch", "gateway")
+
+
+def launch_prefill() -> int:
+    """Console script `launch_prefill`."""
+    return _call(".cli.launch", "prefill")
+
+
+def launch_decode() -> int:
+    """Console script `launch_decode`."""
+    return _call(".cli.launch", "decode")
+
+
+def _call(module: str, name: str) -> int:
+    try:
+        code: int = getattr(import_module(module, "baton"), name)()
+    except KeyboardInterrupt:
+        return 130
+    return code
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -37,10 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Console script `baton`."""
     arguments = build_parser().parse_args()
-    try:
-        code: int = arguments.run(arguments)
-    except KeyboardInterrupt:  # while a subcommand's module was imported
-        return 130
+    code: int = arguments.run(arguments)
     return code
 
 

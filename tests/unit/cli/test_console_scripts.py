@@ -1,0 +1,39 @@
+"""Console scripts: what pyproject.toml names is there, and an interrupt ends them quietly."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+SCRIPTS: dict[str, str] = tomllib.loads(
+    (Path(__file__).parents[3] / "pyproject.toml").read_text()
+)["project"]["scripts"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interrupt_while_it_is_imported_is_no_traceback(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, name = SCRIPTS[script].partition(":")
+    run = getattr(import_module(module), name)
+
+    def interrupted(*_: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"{module}.import_module", interrupted)
+    assert run() == 130
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_it_runs_exists(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _, name = SCRIPTS[script].partition(":")
+    monkeypatch.setattr("sys.argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        getattr(import_module(module), name)()
+    assert f"usage: {script}" in capsys.readouterr().out
