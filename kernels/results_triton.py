@@ -1,7 +1,8 @@
-"""A step's tokens to the host, by a kernel that writes them into pinned memory.
+"""A step's tokens into the next one, which was put together before, and to the host.
 
-A copy engine does one copy after the other, and would have KV blocks on their way to host memory
-(engine/kv/host_copies.py) in front of the tokens; what a kernel writes goes beside them.
+To the host they go by a kernel that writes them into pinned memory: a copy engine does one copy
+after the other, and would have KV blocks on their way to host memory (engine/kv/host_copies.py) in
+front of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,21 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 128
+
+
+def fill_in(token_ids: Tensor, places: Tensor, sampled: Tensor) -> None:
+    """token_ids[i] becomes sampled[places[i]], and stays where places[i] is -1: all int64, the
+    first two [tokens]."""
+    n = len(token_ids)
+    _fill_in[(triton.cdiv(n, _ROWS),)](*(token_ids, places, sampled, n), ROWS=_ROWS, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fill_in(token_ids, places, sampled, num_rows, ROWS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.load(places + rows, mask=rows < num_rows, other=-1)
+    is_awaited = place >= 0
+    tl.store(token_ids + rows, tl.load(sampled + place, mask=is_awaited), mask=is_awaited)
 
 
 def write_results(

@@ -29,7 +29,6 @@ from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.step_parts import (
     SampledRows,
-    awaited_tokens,
     decode_arrays,
     has_extras,
     metadata_of,
@@ -77,7 +76,6 @@ class HostRunner:
         rows = SampledRows.of(batch)
         assert rows.is_decode or any(piece.is_prompt for piece in batch)
         decode_arrays(batch, _BLOCK_SIZE, rows.specs)
-        awaited_tokens(batch)
         assert not special_rows(rows.specs)
         assert not has_extras(batch, rows)
         metadata = metadata_of(batch, torch.empty(0))

@@ -21,6 +21,7 @@ _FEW_ROWS = 64  # or fewer go by our own kernels, and by cuBLASLt where there ar
 _MOST_PADDING = 127  # rows
 _WORTH_PADDING = 0.97  # of the time
 _TIMED_CALLS, _ROUNDS = 3, 3
+_EACH_EIGHT, _ROWS_APART = 1024, 32  # what is chosen for many rows changes seldom
 
 Product = Callable[[Tensor], object]  # [rows, inputs]
 
@@ -141,6 +142,28 @@ def measure_products(
     chosen = [_LIBRARIES[index] for index in best.indices.tolist()]
     times = zip(counts, best.values.tolist(), strict=True)
     return ProductTimes(dict(times), dict(zip(counts, chosen, strict=True)))
+
+
+def rows_with_kernels(most: int) -> list[int]:
+    """So many rows, up to `most`, that products of any others find their kernels loaded.
+
+    cuBLAS has kernels of its own for each eight rows up to 512, and loads one when it first
+    chooses it. That waits for all that the device has to do: on an H200 3 ms where that is
+    nothing, 40 behind a step.
+    """
+    ends = range(8, min(most, _EACH_EIGHT) + 8, 8)
+    few = [min(most, rows) for end in ends for rows in (end - 7, end)]
+    return sorted({*few, *range(_EACH_EIGHT, most, _ROWS_APART), most})
+
+
+def load_products(products: Sequence[tuple[int, Product]], most: int, like: Tensor) -> None:
+    """Run `products`, pairs of inputs and product, for all `rows_with_kernels(most)`. `like` is of
+    their inputs' type and device."""
+    with torch.inference_mode():
+        for size, product in products:
+            inputs = like.new_zeros(most, size)
+            for rows in rows_with_kernels(most):
+                product(inputs[:rows])
 
 
 def _products_ms(products: Sequence[tuple[Tensor, Product]]) -> float:

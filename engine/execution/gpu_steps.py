@@ -1,9 +1,9 @@
 """Executes steps on a GPU and runs ahead of it: nothing here waits for the device but `collect`.
 
     host     schedule, arrays, plan | launch ...............................  collect
-    device                          | copies in | follow | model | sample | tokens out
-                                                   ▲                  │
-                                    last sampled tokens, by slice ◄───┘  never leave the device
+    device                          | copies in | fill in | model | sample | tokens out
+                                                     ▲                 │
+                                    last sampled tokens, by slice ◄────┘  never leave the device
 
 A step of decodes alone is replayed from a CUDA graph of the next larger size. So is the model of a
 short prefill, and of any decodes with some tokens of prompts behind them:
@@ -17,6 +17,7 @@ launched kernel by kernel.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
-from ...kernels.results_triton import write_results
+from ...kernels.results_triton import fill_in, write_results
 from ...kernels.sampling.sample_spec import special_rows
 from ...kernels.sampling.sampling import sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
@@ -40,6 +41,7 @@ from .cuda_graphs import (
     StepGraph,
     StepGraphs,
     decode_sizes,
+    load_products,
     measure_products,
     prefill_sizes,
 )
@@ -49,13 +51,12 @@ from .step_model import GraphedModel, StepHead, StepModel
 from .step_parts import (
     PADDING_SLICE,
     SampledRows,
-    awaited_tokens,
     decode_arrays,
-    flatten,
     has_drafts,
     metadata_of,
     num_decodes,
     plan_adapters,
+    prefill_arrays,
     sampling_arrays,
 )
 
@@ -125,11 +126,22 @@ class GpuSteps:
             self._adapters.rest()
         for room, graphs in self.prefill_graphs.items():
             for size in reversed(graphs.sizes):
-                token_ids, positions, slots = graphs.inputs(size)
-                padding = self._padding(size)
-                self._attention.plan(metadata_of([padding], slots, graph_decodes=min(room, size)))
-                step = partial(self._graphed.forward, token_ids, positions, slots, self._attention)
-                graphs.capture(size, step, times.library(size))
+                inputs, padding = graphs.inputs(size), self._padding(size)
+                arrays = prefill_arrays([], self._block_size, size)
+                upload_into(inputs.flatten(), arrays.ravel())
+                metadata = metadata_of([padding], inputs[2], graph_decodes=min(room, size))
+                self._attention.plan(metadata)
+                graphs.capture(size, partial(self._forward, inputs), times.library(size))
+
+    def load_kernels(self, most_tokens: int) -> None:
+        """Behind `capture_graphs`: run the products that are launched outside of graphs, those of
+        layers for up to `most_tokens`."""
+        like = torch.empty(0, dtype=self.model.dtype, device=self._device)
+        load_products(self.model.products(), most_tokens, like)
+        graph = self.prefill_graphs[0].find(1)
+        if graph is not None and self.model.range.is_last:
+            head = graph.output.shape[-1], self.model.lm_head.project_part
+            load_products([head], len(self.sampled), like)
 
     def _share(self, x: Tensor) -> None:
         """Overwrite x by that of the engine's rank 0."""
@@ -155,12 +167,12 @@ class GpuSteps:
             padded = {times.padded(size) for size in sizes}
             return [*sorted(size for size in padded if size < largest), largest]
 
-        self.graphs = StepGraphs(fast(self._decode_sizes), 5, self._device)
-        self._adapter_graphs = StepGraphs(self.graphs.sizes, 5, self._device, self.graphs)
+        self.graphs = StepGraphs(fast(self._decode_sizes), 6, self._device)
+        self._adapter_graphs = StepGraphs(self.graphs.sizes, 6, self._device, self.graphs)
         largest_kind: StepGraphs | None = None
         kinds = sorted(self._prefill_sizes.items(), key=lambda kind: -kind[1][-1])
         for room, each in kinds:
-            self.prefill_graphs[room] = StepGraphs(fast(each), 3, self._device, largest_kind)
+            self.prefill_graphs[room] = StepGraphs(fast(each), 4, self._device, largest_kind)
             largest_kind = largest_kind or self.prefill_graphs[room]
 
     @property
@@ -206,7 +218,6 @@ class GpuSteps:
         inputs = self.graphs.inputs(graph.size)
         arrays = decode_arrays(padded, self._block_size, rows.specs)
         upload_into(inputs.flatten(), arrays.ravel())
-        self._follow(batch, inputs[0])
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         self._graphed.replay(graph)
         number = self._mark()
@@ -219,11 +230,11 @@ class GpuSteps:
         return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
 
     def _decode(self, inputs: Tensor) -> Tensor:
-        """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
+        """What a graph holds: model and sampler over the fixed inputs [6, decodes] -> this rank's
         logits; of a stage that is not the last, the model alone."""
         n = inputs.shape[1]
-        token_ids, positions, slots, keys, temperatures = inputs
-        hidden = self._graphed.forward(token_ids, positions, slots, self._attention)
+        hidden = self._forward(inputs[:4])
+        keys, temperatures = inputs[4:]
         if not self.model.range.is_last:
             return hidden
         logits = self.model.lm_head.project_part(hidden)
@@ -241,21 +252,18 @@ class GpuSteps:
 
     def _hidden(self, batch: Sequence[SequenceSlice]) -> Tensor:
         """The hidden states of the batch's tokens, others behind them."""
-        arrays = flatten(batch, self._block_size)
-        has_adapters = plan_adapters(self._adapters, batch, arrays.shape[1])
+        num_tokens = sum(piece.num_scheduled_tokens for piece in batch)
+        has_adapters = plan_adapters(self._adapters, batch, num_tokens)
         found = None if has_adapters else self._find_prefill_graph(batch)
         if found is None:
-            token_ids, positions, slots = upload(arrays, self._device)
-            self._follow(batch, token_ids)
-            self._attention.plan(metadata_of(batch, slots))
-            return self.model.forward(token_ids, positions, slots, self._attention)
+            arrays = prefill_arrays(batch, self._block_size, num_tokens)
+            inputs = upload(arrays, self._device)
+            self._attention.plan(metadata_of(batch, inputs[2]))
+            return self.model.forward(*self._filled(inputs), self._attention)
         room, graph = found
         inputs = self.prefill_graphs[room].inputs(graph.size)
-        padded = np.zeros(inputs.shape, np.int64)
-        num_tokens = arrays.shape[1]
-        padded[:, :num_tokens] = arrays
-        upload_into(inputs.flatten(), padded.ravel())
-        self._follow(batch, inputs[0])
+        arrays = prefill_arrays(batch, self._block_size, graph.size)
+        upload_into(inputs.flatten(), arrays.ravel())
         padding = [self._padding(graph.size - num_tokens)] if num_tokens < graph.size else []
         metadata = metadata_of(
             [*batch, *padding],
@@ -282,7 +290,7 @@ class GpuSteps:
         return None
 
     def _padding(self, num_tokens: int) -> SequenceSlice:
-        table = (PADDING_BLOCK,) * -(-num_tokens // self._block_size)
+        table = array("i", [PADDING_BLOCK]) * -(-num_tokens // self._block_size)
         return SequenceSlice((0,) * num_tokens, start=0, block_table=table, sample=None)
 
     def _launch_eagerly(self, batch: Sequence[SequenceSlice], rows: SampledRows) -> GpuStep:
@@ -334,12 +342,16 @@ class GpuSteps:
         self.head.follow(batch, self.model.kept, rows, self.sampled, at)
         return 0 if self._count is None else self._count.mark()
 
-    def _follow(self, batch: Sequence[SequenceSlice], token_ids: Tensor) -> None:
-        """Put the tokens that the step before samples, or has sampled, where they are awaited."""
-        awaited = awaited_tokens(batch)
-        if awaited.size:
-            place, source = upload(awaited, self._device)
-            token_ids.index_copy_(0, place, self.sampled.index_select(0, source))
+    def _filled(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, positions and slots of `inputs` [4, tokens], with the tokens that the step
+        before samples, or has sampled, where they are awaited."""
+        token_ids, positions, slots, places = inputs
+        fill_in(token_ids, places, self.sampled)
+        return token_ids, positions, slots
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        """What a graph holds of the model."""
+        return self._graphed.forward(*self._filled(inputs), self._attention)
 
     def _resample(self, rows: SampledRows, at: Sequence[int], logits: Tensor) -> None:
         """Sample again what needs filters or changed logits, into the places `at`. This rank's

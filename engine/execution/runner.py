@@ -237,8 +237,10 @@ class ModelRunner:
         free_before, _ = torch.cuda.mem_get_info(device)
         begin_s = time.perf_counter()
         steps.capture_graphs()
+        steps.load_kernels(self._most_step_tokens)
         if draft_steps is not None:
             draft_steps.capture_graphs()
+            draft_steps.load_kernels(self._most_step_tokens)
             self._draft_steps = DraftSteps(draft_steps, most_tokens)
         if steps.head is not None:
             steps.head.capture_graphs()

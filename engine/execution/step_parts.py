@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ Int64s = NDArray[np.int64]
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
-PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+PADDING_SLICE = SequenceSlice((0,), 0, block_table=array("i", [PADDING_BLOCK]), sample=None)
 
 
 def padded(batch: Sequence[SequenceSlice]) -> Sequence[SequenceSlice]:
@@ -138,12 +139,22 @@ def sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
 def decode_arrays(
     batch: Sequence[SequenceSlice], block_size: int, specs: Sequence[SampleSpec]
 ) -> Int64s:
-    """[5, rows]: what `flatten` and `sampling_arrays` give. Rows behind `specs` are padding, and
-    greedy."""
+    """[6, rows]: what `flatten`, `awaited_places` and `sampling_arrays` give. Rows behind `specs`
+    are padding, and greedy."""
     flat = flatten(batch, block_size)
-    arrays = np.zeros((5, flat.shape[1]), np.int64)
+    arrays = np.zeros((6, flat.shape[1]), np.int64)
     arrays[:3] = flat
-    arrays[3:, : len(specs)] = sampling_arrays(specs)
+    arrays[3] = awaited_places(batch)
+    arrays[4:, : len(specs)] = sampling_arrays(specs)
+    return arrays
+
+
+def prefill_arrays(batch: Sequence[SequenceSlice], block_size: int, num_tokens: int) -> Int64s:
+    """[4, num_tokens]: what `flatten` and `awaited_places` give. Tokens behind them are padding."""
+    flat = flatten(batch, block_size)
+    arrays, n = np.zeros((4, num_tokens), np.int64), flat.shape[1]
+    arrays[:3, :n] = flat
+    arrays[3, :n], arrays[3, n:] = awaited_places(batch), -1
     return arrays
 
 
@@ -180,22 +191,24 @@ def has_drafts(batch: Sequence[SequenceSlice]) -> bool:
     return any(piece.draft_samples for piece in batch)
 
 
-def awaited_tokens(batch: Sequence[SequenceSlice]) -> Int64s:
-    """[2, tokens]: which of the batch's tokens are awaited, and where among the samples of the step
-    before they will be."""
-    if sum([len(piece.token_ids) for piece in batch]) == len(batch):  # decodes, nearly always
-        follows = [piece.follows for piece in batch]
-        alone = [place for place, source in enumerate(follows) if source is not None]
-        sources = [source for source in follows if source is not None]
-        return np.stack([np.array(alone, np.int64), np.array(sources, np.int64)])
-    places, sources, end = list[int](), list[int](), 0
-    for piece in batch:
-        end += piece.num_scheduled_tokens
-        if piece.follows is not None:
+def awaited_places(batch: Sequence[SequenceSlice]) -> Int64s:
+    """[tokens]: where among the samples of the step before a token that is not known yet will be;
+    -1 for those that are known."""
+    follows = [piece.follows for piece in batch]
+    lens = [len(piece.token_ids) for piece in batch]
+    num_tokens = sum(lens)
+    if num_tokens == len(batch):  # decodes, nearly always
+        return np.array([-1 if place is None else place for place in follows], np.int64)
+    at, places, end = list[int](), list[int](), 0
+    for piece, place, n in zip(batch, follows, lens, strict=True):
+        end += n
+        if place is not None:
             num_awaited = 1 + len(piece.draft_samples)
-            places += range(end - num_awaited, end)
-            sources += range(piece.follows, piece.follows + num_awaited)
-    return np.array([places, sources], np.int64)
+            at += range(end - num_awaited, end)
+            places += range(place, place + num_awaited)
+    found = np.full(num_tokens, -1, np.int64)
+    found[at] = places
+    return found
 
 
 def plan_adapters(

@@ -31,7 +31,7 @@ MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, wit
 _TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
 
 BlockTables = Sequence[Sequence[int]]
-_INT32S = (array, memoryview)
+_INT32S = {array, memoryview}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,10 @@ def flatten_tables(
     counts = -(-np.asarray(seq_lens, np.int64) // block_size)
     indptr = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
-    needed = [
-        table[:count] if isinstance(table, _INT32S) else array("i", table[:count])
-        for table, count in zip(block_tables, counts.tolist(), strict=True)
+    if not _INT32S.issuperset(map(type, block_tables)):
+        block_tables = [t if type(t) in _INT32S else array("i", t) for t in block_tables]
+    needed: list[Any] = [
+        table[:count] for table, count in zip(block_tables, counts.tolist(), strict=True)
     ]
     return indptr, np.frombuffer(bytearray().join(needed), np.int32)
 

@@ -98,7 +98,8 @@ class GpuAttention:
         seq_lens, tables = metadata.seq_lens, metadata.block_tables
         if n or graph_decodes:
             places = num_rows if metadata.is_graph else graph_decodes
-            self._decode.plan(seq_lens[:n], tables[:n], places, metadata.query_lens[:n])
+            query_lens = metadata.query_lens[:n] if num_rows > n else ()
+            self._decode.plan(seq_lens[:n], tables[:n], places, query_lens)
         chunks = (metadata.query_lens[n:], seq_lens[n:], tables[n:])
         if graph_decodes is not None:
             self._graph_prefill = self._beside_decodes if graph_decodes else self._alone

@@ -83,7 +83,8 @@ class TritonDecode:
         found, found_indptr = divide(lens, self._kv_heads)
         plan = np.zeros(self._ends[-1] + len(indices), np.int32)
         parts = np.split(plan, self._ends)
-        parts[0][: n + 1] = np.cumsum([0, *(query_lens or [1] * n)])  # behind it they mean nothing
+        starts = np.cumsum([0, *query_lens]) if query_lens else np.arange(n + 1)
+        parts[0][: n + 1] = starts  # behind it they mean nothing
         parts[1][: n + 1] = tables
         parts[2][:n] = lens
         parts[3][: n + 1] = found_indptr

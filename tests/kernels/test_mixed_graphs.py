@@ -61,11 +61,10 @@ def steps_of(runner: ModelRunner, *, has_graphs: bool, max_drafts: int = 0) -> G
     steps = GpuSteps(runner.model, attention, 16, MAX_NUM_SEQS, mixed_tokens, max_drafts)
     for room, graphs in steps.prefill_graphs.items():
         for size in graphs.sizes:
-            token_ids, positions, slots = graphs.inputs(size)
-            padding = [steps._padding(size)]
-            attention.plan(metadata_of(padding, slots, graph_decodes=min(room, size)))
-            step = partial(steps.model.forward, token_ids, positions, slots, attention)
-            graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
+            inputs, padding = graphs.inputs(size), [steps._padding(size)]
+            attention.plan(metadata_of(padding, inputs[2], graph_decodes=min(room, size)))
+            graph = Graph(size, partial(steps._forward, inputs))
+            graphs._graphs[size] = graph  # type: ignore[assignment]
     return steps
 
 

@@ -65,9 +65,7 @@ def capture(steps: GpuSteps) -> list[FixedGraph]:
     for kind in (steps.graphs, steps.prefill_graphs[0]):
         for size in [size for size in kind.sizes if size <= 64]:
             inputs = kind.inputs(size)
-            step = partial(steps._decode, inputs)
-            if kind is not steps.graphs:
-                step = partial(steps._graphed.forward, *inputs, steps._attention)
+            step = partial(steps._decode if kind is steps.graphs else steps._forward, inputs)
             stages = steps.model.communicator.stages
             assert isinstance(stages, TcpStages)
             graphs.append(FixedGraph(size, step, stages))

@@ -32,7 +32,7 @@ from baton.kernels.products.gemv_triton import (
     few_rows_tiling,
     gemv,
 )
-from baton.kernels.results_triton import write_results
+from baton.kernels.results_triton import fill_in, write_results
 from baton.kernels.sampling import sampling
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
@@ -486,3 +486,18 @@ def test_results_of_the_first_rows_are_written_and_nothing_else(num_rows: int) -
     assert torch.equal(written[0][:num_rows], token_ids[:num_rows].cpu())
     assert torch.equal(written[1][:num_rows], logprobs[:num_rows].cpu())
     assert (written[0][num_rows:] == -1).all() and (written[1][num_rows:] == 7.0).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 128, 200])
+def test_awaited_tokens_are_filled_in(num_tokens: int) -> None:
+    numbers = torch.Generator().manual_seed(num_tokens)
+    token_ids = torch.arange(1000, 1300)
+    sampled = torch.arange(64) * 3
+    places = torch.randint(-1, 64, (num_tokens,), generator=numbers)
+    expected = token_ids.clone()
+    for token, place in enumerate(places.tolist()):
+        if place >= 0:
+            expected[token] = sampled[place]
+    token_ids, places, sampled = (each.to(DEVICE) for each in (token_ids, places, sampled))
+    fill_in(token_ids[:num_tokens], places, sampled)
+    assert token_ids.cpu().tolist() == expected.tolist()

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import pytest
 
-SCRIPTS: dict[str, str] = tomllib.loads(
-    (Path(__file__).parents[3] / "pyproject.toml").read_text()
-)["project"]["scripts"]
+SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
+    "project"
+]["scripts"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,10 +1,10 @@
-"""The batch sizes that decode graphs are captured for."""
+"""The batch sizes that decode graphs are captured for, and for which kernels are loaded."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.engine.execution.cuda_graphs import decode_sizes
+from baton.engine.execution.cuda_graphs import decode_sizes, rows_with_kernels
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 64, 100, 256, 257, 1000])
@@ -14,3 +14,13 @@ def test_every_batch_has_a_graph_without_much_padding(max_num_seqs: int) -> None
     for batch in range(1, max_num_seqs + 1):
         size = next(size for size in sizes if size >= batch)
         assert size - batch < 8 or size <= 1.25 * batch
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 9, 512, 1000, 1024, 1025, 1056, 8192])
+def test_every_eight_rows_have_their_kernels_loaded(most: int) -> None:
+    rows = rows_with_kernels(most)
+    assert rows == sorted(set(rows)) and rows[0] == 1 and rows[-1] == most
+    for num_rows in range(1, min(most, 1024) + 1):
+        last = min(-(-num_rows // 8) * 8, most)
+        assert {max(1, -(-num_rows // 8) * 8 - 7), last} <= set(rows)
+    assert all(b - a <= 32 for a, b in zip(rows, rows[1:], strict=False))
