@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from baton.engine.execution.cuda_graphs import decode_sizes, rows_with_kernels
@@ -23,4 +25,4 @@ def test_every_eight_rows_have_their_kernels_loaded(most: int) -> None:
     for num_rows in range(1, min(most, 1024) + 1):
         last = min(-(-num_rows // 8) * 8, most)
         assert {max(1, -(-num_rows // 8) * 8 - 7), last} <= set(rows)
-    assert all(b - a <= 32 for a, b in zip(rows, rows[1:], strict=False))
+    assert all(b - a <= 32 for a, b in itertools.pairwise(rows))
