@@ -135,7 +135,7 @@ class GpuSteps:
 
     def load_kernels(self, most_tokens: int) -> None:
         """Behind `capture_graphs`: run the products that are launched outside of graphs, those of
-        layers for up to `most_tokens`."""
+        layers for up to `most_tokens`. torch keeps their memory for steps, which need as much."""
         like = torch.empty(0, dtype=self.model.dtype, device=self._device)
         load_products(self.model.products(), most_tokens, like)
         graph = self.prefill_graphs[0].find(1)

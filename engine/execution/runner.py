@@ -237,10 +237,8 @@ class ModelRunner:
         free_before, _ = torch.cuda.mem_get_info(device)
         begin_s = time.perf_counter()
         steps.capture_graphs()
-        steps.load_kernels(self._most_step_tokens)
         if draft_steps is not None:
             draft_steps.capture_graphs()
-            draft_steps.load_kernels(self._most_step_tokens)
             self._draft_steps = DraftSteps(draft_steps, most_tokens)
         if steps.head is not None:
             steps.head.capture_graphs()
@@ -251,6 +249,8 @@ class ModelRunner:
             f"{num_graphs.pop(0)} of prompts, {sum(num_graphs.values())} of both in "
             f"{time.perf_counter() - begin_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
+        for each in filter(None, (steps, draft_steps)):
+            each.load_kernels(self._most_step_tokens)
         reserve_pinned_memory()
         if self.adapters is not None:  # one is read before another is dropped
             self.adapters.pin_memory(config.num_host_adapters + 1)
