@@ -138,9 +138,8 @@ class GpuSteps:
         layers for up to `most_tokens`. torch keeps their memory for steps, which need as much."""
         like = torch.empty(0, dtype=self.model.dtype, device=self._device)
         load_products(self.model.products(), most_tokens, like)
-        graph = self.prefill_graphs[0].find(1)
-        if graph is not None and self.model.range.is_last:
-            head = graph.output.shape[-1], self.model.lm_head.project_part
+        if self.model.range.is_last:
+            head = self.model.hidden_size, self.model.lm_head.project_part
             load_products([head], len(self.sampled), like)
 
     def _share(self, x: Tensor) -> None:

@@ -47,6 +47,7 @@ class StepModel(Protocol):
     dtype: torch.dtype
     communicator: Communicator
     vocab_size: int
+    hidden_size: int
     range: LayerRange
     kept: Tensor | None
 

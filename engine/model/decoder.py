@@ -191,7 +191,7 @@ class Decoder:
         self.loads = loads
         self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
         self._is_first_stage, self._is_last_stage = self.range.is_first, self.range.is_last
-        self._hidden_size = config.hidden_size
+        self.hidden_size = config.hidden_size
         self.device, self.dtype = placement.device, placement.dtype
         self.communicator = placement.communicator
         self.vocab_size = config.vocab_size
@@ -279,14 +279,14 @@ class Decoder:
         tokens: side by side the inputs of `kept_layers`, or without any what the last norm gave.
         It stays where it is: CUDA graphs write to it too."""
         self.kept = None  # first: there may be no memory for both
-        width = max(1, len(self.kept_layers)) * self._hidden_size
+        width = max(1, len(self.kept_layers)) * self.hidden_size
         self.kept = torch.zeros(most_tokens, width, dtype=self.dtype, device=self.device)
 
     def _kept_parts(self, num_tokens: int) -> dict[int, Tensor]:
         """Room for the inputs of `kept_layers`, by layer."""
         if self.kept is None or not self.kept_layers:
             return {}
-        parts = self.kept[:num_tokens].view(num_tokens, -1, self._hidden_size).unbind(1)
+        parts = self.kept[:num_tokens].view(num_tokens, -1, self.hidden_size).unbind(1)
         return dict(zip(self.kept_layers, parts, strict=True))
 
     def products(self) -> list[tuple[int, Product]]:
@@ -295,7 +295,7 @@ class Decoder:
 
     def new_residual(self, num_tokens: int) -> Tensor:
         """Room for what the stage before sends, [tokens, hidden]."""
-        return torch.empty(num_tokens, self._hidden_size, dtype=self.dtype, device=self.device)
+        return torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
 
     def store_behind(self, num_layers: int, num_kv_heads: int) -> None:
         """Keep K and V behind the first `num_layers` layers of the pool, whose layers have as many
