@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _LIMITS = SessionLimits(max_attempts=1)  # there is no other engine to try
 _NAME = "local"
-_LOOK_S = 0.0002  # how long a step may have completed before it is seen
+_LOOK_S = 0.0004  # how long a step may have completed before it is seen; the next one runs
 
 
 def _look() -> bool:

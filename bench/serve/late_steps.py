@@ -1,11 +1,16 @@
 """What the host did while a step took longer than expected, in any command that runs engines.
 
-python -m baton.bench.serve.late_steps FOLDER COMMAND...
+python -m baton.bench.serve.late_steps FOLDER [--every-step] COMMAND...
 
 As `... late_steps /tmp/late python -m baton.bench.goodput --shape llama-3.1-8b --gpus 0 ...`. Each
 engine's process looks every 2 ms at what its engine's thread does, and writes FOLDER/PID.txt: for
 each late step its shape, and from when on it was seen where. A thread gives the interpreter away
 inside of torch's functions, so those are seen more often than they take.
+
+To look slows the engine down. With --every-step nothing does: FOLDER/PID.csv has a line for each
+step, late or not. `took_ms` is from its beginning on the device until the host saw its end;
+`launching_ms` what the host took to plan and to launch it, meanwhile the step in front may have
+ended unseen (`hid_end`).
 """
 
 from __future__ import annotations
@@ -21,12 +26,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 _LOOK_S = 0.002
 _LATE_FACTOR, _LATE_S = 1.3, 0.004  # longer than both says
 _DEPTH, _MOST_LINES, _MOST_LOOKS = 5, 60, 4000
 _STEPPER = "baton.engine.stepper"
+_EVERY = "--every-step"
+_COLUMNS = (
+    *("end_s", "prompt_tokens", "decodes", "keys", "took_ms", "expected_ms", "promise_ms"),
+    *("launching_ms", "hid_end", "running", "waiting"),
+)
 
 Look = tuple[float, str]  # when, and where the thread was
 
@@ -61,8 +71,10 @@ def runs(looks: Iterable[Look], begin_s: float) -> list[str]:
 class Watch:
     """Of one process; does nothing until an engine's first step was measured."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, every_step: bool) -> None:
         self._folder = folder
+        self._every_step = every_step
+        self._steps: TextIO | None = None
         self._looks: deque[Look] = deque(maxlen=_MOST_LOOKS)
         self._thread_id: int | None = None
         self._has_hook = False
@@ -74,7 +86,7 @@ class Watch:
         while not self._is_over.wait(_LOOK_S):
             if not self._has_hook and hasattr(module := sys.modules.get(_STEPPER), "Stepper"):
                 self._hook(module)
-            if self._thread_id is not None:
+            if self._thread_id is not None and not self._every_step:
                 frame = sys._current_frames().get(self._thread_id)
                 self._looks.append((time.monotonic(), where(frame)))
 
@@ -82,6 +94,8 @@ class Watch:
         """Look no more."""
         self._is_over.set()
         self._looking.join()
+        if self._steps is not None:
+            self._steps.close()
 
     def _hook(self, module: ModuleType | None) -> None:
         self._has_hook = True
@@ -93,10 +107,28 @@ class Watch:
             expected_s, before_s = one._step_costs.expected_s(step.shape), one._ended_s
             measure(one, step, *more)
             now_s, began_s = time.monotonic(), max(step.launched_s, before_s)
-            if is_late(now_s - began_s, expected_s):
+            if self._every_step:
+                self._note(one, step, now_s, began_s, expected_s)
+            elif is_late(now_s - began_s, expected_s):
                 self._tell(step, now_s, began_s, expected_s)
 
         stepper._measure = measured
+
+    def _note(
+        self, one: Any, step: Any, now_s: float, began_s: float, expected_s: float | None
+    ) -> None:
+        if self._steps is None:
+            self._steps = (self._folder / f"{os.getpid()}.csv").open("w")
+            print(*_COLUMNS, sep=",", file=self._steps)
+        shape, queues = step.shape, one._scheduler.queues
+        times_s = (now_s - began_s, expected_s or 0.0, step.promise_s or 0.0, step.launching_s)
+        print(
+            *(f"{now_s:.4f}", shape.num_prompt_tokens, shape.num_decodes, shape.keys),
+            *(f"{1e3 * each_s:.2f}" for each_s in times_s),
+            *(int(step.hid_end), len(queues.running), len(queues.waiting)),
+            sep=",",
+            file=self._steps,
+        )
 
     def _tell(self, step: Any, now_s: float, began_s: float, expected_s: float) -> None:
         took_ms, expected_ms = 1e3 * (now_s - began_s), 1e3 * expected_s
@@ -106,11 +138,13 @@ class Watch:
             print(title, *runs(looks, began_s), sep="\n", file=file)
 
 
-def watch(folder: str) -> None:
+def watch(folder: str, *, every_step: bool) -> None:
     """In this process and those that it forks."""
 
     def begin() -> None:
-        atexit.register(Watch(Path(folder)).end)  # none shall look while the interpreter goes
+        atexit.register(
+            Watch(Path(folder), every_step=every_step).end
+        )  # none shall look while the interpreter goes
 
     os.register_at_fork(after_in_child=begin)
     begin()
@@ -118,16 +152,19 @@ def watch(folder: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command; its processes watch themselves."""
-    if len(argv) < 2:
+    every_step = argv[1:2] == [_EVERY]
+    command = argv[1 + every_step :]
+    if not command:
         print(__doc__, file=sys.stderr)
         return 2
     folder = Path(argv[0]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="baton-late-") as first_on_path:
-        hook = f"from {__spec__.name} import watch\n\nwatch({str(folder)!r})\n"
+        call = f"watch({str(folder)!r}, every_step={every_step})"
+        hook = f"from {__spec__.name} import watch\n\n{call}\n"
         (Path(first_on_path) / "sitecustomize.py").write_text(hook)
         path = os.pathsep.join(filter(None, (first_on_path, os.environ.get("PYTHONPATH"))))
-        return subprocess.run(argv[1:], env=os.environ | {"PYTHONPATH": path}).returncode
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from pathlib import Path
@@ -60,5 +61,18 @@ def test_a_late_step_of_a_command_is_told(tmp_path: Path) -> None:
     assert re.search(r" x <string>:\d+:linger", told.read_text())
 
 
-def test_without_a_command_it_says_how() -> None:
-    assert late_steps.main(["/nowhere"]) == 2
+@pytest.mark.slow
+def test_every_step_of_a_command_is_a_line(tmp_path: Path) -> None:
+    assert late_steps.main([str(tmp_path), "--every-step", sys.executable, "-c", LATE]) == 0
+    (found,) = tmp_path.glob("*.csv")
+    with found.open() as file:
+        steps = [*csv.DictReader(file)]
+    assert len(steps) == 80
+    assert sum(int(step["prompt_tokens"]) for step in steps) == 3
+    (late,) = [step for step in steps if float(step["launching_ms"]) >= 400]
+    assert int(late["decodes"]) == 1 and int(late["keys"]) == 3 + 59
+
+
+@pytest.mark.parametrize("argv", [["/nowhere"], ["/nowhere", "--every-step"]])
+def test_without_a_command_it_says_how(argv: list[str]) -> None:
+    assert late_steps.main(argv) == 2
