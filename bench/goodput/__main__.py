@@ -154,12 +154,14 @@ class Sweep:
     def _run(self, start: Start, target: str, run: Run) -> float:
         """One rate; the share of its requests that are good for their Y, or for any."""
         seen: clocks.Clocks = {}
-        began_s = time.monotonic()
+        began_s, before = time.monotonic(), _metrics(target)
         with clocks.recorded(seen):
             records = self._send(start, target, run)
         window = ReportWindow(run.warmup_s, run.warmup_s + run.timing.count_s)
         found = figures.summarise(records, window, self._arguments.y)
-        found["step_cost_error"] = figures.step_cost_errors(_metrics(target))
+        after = _metrics(target)
+        found["step_cost_error"] = figures.step_cost_errors(after)
+        found["kept_steps"] = figures.kept_steps(before, after)
         found["took_s"] = round(time.monotonic() - began_s, 1)
         found["clocks"] = seen
         self._results.add(key_of(start.mode, run), found)
@@ -247,6 +249,8 @@ def _line(found: dict[str, object]) -> str:
         for key in ("ttft_ms", "tpot_ms", "tbt_ms", "handoff_gap_ms"):
             numbers = "/".join("-" if v is None else f"{v:.1f}" for v in group[key].values())
             parts.append(f"{name} {key.removesuffix('_ms')} {numbers}")
+    if found["kept_steps"]:
+        parts.append(f"steps kept {json.dumps(found['kept_steps'])}")
     return "  ".join(parts)
 
 

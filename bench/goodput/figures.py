@@ -102,10 +102,30 @@ def goodput(points: Mapping[float, float]) -> tuple[float, float]:
 
 def step_cost_errors(metrics: str) -> dict[str, float]:
     """By node, from a gateway's metrics: the relative error of predicted steps, 90th percentile."""
+    return _by_node(metrics, "step_cost_error")
+
+
+def kept_steps(before: str, after: str) -> dict[str, float]:
+    """By node, of the steps that were promised something between two looks at a gateway's metrics:
+    which share kept it, on the engine's own clock."""
+    shares = {}
+    counts = [_by_node(after, name) for name in ("promised_steps_total", "kept_steps_total")]
+    earlier = [_by_node(before, name) for name in ("promised_steps_total", "kept_steps_total")]
+    for node in counts[0]:
+        promised, kept = (
+            now.get(node, 0.0) - then.get(node, 0.0)
+            for now, then in zip(counts, earlier, strict=True)
+        )
+        if promised > 0:
+            shares[node] = round(kept / promised, 4)
+    return shares
+
+
+def _by_node(metrics: str, wanted: str) -> dict[str, float]:
     found = {}
     for line in metrics.splitlines():
         name, _, rest = line.partition("{")
-        if name == "baton_engine_step_cost_error":
+        if name == f"baton_engine_{wanted}":
             labels, _, value = rest.partition("}")
             node = labels.partition('node="')[2].partition('"')[0]
             found[node] = float(value.split()[0])

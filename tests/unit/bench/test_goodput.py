@@ -101,6 +101,20 @@ def test_errors_of_predicted_steps_are_read_by_node() -> None:
     assert figures.step_cost_errors("") == {}
 
 
+def test_the_share_of_kept_promises_is_that_between_two_looks() -> None:
+    def look(promised: int, kept: int, node: str) -> str:
+        labels = f'{{node="{node}",role="decode"}}'
+        return (
+            f"baton_engine_promised_steps_total{labels} {promised}\n"
+            f"baton_engine_kept_steps_total{labels} {kept}\n"
+        )
+
+    before = look(100, 40, "a") + look(7, 7, "b")
+    after = look(300, 238, "a") + look(7, 7, "b") + look(8, 4, "c")
+    assert figures.kept_steps(before, after) == {"a": 0.99, "c": 0.5}
+    assert figures.kept_steps("", "") == {}
+
+
 def test_one_start_serves_every_y_down_to_half_of_its_largest() -> None:
     assert promise_groups([15, 50, 25]) == [[50, 25], [15]]
     assert promise_groups([15, 25]) == [[25, 15]]
