@@ -102,7 +102,7 @@ def goodput(points: Mapping[float, float]) -> tuple[float, float]:
 
 def step_cost_errors(metrics: str) -> dict[str, float]:
     """By node, from a gateway's metrics: the relative error of predicted steps, 90th percentile."""
-    return _by_node(metrics, "step_cost_error")
+    return _by_node(metrics, "engine_step_cost_error")
 
 
 def kept_steps(before: str, after: str) -> dict[str, float]:
@@ -125,7 +125,7 @@ def _by_node(metrics: str, wanted: str) -> dict[str, float]:
     found = {}
     for line in metrics.splitlines():
         name, _, rest = line.partition("{")
-        if name == f"baton_engine_{wanted}":
+        if name == f"baton_{wanted}":
             labels, _, value = rest.partition("}")
             node = labels.partition('node="')[2].partition('"')[0]
             found[node] = float(value.split()[0])

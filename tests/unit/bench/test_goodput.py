@@ -105,8 +105,8 @@ def test_the_share_of_kept_promises_is_that_between_two_looks() -> None:
     def look(promised: int, kept: int, node: str) -> str:
         labels = f'{{node="{node}",role="decode"}}'
         return (
-            f"baton_engine_promised_steps_total{labels} {promised}\n"
-            f"baton_engine_kept_steps_total{labels} {kept}\n"
+            f"baton_promised_steps_total{labels} {promised}\n"
+            f"baton_kept_steps_total{labels} {kept}\n"
         )
 
     before = look(100, 40, "a") + look(7, 7, "b")
