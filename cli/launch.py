@@ -83,17 +83,17 @@ def _node(role: Role) -> int:
 
 
 def prefill() -> int:
-    """Console script `launch_prefill`."""
+    """The `launch_prefill` command."""
     return _node(Role.PREFILL)
 
 
 def decode() -> int:
-    """Console script `launch_decode`."""
+    """The `launch_decode` command."""
     return _node(Role.DECODE)
 
 
 def gateway() -> int:
-    """Console script `launch_gateway`."""
+    """The `launch_gateway` command."""
     arguments = gateway_parser().parse_args()
 
     def start() -> Coroutine[Any, Any, int]:

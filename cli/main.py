@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Console script `baton`."""
+    """The `baton` command."""
     arguments = build_parser().parse_args()
     code: int = arguments.run(arguments)
     return code

@@ -118,7 +118,7 @@ class Watch:
         self, one: Any, step: Any, now_s: float, began_s: float, expected_s: float | None
     ) -> None:
         if self._steps is None:
-            self._steps = (self._folder / f"{os.getpid()}.csv").open("w")
+            self._steps = (self._folder / f"{os.getpid()}.csv").open("w", buffering=1)
             print(*_COLUMNS, sep=",", file=self._steps)
         shape, queues = step.shape, one._scheduler.queues
         times_s = (now_s - began_s, expected_s or 0.0, step.promise_s or 0.0, step.launching_s)

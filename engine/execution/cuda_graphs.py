@@ -7,6 +7,7 @@ Knows neither model nor scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ _FEW_ROWS = 64  # or fewer go by our own kernels, and by cuBLASLt where there ar
 _MOST_PADDING = 127  # rows
 _WORTH_PADDING = 0.97  # of the time
 _TIMED_CALLS, _ROUNDS = 3, 3
-_EACH_EIGHT, _ROWS_APART = 1024, 32  # what is chosen for many rows changes seldom
+# Rows that kernels are loaded for: what is chosen for many changes seldom.
+_EACH_EIGHT, _ROWS_APART, _MOST_LOADED = 1024, 64, 8192
 
 Product = Callable[[Tensor], object]  # [rows, inputs]
 
@@ -145,12 +147,13 @@ def measure_products(
 
 
 def rows_with_kernels(most: int) -> list[int]:
-    """So many rows, up to `most`, that products of any others find their kernels loaded.
+    """So many rows, up to `most`, that products of nearly all others find their kernels loaded.
 
     cuBLAS has kernels of its own for each eight rows up to 512, and loads one when it first
     chooses it. That waits for all that the device has to do: on an H200 3 ms where that is
     nothing, 40 behind a step.
     """
+    most = min(most, _MOST_LOADED)
     ends = range(8, min(most, _EACH_EIGHT) + 8, 8)
     few = [min(most, rows) for end in ends for rows in (end - 7, end)]
     return sorted({*few, *range(_EACH_EIGHT, most, _ROWS_APART), most})
@@ -158,12 +161,19 @@ def rows_with_kernels(most: int) -> list[int]:
 
 def load_products(products: Sequence[tuple[int, Product]], most: int, like: Tensor) -> None:
     """Run `products`, pairs of inputs and product, for all `rows_with_kernels(most)`. `like` is of
-    their inputs' type and device."""
+    their inputs' type and device.
+
+    The most rows come first: what fewer need then lies in the same memory. What there is no memory
+    for is loaded when it is used.
+    """
+    rows = rows_with_kernels(most)
     with torch.inference_mode():
         for size, product in products:
-            inputs = like.new_zeros(most, size)
-            for rows in rows_with_kernels(most):
-                product(inputs[:rows])
+            inputs: Tensor | None = None
+            for num_rows in reversed(rows):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    inputs = like.new_zeros(num_rows, size) if inputs is None else inputs
+                    product(inputs[:num_rows])
 
 
 def _products_ms(products: Sequence[tuple[Tensor, Product]]) -> float:

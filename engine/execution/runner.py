@@ -212,10 +212,11 @@ class ModelRunner:
             attention, num_seqs = self._make_attention(pool, self._draft_model), self.max_num_seqs
             return GpuSteps(drafting, attention, config.block_size, num_seqs, 0, MOST_ROWS - 1)
 
+        vocab_size = self.model_config.vocab_size
+        batch = largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
+
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
-            vocab_size = self.model_config.vocab_size
-            batch = largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
             if (draft_steps := new_draft_steps(pool)) is not None:
                 DraftSteps(draft_steps, most_tokens).compute_prompts(batch)
             new_steps(pool).launch(batch).collect()
@@ -250,7 +251,7 @@ class ModelRunner:
             f"{time.perf_counter() - begin_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
         for each in filter(None, (steps, draft_steps)):
-            each.load_kernels(self._most_step_tokens)
+            each.load_kernels(sum(one.num_scheduled_tokens for one in batch))
         reserve_pinned_memory()
         if self.adapters is not None:  # one is read before another is dropped
             self.adapters.pin_memory(config.num_host_adapters + 1)

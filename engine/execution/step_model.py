@@ -59,7 +59,7 @@ class StepModel(Protocol):
     ) -> Tensor: ...
 
     def products(self) -> list[tuple[int, Product]]:
-        """To be timed for the sizes of graphs; none: these are not worth it."""
+        """To be timed for the sizes of graphs, and loaded; none: these are not worth it."""
         ...
 
 

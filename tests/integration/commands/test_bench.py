@@ -13,7 +13,7 @@ from fakes.gateway.conversation_gateway import conversation_gateway, write_conve
 
 from baton.cluster.redis_server import RedisServer
 
-BATON = "import sys; from baton.cli.main import main; sys.exit(main())"
+BATON = "import sys; from baton.__main__ import main; sys.exit(main())"
 
 
 async def start(*argv: str) -> asyncio.subprocess.Process:
