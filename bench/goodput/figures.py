@@ -108,17 +108,14 @@ def step_cost_errors(metrics: str) -> dict[str, float]:
 def kept_steps(before: str, after: str) -> dict[str, float]:
     """By node, of the steps that were promised something between two looks at a gateway's metrics:
     which share kept it, on the engine's own clock."""
-    shares = {}
-    counts = [_by_node(after, name) for name in ("promised_steps_total", "kept_steps_total")]
-    earlier = [_by_node(before, name) for name in ("promised_steps_total", "kept_steps_total")]
-    for node in counts[0]:
-        promised, kept = (
-            now.get(node, 0.0) - then.get(node, 0.0)
-            for now, then in zip(counts, earlier, strict=True)
-        )
-        if promised > 0:
-            shares[node] = round(kept / promised, 4)
-    return shares
+    promised, kept = (
+        {
+            node: count - _by_node(before, name).get(node, 0.0)
+            for node, count in _by_node(after, name).items()
+        }
+        for name in ("promised_steps_total", "kept_steps_total")
+    )
+    return {node: round(kept[node] / count, 4) for node, count in promised.items() if count > 0}
 
 
 def _by_node(metrics: str, wanted: str) -> dict[str, float]:

@@ -86,7 +86,9 @@ class Watch:
         while not self._is_over.wait(_LOOK_S):
             if not self._has_hook and hasattr(module := sys.modules.get(_STEPPER), "Stepper"):
                 self._hook(module)
-            if self._thread_id is not None and not self._every_step:
+                if self._every_step:
+                    return
+            if self._thread_id is not None:
                 frame = sys._current_frames().get(self._thread_id)
                 self._looks.append((time.monotonic(), where(frame)))
 
@@ -142,9 +144,8 @@ def watch(folder: str, *, every_step: bool) -> None:
     """In this process and those that it forks."""
 
     def begin() -> None:
-        atexit.register(
-            Watch(Path(folder), every_step=every_step).end
-        )  # none shall look while the interpreter goes
+        begun = Watch(Path(folder), every_step=every_step)
+        atexit.register(begun.end)  # none shall look while the interpreter goes
 
     os.register_at_fork(after_in_child=begin)
     begin()

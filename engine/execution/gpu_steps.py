@@ -41,7 +41,6 @@ from .cuda_graphs import (
     StepGraph,
     StepGraphs,
     decode_sizes,
-    load_products,
     measure_products,
     prefill_sizes,
 )
@@ -62,7 +61,6 @@ from .step_parts import (
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
-_MOST_SAMPLED_ROWS = 1024  # whose kernels are loaded at the start: more are seldom
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 
 
@@ -133,20 +131,6 @@ class GpuSteps:
                 metadata = metadata_of([padding], inputs[2], graph_decodes=min(room, size))
                 self._attention.plan(metadata)
                 graphs.capture(size, partial(self._forward, inputs), times.library(size))
-
-    def load_kernels(self, most_tokens: int) -> None:
-        """Behind `capture_graphs`: run the products that are launched outside of graphs, in steps
-        of up to `most_tokens`. torch keeps the memory of the largest for them."""
-        torch.cuda.empty_cache()
-        like = torch.empty(0, dtype=self.model.dtype, device=self._device)
-        load_products(self.model.products(), most_tokens, like)
-        if self.model.range.is_last:
-            num_rows = min(len(self.sampled), most_tokens, _MOST_SAMPLED_ROWS)
-            load_products([(self.model.hidden_size, self._project_alone)], num_rows, like)
-
-    def _project_alone(self, hidden: Tensor) -> Tensor:
-        """As rows that were selected have it, with no room behind them."""
-        return self.model.lm_head.project_part(hidden.clone())
 
     def _share(self, x: Tensor) -> None:
         """Overwrite x by that of the engine's rank 0."""

@@ -52,6 +52,7 @@ from .drafting.head_model import make_draft_model
 from .drafting.head_steps import HeadSteps
 from .largest_step import largest_batch
 from .model_loading import choose_max_model_len, load_model
+from .step_model import load_kernels
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
@@ -250,8 +251,12 @@ class ModelRunner:
             f"{num_graphs.pop(0)} of prompts, {sum(num_graphs.values())} of both in "
             f"{time.perf_counter() - begin_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
-        for each in filter(None, (steps, draft_steps)):
-            each.load_kernels(sum(one.num_scheduled_tokens for one in batch))
+        torch.cuda.empty_cache()  # of what capturing left; torch keeps the largest products' memory
+        num_tokens = sum(one.num_scheduled_tokens for one in batch)
+        for each in (model, drafting):
+            if isinstance(each, Decoder):
+                num_sampled = min(num_tokens, self.max_num_seqs * (1 + config.max_drafts))
+                load_kernels(each, num_tokens, num_sampled)
         reserve_pinned_memory()
         if self.adapters is not None:  # one is read before another is dropped
             self.adapters.pin_memory(config.num_host_adapters + 1)

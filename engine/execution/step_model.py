@@ -19,8 +19,10 @@ from ..model.decoder import Decoder
 from ..model.layers import Product
 from ..model.stages import LayerRange
 from .batch import Drafter, SequenceSlice
-from .cuda_graphs import StepGraph
+from .cuda_graphs import StepGraph, load_products
 from .step_parts import SampledRows
+
+_MOST_SAMPLED = 1024  # rows whose kernels are loaded at the start: more are seldom
 
 
 class LmHead(Protocol):
@@ -47,7 +49,6 @@ class StepModel(Protocol):
     dtype: torch.dtype
     communicator: Communicator
     vocab_size: int
-    hidden_size: int
     range: LayerRange
     kept: Tensor | None
 
@@ -59,7 +60,7 @@ class StepModel(Protocol):
     ) -> Tensor: ...
 
     def products(self) -> list[tuple[int, Product]]:
-        """To be timed for the sizes of graphs, and loaded; none: these are not worth it."""
+        """To be timed for the sizes of graphs; none: these are not worth it."""
         ...
 
 
@@ -76,6 +77,20 @@ class StepHead(Drafter, Protocol):
         sampled: Tensor,
         at: Sequence[int],
     ) -> None: ...
+
+
+def load_kernels(model: Decoder, most_tokens: int, most_sampled: int) -> None:
+    """Run a model's products that are launched outside of graphs: those of layers for steps of up
+    to `most_tokens`, the LM head for up to so many sampled rows. See `rows_with_kernels`."""
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    load_products(model.products(), most_tokens, like)
+    if model.range.is_last:
+
+        def project(hidden: Tensor) -> Tensor:
+            """As rows that were selected have it, with no room behind them."""
+            return model.lm_head.project_part(hidden.clone())
+
+        load_products([(model.hidden_size, project)], min(most_sampled, _MOST_SAMPLED), like)
 
 
 class GraphedModel:

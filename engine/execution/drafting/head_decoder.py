@@ -30,7 +30,6 @@ class HeadDecoder:
         self._head, self._states = head, states
         self.device, self.dtype = model.device, model.dtype
         self.communicator, self.vocab_size = model.communicator, model.vocab_size
-        self.hidden_size = head.hidden_size
         self.range = LayerRange(0, 1, 1 if has_logits else 2)
 
     @property
