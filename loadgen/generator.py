@@ -9,13 +9,13 @@ before it ends. At the end of a run what still runs is cancelled and keeps the t
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
+from ..core.process.collector import settle
 from .arrivals import BACKGROUND, Arrival, Background
 from .driver import Content, Driver, DriverError, Usage
 from .records import Record
@@ -50,9 +50,7 @@ async def run(
     """
     load = Load(driver, start_s)
     asked = [_of_prompt(arrival, vocab_size) for arrival in arrivals]
-    was_frozen = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()  # a collection of all that was drawn would be a pause among the samples
+    unsettle = settle()  # a collection of all that was drawn would be a pause among the samples
     tasks = [
         asyncio.create_task(load.send_at(arrival.at_s, one, arrival.group))
         for arrival, one in zip(arrivals, asked, strict=True)
@@ -69,8 +67,7 @@ async def run(
     if tasks:
         await asyncio.wait(tasks, timeout=drain_s)
     await _cancel((*tasks, *around))
-    if not was_frozen:  # what others keep out of collections stays out
-        gc.unfreeze()
+    unsettle()
     return load.records
 
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, StartupFailed
 from ..core.ports import SystemClock, SystemEntropy
+from ..core.process.collector import settle
 from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
@@ -49,6 +49,22 @@ log = logging.getLogger(__name__)
 _LIMITS = SessionLimits(max_attempts=1)  # there is no other engine to try
 _NAME = "local"
 _LOOK_S = 0.0004  # how long a step may have completed before it is seen; the next one runs
+
+
+# Tokens of a sample that are given to its session together: nobody reads them before its end. Those
+# of each sample in another step, or some steps would have the work of all.
+_TOGETHER = 64
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A session, and its tokens that it has not been given yet."""
+
+    session: Session
+    turn: int  # at which of _TOGETHER tokens it is given them
+    has_scores: bool  # beside each token
+    may_wait: bool  # not where each has scores, or may end a stop string
+    token_ids: list[int] = field(default_factory=list)
 
 
 def _look() -> bool:
@@ -101,12 +117,13 @@ class LocalCalls:
         self.model = model
         self._local = local
         self._clock, self._entropy = SystemClock(), SystemEntropy()
-        self._sessions: dict[str, Session] = {}
+        self._samples: dict[str, _Sample] = {}
+        self._num_samples = 0  # modulo _TOGETHER
         self._refused: list[EngineOutput] = []
         self._has_news = asyncio.Event()
         self._broken: BatonError | None = None
         self._stepping: asyncio.Task[None] | None = None
-        self._was_frozen = False
+        self._unsettle: Callable[[], None] = _do_nothing
         engine_limits = local.engine.limits
         num_pool_tokens = engine_limits.capacity * engine_limits.block_size
         self.limits: ModelLimits = dataclasses.replace(
@@ -132,9 +149,7 @@ class LocalCalls:
 
     def begin(self) -> None:
         """Take steps from now on, until the task is cancelled."""
-        self._was_frozen = gc.get_freeze_count() > 0
-        gc.collect()
-        gc.freeze()  # what was loaded stays: a collection that walks it takes as long as a step
+        self._unsettle = settle()
         self._stepping = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -145,8 +160,7 @@ class LocalCalls:
 
     def close(self) -> None:
         """End the other ranks and give all memory back. No step may be taken any more."""
-        if not self._was_frozen:  # what others keep out of collections stays out
-            gc.unfreeze()
+        self._unsettle()
         self._local.close()
         self.model.close()
 
@@ -173,7 +187,11 @@ class LocalCalls:
         compared, sink = best_of(request, queue) if request.has_spare_samples else (request, queue)
         for index in reversed(range(request.num_samples)):  # the first dispatches for all
             sessions.insert(0, self._session(compared, sink, arrived, index, tuple(sessions)))
-        self._sessions |= {session.request_id: session for session in sessions}
+        has_scores = compared.sampling.logprobs is not None
+        may_wait = not (has_scores or request.sampling.stop)
+        for session in sessions:
+            turn = self._num_samples = (self._num_samples + 1) % _TOGETHER
+            self._samples[session.request_id] = _Sample(session, turn, has_scores, may_wait)
         sessions[0].try_dispatch()
         self._has_news.set()
         num_tokens = len(request.prompt_token_ids)
@@ -252,8 +270,8 @@ class LocalCalls:
         except Exception as error:  # this loop's one: nobody would be answered any more
             log.exception("the engine failed")
             self._broken = error if isinstance(error, BatonError) else EngineFailed(str(error))
-            for session in [*self._sessions.values()]:
-                session.cancel(self._broken)
+            for sample in [*self._samples.values()]:
+                sample.session.cancel(self._broken)
 
     def _deliver(self, step: StepOutput) -> None:
         for key, num_cached in step.started.items():
@@ -276,28 +294,27 @@ class LocalCalls:
     def _take_token(self, token: TokenOutput) -> None:
         key, index, token_id, logprob, finish_reason, top = token
         request_id, _, attempt = key.partition("/")
-        session = self._sessions.get(request_id)
-        if session is None:
+        sample = self._samples.get(request_id)
+        if sample is None:
             return
-        has_scores = session.request.sampling.logprobs is not None
-        is_plain = finish_reason is None and not has_scores
-        if is_plain and session.next_token(_NAME, int(attempt), index, token_id):
+        sample.token_ids.append(token_id)
+        if finish_reason is None and sample.may_wait and index % _TOGETHER != sample.turn:
             return
-        scores = (TokenLogprobs(logprob, top),) if has_scores else ()
+        token_ids, sample.token_ids = tuple(sample.token_ids), []
         self._take(
             EngineOutput(
                 request_id,
                 int(attempt),
-                index,
-                (token_id,),
+                index + 1 - len(token_ids),
+                token_ids,
                 finish_reason,
-                logprobs=scores,
+                logprobs=(TokenLogprobs(logprob, top),) if sample.has_scores else (),
             )
         )
 
     def _take_beam(self, beam: FinishedBeam) -> None:
-        session = self._sessions.get(beam.key.partition("/")[0])
-        has_scores = session is not None and session.request.sampling.logprobs is not None
+        sample = self._samples.get(beam.key.partition("/")[0])
+        has_scores = sample is not None and sample.has_scores
         self._take(
             _output(
                 beam.key,
@@ -308,17 +325,17 @@ class LocalCalls:
         )
 
     def _take(self, output: EngineOutput) -> None:
-        session = self._sessions.get(output.request_id)
-        if session is not None:
-            session.engine_output(_NAME, output)
-            if session.is_over:
-                del self._sessions[output.request_id]
+        sample = self._samples.get(output.request_id)
+        if sample is not None:
+            sample.session.engine_output(_NAME, output)
+            if sample.session.is_over:
+                del self._samples[output.request_id]
 
     def forget(self, call: LocalCall) -> None:
         """End a call, whatever is left of it."""
         for session in call._sessions:
             session.cancel(Cancelled("the call was given up"))
-            self._sessions.pop(session.request_id, None)
+            self._samples.pop(session.request_id, None)
 
 
 def _output(key: str, **fields: object) -> EngineOutput:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import NodeLost, PermissionDenied
-from .addresses import require_same_user, socket_address
+from .addresses import host_and_port, require_same_user, socket_address
 from .frames import LENGTH_BYTES, decode_length, encode_payload
 from .handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Dialer, Listener, Opening
 
@@ -80,10 +80,9 @@ def dial(
 
 def _connect(incarnation: str, address: str | None) -> socket.socket:
     if address is not None:
-        host, _, port = address.rpartition(":")
         try:
-            return socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
-        except (ValueError, OverflowError) as error:
+            return socket.create_connection(host_and_port(address), ADMIT_S)
+        except ValueError as error:  # no name of a host
             raise OSError(f"{address} is no address: {error}") from error
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

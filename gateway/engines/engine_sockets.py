@@ -6,7 +6,12 @@ import asyncio
 import socket
 from typing import Any
 
-from ...core.channels.addresses import host_id, require_same_user, socket_address
+from ...core.channels.addresses import (
+    host_and_port,
+    host_id,
+    require_same_user,
+    socket_address,
+)
 from ...core.channels.admission import GATEWAY, SOCKET, tune
 from ...core.errors import BatonError
 from ...core.membership import Member
@@ -64,11 +69,11 @@ async def _stays_open(sock: socket.socket) -> bool:
 
 async def _open_tcp(address: str) -> socket.socket:
     """At the first that answers of the addresses that its name stands for. Raises OSError."""
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     failure = OSError(f"{address} is no address")
     resolve = asyncio.get_running_loop().getaddrinfo
     try:
-        found = await resolve(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = await resolve(host, port, type=socket.SOCK_STREAM)
         for family, _, _, _, there in found:
             try:
                 sock = await _open(family, there)
@@ -77,13 +82,13 @@ async def _open_tcp(address: str) -> socket.socket:
             else:
                 tune(sock, GATEWAY)
                 return sock
-    except (OverflowError, ValueError) as error:  # no port, no name of a host
+    except ValueError as error:  # no name of a host
         raise failure from error
     raise failure
 
 
 async def _open(family: int, there: Any) -> socket.socket:
-    """Raises OSError, OverflowError."""
+    """Raises OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         await asyncio.get_running_loop().sock_connect(sock, there)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import random
@@ -24,6 +23,7 @@ from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
 from ...core.ports import SystemClock, SystemEntropy
 from ...core.process import descriptors
+from ...core.process.collector import settle
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
 from ...core.version import version
@@ -58,9 +58,6 @@ from .startup_message import startup_lines
 
 log = logging.getLogger(__name__)
 
-# Objects between two collections of the youngest: five a token live as long as their call, and to
-# look for cycles among them every 700 objects takes a tenth of the gateway's time.
-_NUM_YOUNG = 20_000
 _SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
 _STOP_GRACE_S = 5.0
 _LAST_OUTPUTS_S = 1.0
@@ -332,9 +329,7 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     descriptors.raise_limit()
     signals = StopSignals()
     gateway = await serve(config, cluster)
-    gc.collect()
-    gc.freeze()  # what was loaded stays: a collection that walks it would be a pause in all streams
-    gc.set_threshold(_NUM_YOUNG, 20, 20)
+    settle()
     sys.setswitchinterval(_SWITCH_S)
     ports = [port for port in (gateway.own_http_port, gateway.http_port) if port is not None]
     scheme = "https" if config.tls_cert else "http"

@@ -66,6 +66,8 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens; those behind the one that completes a stop string do not count."""
+        if not self.is_searched:
+            return TextPiece("".join(map(self.next, token_ids)), len(token_ids), None)
         shown: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
             text, stop = self._detokenizer.step(token_id), None

@@ -27,6 +27,7 @@ from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
 from ...core.ports import SystemClock, SystemEntropy
 from ...core.process.children import end_waits_on_time, end_with_parent
+from ...core.process.collector import settle
 from ...core.process.logs import set_up_logging
 from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
@@ -78,7 +79,6 @@ log = logging.getLogger(__name__)
 
 LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 _SWITCH_S = 0.0005
-_NUM_YOUNG = 20_000  # objects that a collection waits for: one takes a ms, and steps wait for it
 _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
 
 
@@ -262,9 +262,7 @@ def _serve(
         links.channels.to_gateway,
     )
     gc.enable()  # it was off for the start
-    gc.collect()
-    gc.freeze()  # what was loaded stays: no collection need look at it again
-    gc.set_threshold(_NUM_YOUNG, 20, 20)
+    settle()
     loop = EngineLoop(
         engine,
         role,

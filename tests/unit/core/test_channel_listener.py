@@ -202,6 +202,13 @@ def test_what_cannot_be_dialled_is_an_error_of_the_network(engine: Engine, addre
         engine.dial(is_local=False, address=address)
 
 
+def test_a_port_beyond_the_last_is_not_another_one(engine: Engine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match="is no address"):
+            engine.dial(is_local=False, address=f"127.0.0.1:{port + 65536}")
+
+
 def test_an_answer_that_proves_nothing_gets_nothing(engine: Engine, is_local: bool) -> None:
     where = engine.where(is_local=is_local)
     ours = Dialer(KEY, GATEWAY, dialer=DIALER, listener=engine.incarnation, address=where)

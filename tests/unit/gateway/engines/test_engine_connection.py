@@ -377,7 +377,7 @@ async def test_an_engine_of_another_user_is_not_spoken_with(
         ({"host_id": ANOTHER_HOST, "engine_address": f"{HOST}:1"}, "connect call failed"),
         ({"host_id": ANOTHER_HOST, "engine_address": "no..such.host:1"}, "is no address"),
         ({"host_id": ANOTHER_HOST, "engine_address": f"{'h' * 64}:1"}, "is no address"),
-        ({"host_id": ANOTHER_HOST, "engine_address": f"{HOST}:99999"}, ""),
+        ({"host_id": ANOTHER_HOST, "engine_address": f"{HOST}:99999"}, "is no address"),
     ],
     ids=["nobody", "no incarnation", "no listener", "no host", "no name", "no port"],
 )
