@@ -37,7 +37,7 @@ from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.validation.served_model import ServedModel
-from baton.kernels.attention.attention import flatten_tables
+from baton.kernels.attention.attention import join_tables
 from baton.kernels.attention.decode_shares import divide
 from baton.kernels.sampling.sample_spec import special_rows
 from baton.offline.local_calls import LocalCall, LocalCalls
@@ -80,7 +80,7 @@ class HostRunner:
         assert not has_extras(batch, rows)
         metadata = metadata_of(batch, torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
-        flatten_tables(seq_lens, metadata.block_tables, _BLOCK_SIZE)
+        join_tables(metadata.block_tables)
         divide(seq_lens, 8)
         return HostStep(partial(self.results, len(batch), rows))
 

@@ -184,7 +184,8 @@ class GpuSteps:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
             rows = SampledRows.of(batch)
-            has_adapters = any(piece.adapter_slot is not None for piece in batch)
+            slots = () if self._adapters is None else [piece.adapter_slot for piece in batch]
+            has_adapters = any(slot is not None for slot in slots)
             graphs = self._adapter_graphs if has_adapters else self.graphs
             graph = graphs.find(len(rows.specs)) if rows.is_decode else None
             if graph is not None:

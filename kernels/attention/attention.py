@@ -89,20 +89,24 @@ def max_graph_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> 
 def flatten_tables(
     seq_lens: Sequence[int] | NDArray[Any], block_tables: BlockTables, block_size: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The needed part of all block tables behind each other: (indptr, indices), int32.
+    """The needed part of all block tables behind each other, as `join_tables` has them."""
+    counts = -(-np.asarray(seq_lens, np.int64) // block_size)
+    pairs = zip(block_tables, counts.tolist(), strict=True)
+    return join_tables([table[:count] for table, count in pairs])
+
+
+def join_tables(block_tables: BlockTables) -> tuple[NDArray[Any], NDArray[Any]]:
+    """All block tables behind each other: (indptr, indices), int32.
 
     Sequence i's blocks are indices[indptr[i] : indptr[i + 1]]. Tables that are arrays of int32, or
     views of such, are copied as they are: 2,000 blocks in a microsecond.
     """
-    counts = -(-np.asarray(seq_lens, np.int64) // block_size)
-    indptr = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
     if not _INT32S.issuperset(map(type, block_tables)):
         block_tables = [t if type(t) in _INT32S else array("i", t) for t in block_tables]
-    needed: list[Any] = [
-        table[:count] for table, count in zip(block_tables, counts.tolist(), strict=True)
-    ]
-    return indptr, np.frombuffer(bytearray().join(needed), np.int32)
+    indptr = np.zeros(len(block_tables) + 1, np.int32)
+    np.cumsum([*map(len, block_tables)], out=indptr[1:])
+    joined: Any = bytearray().join(block_tables)  # type: ignore[arg-type]
+    return indptr, np.frombuffer(joined, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

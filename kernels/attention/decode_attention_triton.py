@@ -22,7 +22,7 @@ from torch import Tensor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
 from ..upload import upload_into
-from .attention import BlockTables, flatten_tables
+from .attention import BlockTables, join_tables
 from .attention_8bit_triton import (
     HALF_ROOM,
     as_type,
@@ -51,7 +51,8 @@ class TritonDecode:
     ) -> None:
         self._rows_each, self._places = rows_each, 0
         self._kv_heads, self._block_size = pool.shape[3:5]
-        max_blocks = max_num_seqs * -(-max_model_len // self._block_size)
+        # Whole tables, which reach over what is in flight too.
+        max_blocks = max_num_seqs * (1 + max_model_len // self._block_size)
         # In a graph each row of padding is a sequence of its own.
         max_num_seqs *= rows_each
         max_blocks += max_num_seqs
@@ -79,7 +80,7 @@ class TritonDecode:
         one token each unless `query_lens` has other numbers."""
         n, lens = len(seq_lens), np.array(seq_lens, np.int32)
         self._places = n if num_graph_decodes is None else num_graph_decodes
-        tables, indices = flatten_tables(lens, block_tables, self._block_size)
+        tables, indices = join_tables(block_tables)
         found, found_indptr = divide(lens, self._kv_heads)
         plan = np.zeros(self._ends[-1] + len(indices), np.int32)
         parts = np.split(plan, self._ends)
