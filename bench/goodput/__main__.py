@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -63,6 +64,8 @@ _MODEL = "m"  # its name for clients
 _VLLM_MODEL_LEN = 40_000  # where no length is given
 _WARM_UP_S = 5.0  # of requests behind a start
 _HOPELESS_SHARE = 0.5
+_MARGIN = 0.04
+_NUM_CLIENTS = max(6, (os.cpu_count() or 1) // 2)  # a burst's last token is stamped when it is read
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,8 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count-s", type=float, default=60.0, help="requests that count")
     parser.add_argument("--warm-lifetimes", type=float, default=2.0, help="before they count")
-    parser.add_argument("--margin", type=float, default=0.04, help="of Y, below which a promise is")
-    parser.add_argument("--clients", type=int, default=6, help="processes that send and read")
+    parser.add_argument(
+        "--margin", type=float, default=_MARGIN, help="of Y, below which a promise is"
+    )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=_NUM_CLIENTS,
+        help="processes that send and read; by default half as many as there are cores",
+    )
     parser.add_argument("--shape", choices=SHAPES, help="dummy weights of this shape as --model")
     parser.add_argument("--vllm", default="vllm", help="the command that `serve` follows")
     parser.add_argument(
@@ -164,7 +174,7 @@ class Sweep:
         found["kept_steps"] = figures.kept_steps(before, after)
         found["took_s"] = round(time.monotonic() - began_s, 1)
         found["clocks"] = seen
-        self._results.add(key_of(start.mode, run), found)
+        self._results.add(key_of(label(start.mode, self._arguments), run), found)
         print(f"{start.name} {_name(run)}: {_line(found)}", flush=True)
         attained: dict[str, float] = found["attained"]
         return max(attained.values()) if run.y_ms is None else attained[f"{run.y_ms:g}"]
@@ -229,6 +239,17 @@ class Sweep:
             *("--tensor-parallel-size", str(engine.tensor_parallel_size)),
             *shlex.split(self._arguments.vllm_flags),
         ]
+
+
+def label(mode: str, arguments: argparse.Namespace) -> str:
+    """Of a mode of ours, with what it does not have by default."""
+    parts = [mode]
+    is_ours = mode in (*PROMISING, DISAGGREGATED) or split_of(mode) is not None
+    if is_ours and arguments.num_gateways > 1:
+        parts.append(f"{arguments.num_gateways} gateways")
+    if mode in PROMISING and arguments.margin != _MARGIN:
+        parts.append(f"margin {arguments.margin:g}")
+    return ", ".join(parts)
 
 
 def _warm_up(first: Run) -> Run:
@@ -303,11 +324,14 @@ def write_model(shape: Shape, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
-def without_measured(starts: Sequence[Start], results: Results) -> list[Start]:
+def without_measured(
+    starts: Sequence[Start], results: Results, arguments: argparse.Namespace
+) -> list[Start]:
     """Those runs alone that the file does not have."""
     rest = []
     for start in starts:
-        runs = [run for run in start.runs if not results.has(key_of(start.mode, run))]
+        name = label(start.mode, arguments)
+        runs = [run for run in start.runs if not results.has(key_of(name, run))]
         if runs:
             rest.append(replace(start, runs=tuple(runs)))
     return rest
@@ -353,7 +377,7 @@ def _run_all(
     except ValueError as error:
         parser.error(str(error))
     if arguments.resume:
-        starts = without_measured(starts, results)
+        starts = without_measured(starts, results, arguments)
     sweep = Sweep(arguments, results)
     for start in starts:
         print(f"{start.name}: {sweep.start_s(start):.0f} s to come up")

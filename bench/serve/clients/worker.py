@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton.core.process import event_loop
 from baton.loadgen import generator
 from baton.loadgen.arrivals import Arrival, Background, Prompt
 from baton.loadgen.records import Record
@@ -84,7 +85,7 @@ async def _run(plan: WorkerPlan) -> list[Record]:
 def main() -> None:
     """Read the plan, work, write the records."""
     plan = WorkerPlan.from_json(sys.stdin.readline())
-    record_files.save(Path(plan.out), asyncio.run(_run(plan)))
+    record_files.save(Path(plan.out), event_loop.run(lambda: _run(plan)))
     print("done", flush=True)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from baton.bench.floors.gpu_shapes import Shape
 from baton.bench.goodput import cells, figures
-from baton.bench.goodput.__main__ import main, without_measured, write_model
+from baton.bench.goodput.__main__ import label, main, without_measured, write_model
 from baton.bench.goodput.cells import (
     ANY_CELL,
     CELLS,
@@ -182,15 +183,26 @@ def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
     earlier = Results(path, "c1", "command", "H200")
     earlier.add(key_of("auto", first), {"attained": {"25": 0.5}})
     later = Results(path, "c1", "command", "H200")
-    rest = without_measured(starts, later)
+    asked = Namespace(num_gateways=1, margin=0.04)
+    rest = without_measured(starts, later, asked)
     assert [(start.mode, len(start.runs)) for start in rest] == [("auto", 1), ("disaggregated", 2)]
-    assert without_measured([Start("auto", 25, (first,))], later) == []
+    start = Start("auto", 25, (first,))
+    assert without_measured([start], later, asked) == []
+    asked.num_gateways = 2
+    assert without_measured([start], later, asked) == [start], "another system"
     assert not Results(path, "c2", "command", "H200").has(key_of("auto", first))
     assert not Results(path, "c1", "command", "H100").has(key_of("auto", first))
     later.add(key_of("auto", first), {"attained": {"25": 0.7}})
     content = Results(path, "c1", "", "H200")._content
     assert [row["attained"] for row in content["rows"]] == [{"25": 0.7}]
     assert [row["call"] for row in content["rows"]] == [1]
+
+
+def test_a_mode_with_more_than_the_defaults_is_called_by_it() -> None:
+    asked = Namespace(num_gateways=2, margin=0.08)
+    assert label("auto", asked) == "auto, 2 gateways, margin 0.08"
+    assert label("2+2", asked) == "2+2, 2 gateways"
+    assert label("vllm-512", asked) == "vllm-512"
 
 
 def test_a_mode_may_fix_the_split() -> None:
