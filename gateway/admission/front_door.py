@@ -333,6 +333,7 @@ class FrontDoor:
                         self._sessions.start(session)
                     yield RunningCall(record, request, queue, self._clock, self._feed, self._ends)
                 finally:
+                    queue.push = None  # which has the call, and the call the queue
                     for session in sessions:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))

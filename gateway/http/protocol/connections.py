@@ -151,6 +151,7 @@ class _Connection(web.RequestHandler):
             self._head_timer.cancel()
         if self._half_closed is not None:
             self._half_closed.stop()
+            self._half_closed = None  # it has this connection
         if self._is_taken:
             self._is_taken = False
             self._connections.give_back()

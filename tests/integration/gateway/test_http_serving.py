@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import json
 import socket
@@ -29,6 +30,7 @@ from baton.core.membership import Role
 from baton.gateway.http.protocol.body import MAX_BODY_BYTES
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request.dispatch_wait import SessionLimits
+from baton.gateway.request.output_chunk import ChunkQueue
 
 SECRET = "test secret"
 PROMPT = "hello"
@@ -422,6 +424,23 @@ async def test_models_and_tokens(world: World) -> None:
     assert [(node["name"], node["role"]) for node in info["nodes"]] == [
         ("d1", "decode"), ("p1", "prefill"),
     ]  # fmt: skip
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_what_a_call_had_is_free_once_it_has_ended(world: World) -> None:
+    """Not when the collector of garbage comes, which would stand still for all calls since."""
+    for _ in range(3):
+        async with world.http.post("/v1/completions", json=PLAIN | {"stream": True}) as answer:
+            await answer.read()
+    await until(lambda: not any(isinstance(one, ChunkQueue) for one in gc.get_objects()))
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
