@@ -51,23 +51,27 @@ async def run(
     load = Load(driver, start_s)
     asked = [_of_prompt(arrival, vocab_size) for arrival in arrivals]
     unsettle = settle()  # a collection of all that was drawn would be a pause among the samples
-    tasks = [
-        asyncio.create_task(load.send_at(arrival.at_s, one, arrival.group))
-        for arrival, one in zip(arrivals, asked, strict=True)
-    ]
-    around = []
-    if background is not None:
-        around = [
-            asyncio.create_task(
-                load.one_by_one(_of_stream(background, stream, vocab_size), duration_s, BACKGROUND)
-            )
-            for stream in streams
+    try:
+        tasks = [
+            asyncio.create_task(load.send_at(arrival.at_s, one, arrival.group))
+            for arrival, one in zip(arrivals, asked, strict=True)
         ]
-    await asyncio.sleep(max(0.0, start_s + duration_s - time.monotonic()))
-    if tasks:
-        await asyncio.wait(tasks, timeout=drain_s)
-    await _cancel((*tasks, *around))
-    unsettle()
+        around = []
+        if background is not None:
+            around = [
+                asyncio.create_task(
+                    load.one_by_one(
+                        _of_stream(background, stream, vocab_size), duration_s, BACKGROUND
+                    )
+                )
+                for stream in streams
+            ]
+        await asyncio.sleep(max(0.0, start_s + duration_s - time.monotonic()))
+        if tasks:
+            await asyncio.wait(tasks, timeout=drain_s)
+        await _cancel((*tasks, *around))
+    finally:
+        unsettle()
     return load.records
 
 

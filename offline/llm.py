@@ -83,8 +83,8 @@ class LLM:
         except BaseException:
             self._thread.close()
             raise
-        self._template = ChatTemplate.load(self._calls.model.model_dir)
         self._close = weakref.finalize(self, self._thread.close, self._calls.close)
+        self._template = ChatTemplate.load(self._calls.model.model_dir)
 
     def __enter__(self) -> LLM:
         return self

@@ -51,8 +51,8 @@ _NAME = "local"
 _LOOK_S = 0.0004  # how long a step may have completed before it is seen; the next one runs
 
 
-# Tokens of a sample that are given to its session together: nobody reads them before its end. Those
-# of each sample in another step, or some steps would have the work of all.
+# Tokens of a sample that are given to its session together: nobody reads them before its end. Each
+# sample has another `turn`: if all were given theirs in the same step, that one would take longer.
 _TOGETHER = 64
 
 
@@ -61,9 +61,9 @@ class _Sample:
     """A session, and its tokens that it has not been given yet."""
 
     session: Session
-    turn: int  # at which of _TOGETHER tokens it is given them
-    has_scores: bool  # beside each token
-    may_wait: bool  # not where each has scores, or may end a stop string
+    turn: int  # it is given them at positions that are this, modulo _TOGETHER
+    has_scores: bool
+    may_wait: bool  # not with scores, which are given token by token, or where one may end a stop
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -118,7 +118,7 @@ class LocalCalls:
         self._local = local
         self._clock, self._entropy = SystemClock(), SystemEntropy()
         self._samples: dict[str, _Sample] = {}
-        self._num_samples = 0  # modulo _TOGETHER
+        self._turn = 0  # of the newest sample
         self._refused: list[EngineOutput] = []
         self._has_news = asyncio.Event()
         self._broken: BatonError | None = None
@@ -190,8 +190,9 @@ class LocalCalls:
         has_scores = compared.sampling.logprobs is not None
         may_wait = not (has_scores or request.sampling.stop)
         for session in sessions:
-            turn = self._num_samples = (self._num_samples + 1) % _TOGETHER
-            self._samples[session.request_id] = _Sample(session, turn, has_scores, may_wait)
+            self._turn = (self._turn + 1) % _TOGETHER
+            sample = _Sample(session, self._turn, has_scores, may_wait)
+            self._samples[session.request_id] = sample
         sessions[0].try_dispatch()
         self._has_news.set()
         num_tokens = len(request.prompt_token_ids)

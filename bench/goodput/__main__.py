@@ -65,7 +65,8 @@ _VLLM_MODEL_LEN = 40_000  # where no length is given
 _WARM_UP_S = 5.0  # of requests behind a start
 _HOPELESS_SHARE = 0.5
 _MARGIN = 0.04
-_NUM_CLIENTS = max(6, (os.cpu_count() or 1) // 2)  # a burst's last token is stamped when it is read
+# One client stamps the tokens of an engine's step one after the other.
+_NUM_CLIENTS = max(6, len(os.sched_getaffinity(0)) // 2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -242,7 +243,8 @@ class Sweep:
 
 
 def label(mode: str, arguments: argparse.Namespace) -> str:
-    """Of a mode of ours, with what it does not have by default."""
+    """A mode's name in the results: of ours with its number of gateways and its margin, where these
+    are not the defaults."""
     parts = [mode]
     is_ours = mode in (*PROMISING, DISAGGREGATED) or split_of(mode) is not None
     if is_ours and arguments.num_gateways > 1:

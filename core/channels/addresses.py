@@ -44,7 +44,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Of host:port, to be dialled. Raises OSError if it is none: a port beyond 65535 would be
     another one, modulo 65536, for the library that resolves names."""
     port = address.rpartition(":")[2]
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not is_number or int(port) >= 1 << 16:
         raise OSError(f"{address} is no address: it has no port")
     return host_of(address), int(port)
 

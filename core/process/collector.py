@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 
 # Objects between two collections of the youngest. Several a token live as long as their request, or
@@ -10,17 +11,39 @@ from collections.abc import Callable
 _NUM_YOUNG = 20_000
 
 
+class _Settings:
+    """Of the process, as the first who settled found them."""
+
+    lock = threading.Lock()
+    num_settled = 0
+    was_frozen = False
+    thresholds = gc.get_threshold()
+
+
 def settle() -> Callable[[], None]:
     """What is loaded by now stays: a collection that walked it would be a pause in all streams.
-    What is returned undoes it."""
-    was_frozen, thresholds = gc.get_freeze_count() > 0, gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NUM_YOUNG, 20, 20)
 
-    def undo() -> None:
-        if not was_frozen:  # what others keep out of collections stays out
-            gc.unfreeze()
-        gc.set_threshold(*thresholds)
+    Returns what ends that: once all who settled have ended it, all is as the first one found it.
+    """
+    now = _Settings
+    with now.lock:
+        if not now.num_settled:
+            now.was_frozen, now.thresholds = gc.get_freeze_count() > 0, gc.get_threshold()
+        now.num_settled += 1
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_NUM_YOUNG, 20, 20)
+    is_settled = True
 
-    return undo
+    def unsettle() -> None:
+        nonlocal is_settled
+        with now.lock:
+            now.num_settled -= is_settled
+            is_last = is_settled and not now.num_settled
+            is_settled = False
+            if is_last:
+                gc.set_threshold(*now.thresholds)
+            if is_last and not now.was_frozen:  # what others keep out of collections stays out
+                gc.unfreeze()
+
+    return unsettle

@@ -34,7 +34,6 @@ def largest_batch(
         more = min(num_left, max_model_len - 2)
         lens[index] += more
         num_left -= more
-    table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
     all_allowed = np.full(-(-vocab_size // 32), -1, np.int32)
     dearest = SampleSpec(
         _DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed, num_candidates=20
@@ -43,7 +42,7 @@ def largest_batch(
         SequenceSlice(
             [0] * length,
             0,
-            table,
+            [PADDING_BLOCK] * -(-length // config.block_size),
             dearest,
             prompt_targets=[0] * (length - 1),
             num_prompt_top=20,

@@ -51,8 +51,7 @@ class TritonDecode:
     ) -> None:
         self._rows_each, self._places = rows_each, 0
         self._kv_heads, self._block_size = pool.shape[3:5]
-        # Whole tables, which reach over what is in flight too.
-        max_blocks = max_num_seqs * (1 + max_model_len // self._block_size)
+        max_blocks = max_num_seqs * -(-max_model_len // self._block_size)  # no table has more
         # In a graph each row of padding is a sequence of its own.
         max_num_seqs *= rows_each
         max_blocks += max_num_seqs

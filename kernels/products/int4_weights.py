@@ -121,7 +121,8 @@ def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     floats = torch.nn.functional.pad(weight.float(), (0, -inputs % group_size))
     grouped = floats.view(outputs, -1, group_size)
     largest = grouped.abs().amax(dim=2, keepdim=True).clamp_(min=_LEAST_MAXIMUM)
-    largest.mul_(1 / 7.5)  # a GPU divides by a number as if by this, and halves round either way
+    # As a GPU divides by a number: a group's largest, at 7.5 scales, would round otherwise there.
+    largest.mul_(1 / 7.5)
     scale, least = largest, torch.full_like(largest, torch.inf)
     for share in _OF_LARGEST:
         error = _rounded(grouped, largest * share).mul_(largest * share).sub_(grouped)

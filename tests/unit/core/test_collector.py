@@ -1,0 +1,38 @@
+"""Settings of Python's collector, which all in a process share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from baton.core.process.collector import settle
+
+OWN = (700, 11, 12)
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """pytest keeps what it has loaded out of collections, as some users do."""
+    before = gc.get_threshold()
+    gc.set_threshold(*OWN)
+    yield
+    gc.set_threshold(*before)
+    gc.freeze()
+
+
+def test_all_is_as_it_was_behind_the_last() -> None:
+    gc.unfreeze()
+    one, other = settle(), settle()
+    one()
+    one()
+    assert gc.get_threshold()[0] > OWN[0] and gc.get_freeze_count() > 0
+    other()
+    assert gc.get_threshold() == OWN and gc.get_freeze_count() == 0
+
+
+def test_what_others_keep_out_of_collections_stays_out() -> None:
+    gc.freeze()
+    settle()()
+    assert gc.get_threshold() == OWN and gc.get_freeze_count() > 0
