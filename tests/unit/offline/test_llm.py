@@ -217,6 +217,16 @@ def test_beam_search_finds_the_engines_beams(llm: LLM, local: LocalEngine) -> No
         assert all(one.text.startswith(prompt) for one in output.sequences)
 
 
+def test_a_sample_that_is_given_its_tokens_together_is_as_one_by_one(llm: LLM) -> None:
+    """With log-probabilities each token is given to its session by itself."""
+    shared = {"max_tokens": 70, "seed": 5, "temperature": 1.0, "ignore_eos": True, "n": 2}
+    (together,) = llm.generate(PROMPTS[0], SamplingParams(**shared), use_tqdm=False)
+    (alone,) = llm.generate(PROMPTS[0], SamplingParams(logprobs=0, **shared), use_tqdm=False)
+    for one, other in zip(together.outputs, alone.outputs, strict=True):
+        assert len(one.token_ids) == 70
+        assert (one.token_ids, one.text) == (other.token_ids, other.text)
+
+
 def test_the_best_of_several_samples_are_the_likeliest(llm: LLM) -> None:
     shared = {"max_tokens": 6, "seed": 5, "temperature": 1.0}
     (every,) = llm.generate(PROMPTS[0], SamplingParams(n=6, logprobs=0, **shared), use_tqdm=False)
