@@ -61,11 +61,13 @@ def by_rate() -> str:
                 number(streams["tpot_ms"]["p50"]),
                 number(streams["tbt_ms"]["p99"]),
                 f"{max(errors):.2f}" if errors else "",
+                _clocks(row),
             )
         )
     head = (
         *("cards", "in/out", "mode", "Y asked, ms", _RATE, f"good for {', '.join(ys)} ms"),
         *("TTFT p50 / p90 / p99, ms", "TPOT p50, ms", "TBT p99, ms", "error of a step p90"),
+        "SM clocks, MHz",
     )
     return table(head, rows) + "\n" + _source()
 
@@ -100,6 +102,12 @@ def sharegpt() -> str:
         *("TTFT p50 / p90, ms", "TPOT p50 / p90, ms", "good for Y"),
     )
     return "\n".join([table(head, rows), *sources]) if rows else "Not measured yet.\n"
+
+
+def _clocks(row: dict[str, Any]) -> str:
+    """Of its cards, their medians: at a card's limit of power they are below what it is sold for,
+    and differ by card."""
+    return " ".join(f"{each['clock_mhz']:.0f}" for each in row.get("clocks", {}).values())
 
 
 def _rate(row: dict[str, Any]) -> str:
