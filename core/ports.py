@@ -59,11 +59,10 @@ class Directory(Protocol):
 class SystemClock:
     """The process's clocks. Wall time is anchored once, so one process's stamps never run back."""
 
+    monotonic_s = staticmethod(time.monotonic)  # asked for each token
+
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-
-    def monotonic_s(self) -> float:
-        return time.monotonic()
 
     def unix_ns(self) -> int:
         return time.monotonic_ns() + self._offset_ns

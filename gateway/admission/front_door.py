@@ -70,11 +70,16 @@ class RunningCall:
         It is called only while all before is delivered. What it declines, and every sample's last
         chunk, comes out of `chunks`.
         """
+        record, now_s, chunk_delivered = (
+            self.record,
+            self._clock.monotonic_s,
+            self._feed.chunk_delivered,
+        )
 
         def push(chunk: OutputChunk) -> bool:
             if not write(chunk):
                 return False
-            self._delivered(chunk)
+            chunk_delivered(record, chunk, now_s())
             return True
 
         self._queue.push = push
@@ -93,17 +98,10 @@ class RunningCall:
             if chunk.result is not None:
                 await self._ends.take()
             yield chunk
-            self._delivered(chunk)
-            num_open -= chunk.result is not None
-
-    def _delivered(self, chunk: OutputChunk) -> None:
-        now_s = self._clock.monotonic_s()
-        if chunk.token_ids:
-            times = self.record.token_times[chunk.sample_index]
-            times.append((now_s, len(chunk.token_ids)))
-        if chunk.result is not None:
-            self.record.results[chunk.sample_index] = chunk.result
-        self._feed.chunk_delivered(self.record, chunk, now_s)
+            if chunk.result is not None:
+                self.record.results[chunk.sample_index] = chunk.result
+                num_open -= 1
+            self._feed.chunk_delivered(self.record, chunk, self._clock.monotonic_s())
 
 
 @dataclass(eq=False)

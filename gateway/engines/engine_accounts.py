@@ -19,7 +19,7 @@ they stay, and what they need.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -126,9 +126,9 @@ class PrefillBacklog:
         return own_tokens < limit
 
     @property
-    def has_ours(self) -> bool:
-        """Whether a prompt of ours is there that has not been answered."""
-        return bool(self._sent)
+    def unanswered(self) -> KeysView[Key]:
+        """Of prompts of ours that are there."""
+        return self._sent.keys()
 
     @property
     def tokens_ahead(self) -> int:

@@ -166,9 +166,9 @@ class LinkedEngine:
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
         """Take note of what these outputs answer or end."""
-        if self.backlog.has_ours:
-            for request_id, attempt, *_ in tokens:
-                self._answered((request_id, attempt))
+        if unanswered := self.backlog.unanswered:
+            for key in unanswered & {token[:2] for token in tokens}:
+                self._answered(key)
         for output in outputs:
             key = (output.request_id, output.attempt)
             if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):

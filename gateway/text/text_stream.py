@@ -59,6 +59,7 @@ class TextStream:
         includes_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
+        self.next = detokenizer.step  # the next token's text, of a stream that is not searched
         self._matcher = StopMatcher(stops)
         self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
         self._num_unsearched = min_tokens
@@ -81,10 +82,6 @@ class TextStream:
                     shown.append(stop)
                 return TextPiece("".join(shown), count, stop)
         return TextPiece("".join(shown), len(token_ids), None)
-
-    def next(self, token_id: int) -> str:
-        """The next token's text, of a stream that is not searched."""
-        return self._detokenizer.step(token_id)
 
     def flush(self) -> str:
         """The last of the text, once no more tokens come."""

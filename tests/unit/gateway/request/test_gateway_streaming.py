@@ -110,9 +110,13 @@ async def test_the_error_comes_after_what_waits() -> None:
         await chunks.next()
 
 
-class BrokenDetokenizer:
+class BrokenDetokenizer(Letters):
+    is_broken = True
+
     def step(self, token_id: int) -> str:
-        raise ZeroDivisionError
+        if self.is_broken:
+            raise ZeroDivisionError
+        return super().step(token_id)
 
 
 def session(
@@ -147,12 +151,14 @@ async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixt
 async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> None:
     table = SessionTable(SystemClock(), 10)
     sinks = {name: FakeSink() for name in ("bad", "slow", "good")}
-    letters = {name: Letters() for name in sinks}
+    letters = BrokenDetokenizer()
+    letters.is_broken = False  # yet
     for name, sink in sinks.items():
-        table.start(session(name, TextStream(letters[name], ()), sink, max_tokens=9))
+        text = TextStream(letters if name == "bad" else Letters(), ())
+        table.start(session(name, text, sink, max_tokens=9))
     for engine, index in (("p", 0), ("d", 1)):
         table.engine_outputs(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
-    letters["bad"].step = BrokenDetokenizer().step  # type: ignore[method-assign]
+    letters.is_broken = True
     sinks["slow"].is_full = True
     with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
         table.engine_tokens("d", [(name, 0, 2, 98) for name in (*sinks, "nobody's")])
