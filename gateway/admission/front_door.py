@@ -108,8 +108,9 @@ class RunningCall:
 class FrontDoor:
     """The service behind all fronts. `is_draining`: set it, and new generations are refused.
 
-    `arrivals`: where a front has a new call wait before it looks at it; `large_bodies`: held while
-    one is parsed. `_ends` spaces the ends of calls: none waits for calls that arrive.
+    `arrivals`: where a front has a new call wait before it looks at it, and where it waits again
+    before it is routed; `large_bodies`: held while one is parsed. `_ends` spaces the ends of calls:
+    none waits for calls that arrive.
     """
 
     model: ServedModel
@@ -207,6 +208,7 @@ class FrontDoor:
                 else None,
                 token_times=[[] for _ in range(request.options.n)],
             )
+            await self.arrivals.take()  # all in one turn of the loop, it would hold up streams
             async with self._running(request, record, router, deadline_s) as generation:
                 try:
                     yield generation

@@ -66,7 +66,7 @@ class CallRecord:
     @property
     def num_delivered_tokens(self) -> int:
         """Of all samples."""
-        return sum(count for times in self.token_times for _, count in times)
+        return sum(map(_num_tokens, self.token_times))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from baton.core.membership import Role
 from baton.core.ports import SystemClock
 from baton.core.request.timeline import TERMINAL, Event
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
+from baton.gateway.admission import front_door
 from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
@@ -123,6 +124,33 @@ async def world(empty: World) -> World:
     await until(lambda: all(node.num_sessions for node in empty.nodes.values()))
     await empty.gateway.wait_ready(20)
     return empty
+
+
+async def test_streams_have_turns_between_what_is_asked_and_what_is_sent_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, num_turns, noted = asyncio.get_running_loop(), 0, []
+
+    def turn() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if len(noted) < 2:
+            loop.call_soon(turn)
+
+    def noting(what: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **more: object) -> object:
+            noted.append(num_turns)
+            return what(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(front_door, "complete_request", noting(front_door.complete_request))
+    monkeypatch.setattr(SessionTable, "start", noting(SessionTable.start))
+    turn()
+    result = await world.client.generate(PROMPT, max_tokens=2).finish()
+    assert result.text == expected_text(PROMPT, 2)
+    asked, sent_out = noted
+    assert sent_out - asked >= 3
 
 
 async def until_cancelled(node: FakeNode, began_s: float) -> float:
