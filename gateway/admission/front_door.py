@@ -70,16 +70,11 @@ class RunningCall:
         It is called only while all before is delivered. What it declines, and every sample's last
         chunk, comes out of `chunks`.
         """
-        record, now_s, chunk_delivered = (
-            self.record,
-            self._clock.monotonic_s,
-            self._feed.chunk_delivered,
-        )
 
         def push(chunk: OutputChunk) -> bool:
             if not write(chunk):
                 return False
-            chunk_delivered(record, chunk, now_s())
+            self._delivered(chunk)
             return True
 
         self._queue.push = push
@@ -98,10 +93,17 @@ class RunningCall:
             if chunk.result is not None:
                 await self._ends.take()
             yield chunk
-            if chunk.result is not None:
-                self.record.results[chunk.sample_index] = chunk.result
-                num_open -= 1
-            self._feed.chunk_delivered(self.record, chunk, self._clock.monotonic_s())
+            self._delivered(chunk)
+            num_open -= chunk.result is not None
+
+    def _delivered(self, chunk: OutputChunk) -> None:
+        now_s = self._clock.monotonic_s()
+        if chunk.token_ids:
+            times = self.record.token_times[chunk.sample_index]
+            times.append((now_s, len(chunk.token_ids)))
+        if chunk.result is not None:
+            self.record.results[chunk.sample_index] = chunk.result
+        self._feed.chunk_delivered(self.record, chunk, now_s)
 
 
 @dataclass(eq=False)
@@ -183,6 +185,9 @@ class FrontDoor:
                     adapter=request.adapter_digest,
                 )
                 await router.hash_prompt()
+                lookup_s = self._clock.monotonic_s() - began_s
+                await self.arrivals.take(has_begun=True)  # in one turn, it would hold up streams
+                # What is ahead, and what it is found by, has to be of the moment when it starts.
                 routed_s = self._clock.monotonic_s()
                 cached, remaining_s = router.cached(num_tokens), deadline_s - routed_s
                 self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
@@ -198,7 +203,7 @@ class FrontDoor:
                 prompt_tokens=num_tokens,
                 arrived_s=arrived_s,
                 arrived_unix_ns=arrived_unix_ns,
-                lookup_s=routed_s - began_s,
+                lookup_s=lookup_s,
                 traceparent=traceparent,
                 tracestate=tracestate,
                 sampling=request.sampling,
@@ -208,7 +213,6 @@ class FrontDoor:
                 else None,
                 token_times=[[] for _ in range(request.options.n)],
             )
-            await self.arrivals.take()  # all in one turn of the loop, it would hold up streams
             async with self._running(request, record, router, deadline_s) as generation:
                 try:
                     yield generation

@@ -83,17 +83,13 @@ class CallFeed:
         self._shield(self._count_began, record)
 
     def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        """The client has it; so the record's `token_times` say from now on."""
-        num_tokens = len(chunk.token_ids)
-        if not num_tokens:
-            return
+        """The record's `token_times` have it already."""
         times = record.token_times[chunk.sample_index]
-        times.append((now_s, num_tokens))
-        if num_tokens == 1 and len(times) > 2:
+        if len(chunk.token_ids) == 1 and len(times) > 2:
             if now_s >= self._until_s or len(self._gaps_s) >= _MAX_GAPS:
                 self._shield(self._second, now_s)
             self._gaps_s.append(now_s - times[-2][0])
-        else:
+        elif chunk.token_ids:
             self._shield(self._count_chunk, record, chunk, now_s)
 
     def call_ended(self, record: CallRecord) -> None:

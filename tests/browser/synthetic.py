@@ -210,8 +210,9 @@ class SyntheticGateway:
         return RequestResult(reason, None, *usage, transfer, 1, 0, tuple(timeline))
 
     def _deliver(self, record: CallRecord, index: int) -> None:
-        chunk = OutputChunk("", (1,), index)
-        self.calls.chunk_delivered(record, chunk, self.clock.monotonic_s())
+        now_s = self.clock.monotonic_s()
+        record.token_times[0].append((now_s, 1))
+        self.calls.chunk_delivered(record, OutputChunk("", (1,), index), now_s)
 
     def _end(self, record: CallRecord, result: RequestResult, error: BatonError | None) -> None:
         now_s = self.clock.monotonic_s()

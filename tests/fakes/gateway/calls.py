@@ -80,6 +80,8 @@ class PlayedCall:
         now_s = self._clock.monotonic_s()
         chunk = OutputChunk("x", (5,) * num_tokens, self._next_index[sample], result, sample)
         self._next_index[sample] += num_tokens
+        if num_tokens:
+            self.record.token_times[sample].append((now_s, num_tokens))
         if result is not None:
             self.record.results[sample] = result
         self._feed.chunk_delivered(self.record, chunk, now_s)

@@ -109,6 +109,30 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(gateway: Gateway
         await asyncio.gather(*running)
 
 
+async def test_prompts_that_come_at_once_are_judged_one_by_one(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    model_dir = write_byte_model(tmp_path / "demo")
+    prompts = [f"{n:02}" + "x" * 198 for n in range(9)]
+    async with (
+        gateway_process(redis_server.url, model_dir, "--max-queue-s", "2") as gateway,
+        aiohttp.ClientSession(gateway.base) as http,
+    ):
+        gateway.prefill.first_token_s = 0.2  # all are there before the first is answered
+        gateway.prefill.step_cost = linear_cost_message(0.0, 0.003)  # 0.6 s a prompt
+
+        async def status(prompts: list[str]) -> int:
+            body = {"model": "demo", "prompt": prompts, "max_tokens": 2}
+            async with http.post("/v1/completions", json=body) as answer:
+                await answer.read()
+                return answer.status
+
+        assert await status(prompts[:1]) == 200
+        await asyncio.sleep(2 * HEARTBEAT_S)  # now it knows the cost
+        assert await status(prompts[1:]) == 429
+        assert len(gateway.prefill.dispatched) <= 1 + 4, "three of them have time enough"
+
+
 async def test_while_it_ends_streams_go_on_and_new_calls_go_elsewhere(
     gateway: GatewayProcess,
 ) -> None:

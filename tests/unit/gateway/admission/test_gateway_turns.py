@@ -36,6 +36,20 @@ async def test_in_order_and_apart() -> None:
     assert all(later - former >= 3 for former, later in pairwise(moments))
 
 
+async def test_those_that_have_begun_and_those_that_come_go_on_by_turns() -> None:
+    turns = LoopPacing()
+    began: list[str] = []
+
+    async def call(name: str) -> None:
+        await turns.take()
+        began.append(name)
+        await turns.take(has_begun=True)
+        began.append(name.upper())
+
+    await asyncio.gather(*map(call, "abcd"))
+    assert "".join(began) == "aAbBcCdD"
+
+
 async def test_who_gave_up_has_no_turn() -> None:
     turns = LoopPacing()
     await turns.take()
