@@ -91,6 +91,7 @@ class Stepper:
         self._last_shape = StepShape()
         self._ended_s = 0.0  # when the last step that was collected had ended
         self._seen_s = 0.0  # and when it was collected
+        self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
         self._in_flight: StepInFlight | None = None
         self._pipeline: StepsInFlight[StepInFlight] | None = None
         self._num_stages = num_stages
@@ -123,6 +124,8 @@ class Stepper:
         if previous is not None:
             while meanwhile is not None and not previous.launched.has_completed():
                 has_news = meanwhile() | self.poll_host()
+                if has_news and not must_wait:
+                    due_s = self._launch_due_s(previous)  # prompts take longer to launch
                 is_due = step is None and self._clock.monotonic_s() >= due_s
                 if is_due and (has_news or not has_tried):
                     has_tried = True
@@ -170,7 +173,13 @@ class Stepper:
         if previous.shape.num_decodes:
             early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
         began_s = max(previous.launched_s, self._ended_s)
-        return began_s + lasts_s - early_s - previous.launching_s
+        queues = self._scheduler.queues
+        has_prompts = bool(queues.waiting) or (
+            previous.shape.num_prompt_tokens > 0
+            and any(one.is_prefilling for one in reversed(queues.running))
+        )
+        launching_s = self._launching_s.get(has_prompts, previous.launching_s)
+        return began_s + lasts_s - early_s - launching_s
 
     def _must_wait(self, previous: StepInFlight) -> bool:
         """Whether the step behind `previous` cannot be planned before that has completed."""
@@ -235,6 +244,7 @@ class Stepper:
         if promise.tbt_target_s is not None and shape.num_decodes:
             promise_s = promise.target_s
         launching_s = self._clock.monotonic_s() - began_s
+        self._launching_s[shape.num_prompt_tokens > 0] = launching_s
         num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))
         step = StepInFlight(
             *(planned, fence, launched, shape, launched_s, launching_s, promise_s),

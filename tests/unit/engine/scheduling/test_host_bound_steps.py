@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from fakes.timed_device import TimedDevice
+from fakes.timed_device import TimedDevice, TimedStep
 
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
@@ -136,3 +136,52 @@ def test_steps_that_each_hide_the_end_of_the_one_before_are_learned_too() -> Non
 def test_a_promise_is_kept(kernels_s: float) -> None:
     _, gaps_s = run(kernels_s, promise_s=PROMISE_S)
     assert sum(gap_s > PROMISE_S for gap_s in gaps_s) <= 0.005 * len(gaps_s)
+
+
+@dataclass
+class Behind(Device):
+    """A step begins on the device once it is launched; prompts make that take longer."""
+
+    idle_s: float = 0.0
+
+    def launch_s(self, batch: Sequence[SequenceSlice]) -> float:
+        return 0.0043 if shape_of(batch).num_prompt_tokens else 0.0014
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> TimedStep:
+        self.now_s += self.launch_s(batch)
+        self.idle_s += max(0.0, self.now_s - self.free_s)
+        self.free_s = max(self.free_s, self.now_s) + self.cost_s(batch)
+        self.ends_s.append(self.free_s)
+        return TimedStep(self, batch, self.free_s)
+
+
+def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
+    chance, device = random.Random(2), Behind()
+    limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
+    engine = Engine(
+        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
+        enable_prefix_caching=False, clock=device,
+    )  # fmt: skip
+
+    def add(num_tokens: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        engine.add(Request(f"{chance.random()}", 0, (1,) * num_tokens, params))
+
+    due_s = [0.2 * number + 0.02 * chance.random() for number in range(3, 60)]
+
+    def meanwhile() -> bool:
+        device.now_s = device.next_look_s(LOOK_S)
+        if not due_s or device.now_s < due_s[0]:
+            return False
+        del due_s[0]
+        add(300, 1)
+        return True
+
+    for _ in range(16):
+        add(100, 2000)
+    while len(due_s) > 40:
+        engine.step(meanwhile)
+    device.idle_s, num_prompts = 0.0, len(due_s)
+    while due_s:
+        engine.step(meanwhile)
+    assert device.idle_s <= 0.0001 * num_prompts
