@@ -125,7 +125,7 @@ class Stepper:
             while meanwhile is not None and not previous.launched.has_completed():
                 has_news = meanwhile() | self.poll_host()
                 if has_news and not must_wait:
-                    due_s = self._launch_due_s(previous)  # prompts take longer to launch
+                    due_s = min(due_s, self._launch_due_s(previous))  # prompts take longer
                 is_due = step is None and self._clock.monotonic_s() >= due_s
                 if is_due and (has_news or not has_tried):
                     has_tried = True
