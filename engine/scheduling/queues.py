@@ -89,6 +89,14 @@ class Queues:
         computed = (one.num_computed_tokens >= one.num_prefill_tokens for one in self.running)
         return bool(self.loading) or not all(computed)
 
+    @property
+    def has_prompts_to_launch(self) -> bool:
+        """Whether the next step may have tokens of a prompt: of one that runs, or of one that waits
+        and was not refused since anything became free."""
+        is_open = self.refused_at != self.opportunities and self.has_slot()
+        may_begin = bool(self.waiting) and is_open
+        return may_begin or any(one.is_prefilling for one in reversed(self.running))
+
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""
         shape = step_shape(

@@ -187,7 +187,7 @@ class FrontDoor:
                 await router.hash_prompt()
                 lookup_s = self._clock.monotonic_s() - began_s
                 await self.arrivals.take(has_begun=True)  # in one turn, it would hold up streams
-                # What is ahead, and what it is found by, has to be of the moment when it starts.
+                # What is ahead has to be that of the moment when it starts.
                 routed_s = self._clock.monotonic_s()
                 cached, remaining_s = router.cached(num_tokens), deadline_s - routed_s
                 self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)

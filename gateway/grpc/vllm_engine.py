@@ -52,6 +52,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._started_s = time.monotonic()
 
     async def Generate(self, wire: Any, context: Context) -> None:
+        await self._door.arrivals.take()
         async with answering(context):
             caller = self._caller(context)
             request = request_from_vllm(wire)

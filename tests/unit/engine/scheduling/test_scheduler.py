@@ -319,6 +319,24 @@ def test_what_did_not_fit_is_not_judged_again_before_something_is_released() -> 
     assert bench.step() == {"b": 8}
 
 
+def test_whether_a_prompt_may_be_in_the_next_step() -> None:
+    bench = Bench(budget=8, capacity=5, max_num_seqs=2, guess=9)
+    queues = bench.scheduler.queues
+    assert not queues.has_prompts_to_launch
+    a = bench.add(12, first_id=100)
+    assert queues.has_prompts_to_launch
+    assert bench.step() == {"a": 8}
+    assert queues.has_prompts_to_launch
+    assert bench.step() == {"a": 4}
+    assert not queues.has_prompts_to_launch
+    bench.add(8, first_id=200)
+    assert queues.has_prompts_to_launch
+    assert bench.step() == {"a": 1}
+    assert not queues.has_prompts_to_launch, "it does not fit, and nothing was released"
+    bench.scheduler.remove(a)
+    assert queues.has_prompts_to_launch
+
+
 def test_credit_stops_held_admissions() -> None:
     bench = Bench(max_held_blocks=5, budget=18)
     first = bench.add(8, is_held=True, first_id=100)

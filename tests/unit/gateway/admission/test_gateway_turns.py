@@ -41,13 +41,12 @@ async def test_those_that_have_begun_and_those_that_come_go_on_by_turns() -> Non
     began: list[str] = []
 
     async def call(name: str) -> None:
-        await turns.take()
+        await turns.take(has_begun=name.isupper())
         began.append(name)
-        await turns.take(has_begun=True)
-        began.append(name.upper())
 
-    await asyncio.gather(*map(call, "abcd"))
-    assert "".join(began) == "aAbBcCdD"
+    await turns.take()
+    await asyncio.gather(*map(call, "abcABC"))
+    assert "".join(began) == "AaBbCc"
 
 
 async def test_who_gave_up_has_no_turn() -> None:
