@@ -60,7 +60,6 @@ class EventStream:
         self._burst = request.app[BURST]
         self._response: web.StreamResponse | None = None
         self._chunked: asyncio.Transport | None = None  # takes HTTP/1.1 chunks, headers are out
-        self.has_room = False  # for `send_now`: the stream has begun, and its reader keeps up
         self._waiting: list[str] = []  # events, until this turn of the loop ends
 
     async def send(self, events: str) -> None:
@@ -71,11 +70,19 @@ class EventStream:
         if self._response.chunked:
             self._chunked = self._transport
         await self._request.writer.drain()
-        self._look_for_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `send_now` may be called: the stream has begun, and its reader keeps up."""
+        transport = self._chunked
+        return (
+            transport is not None
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() < _USER_BUFFER_BYTES
+        )
 
     def send_now(self, events: str) -> None:
-        """Write whole events within this turn of the loop. Where there is room, and behind a `send`
-        that has returned."""
+        """Write whole events within this turn of the loop. Behind a `send` that has returned."""
         if not self._waiting:
             self._burst.add(self)
         self._waiting.append(events)
@@ -87,16 +94,6 @@ class EventStream:
         self._waiting.clear()
         if not self._chunked.is_closing():
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
-        self._look_for_room()
-
-    def _look_for_room(self) -> None:
-        """Behind each write: what tokens look at has to be cheap."""
-        stream = self._chunked
-        self.has_room = (
-            stream is not None
-            and not stream.is_closing()
-            and stream.get_write_buffer_size() < _USER_BUFFER_BYTES
-        )
 
     async def end(self) -> web.StreamResponse:
         """After the last event."""
