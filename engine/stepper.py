@@ -173,8 +173,8 @@ class Stepper:
         if previous.shape.num_decodes:
             early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
         began_s = max(previous.launched_s, self._ended_s)
-        kind = self._scheduler.queues.has_prompts_to_launch
-        launching_s = self._launching_s.get(kind, previous.launching_s)
+        has_prompts = self._scheduler.queues.has_prompts_to_launch
+        launching_s = self._launching_s.get(has_prompts, previous.launching_s)
         return began_s + lasts_s - early_s - launching_s
 
     def _must_wait(self, previous: StepInFlight) -> bool:

@@ -91,11 +91,18 @@ class Queues:
 
     @property
     def has_prompts_to_launch(self) -> bool:
-        """Whether the next step may have tokens of a prompt: of one that runs, or of one that waits
-        and was not refused since anything became free."""
-        is_open = self.refused_at != self.opportunities and self.has_slot()
-        may_begin = bool(self.waiting) and is_open
-        return may_begin or any(one.is_prefilling for one in reversed(self.running))
+        """Whether the next step may have tokens of a prompt."""
+        has_next = self.next_to_admit is not None
+        return has_next or any(one.is_prefilling for one in reversed(self.running))
+
+    @property
+    def next_to_admit(self) -> Sequence | None:
+        """The head of those that wait, if it may run and was not refused since anything became
+        free."""
+        head = self.waiting.head
+        if head is None or not self.has_slot(head) or self.refused_at == self.opportunities:
+            return None
+        return head
 
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""

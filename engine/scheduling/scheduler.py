@@ -303,10 +303,8 @@ class Scheduler:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
         beside: list[Footprint] | None = None  # of all that have blocks
         while schedule.num_budget_tokens:
-            sequence = self.queues.waiting.head
-            if sequence is None or not self.queues.has_slot(sequence):
-                return
-            if self.queues.refused_at == self.queues.opportunities:
+            sequence = self.queues.next_to_admit
+            if sequence is None:
                 return
             is_too_long = self._limits.blocks_for(sequence.num_slots) > self._limits.capacity
             if is_too_long and self.preemption.has_outgrown_pool(sequence, schedule):
