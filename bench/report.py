@@ -49,6 +49,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "schemes on a gpu": baselines.on_gpu,
     "pairs": baselines.pairs,
     "admissions": baselines.admissions,
+    "goodput summary": goodput.summary,
     "goodput": goodput.highest,
     "goodput by rate": goodput.by_rate,
     "sharegpt": goodput.sharegpt,

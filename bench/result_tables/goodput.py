@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.loadgen.arrivals import BACKGROUND
 
-from ..goodput.figures import goodput
+from ..goodput.figures import KEPT_SHARE, goodput
 from ..serve.clients.workloads import PROBE
 from .results import RESULTS, Row, load, number, table
 
 _NAME = "goodput"
 _SHAREGPT = "sharegpt_"
 _RATE = "rate/s (came)"
+_SUMMARY_Y = "25"
+_VLLM = "vLLM 0.26, chunks of 512"
 
 
 def highest() -> str:
@@ -42,6 +44,47 @@ def _goodput(of_kind: list[dict[str, Any]], y: str) -> str:
     if not kept:
         return f"< {min(points):g}"
     return f"{kept:g} ({crossed:.2f})" if crossed > kept else f">= {kept:g}"
+
+
+def summary() -> str:
+    """On H200s, at the highest rate of each load that was kept, where as many requests came in each
+    mode: their good ones."""
+    shares: dict[tuple[str, str, float, str], dict[str, float]] = {}
+    came: dict[tuple[str, str, float, str], list[int]] = {}
+    for row in _rows():
+        share = row["attained"].get(_SUMMARY_Y)
+        if share is None or "H200" not in row["cards"] or BACKGROUND in row["groups"]:
+            continue
+        if row["y_ms"] in (None, float(_SUMMARY_Y)):
+            mode, gateways = _summary_mode(row["mode"])
+            place = row["cards"], row["cell"], row["rate_per_s"], gateways
+            shares.setdefault(place, {})[mode] = share
+            came.setdefault(place, []).append(row["num_counted"])
+    kept = [
+        place
+        for place, by_mode in shares.items()
+        if max(by_mode.values()) >= KEPT_SHARE and min(came[place]) >= 0.95 * max(came[place])
+    ]
+    kept.sort(key=lambda place: (*place[:3], len(shares[place])))
+    modes = ("auto", "aggregated", "disaggregated", _VLLM)
+    rows = [
+        (*place[:2], f"{place[2]:g}", place[3], *_in_percent(shares[place], modes))
+        for place in {place[:2]: place for place in kept}.values()
+    ]
+    return table(("cards", "in/out", "requests/s", "gateways", *modes), rows)
+
+
+def _summary_mode(mode: str) -> tuple[str, str]:
+    """Of `auto, 2 gateways`, `2+2, 4 gateways` or `vllm-512`, the mode and how many gateways."""
+    name, *others = mode.split(", ")
+    gateways = others[0].removesuffix(" gateways") if others else "1"
+    if name == "vllm-512":
+        return _VLLM, gateways
+    return "disaggregated" if "+" in name else name, gateways
+
+
+def _in_percent(shares: dict[str, float], modes: Sequence[str]) -> list[str]:
+    return [f"{100 * shares[mode]:.0f} %" if mode in shares else "" for mode in modes]
 
 
 def by_rate() -> str:

@@ -90,3 +90,30 @@ def test_tables_that_are_measured_elsewhere(
         "| x | 1 x GPU | auto | 4 (3.6) | 31 | 10 / 20 | 10 / 20 | 25 ms: 0.50 |"
         in goodput.sharegpt()
     )
+
+
+def test_goodput_in_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest rate that some mode keeps, where each mode had as many requests."""
+
+    def row(
+        mode: str, rate: float, share: float, num: int, y_ms: float | None
+    ) -> dict[str, object]:
+        return {
+            "mode": mode, "cell": "8/4", "num_cards": 2, "rate_per_s": rate, "call": 0,
+            "attained": {"25": share}, "num_counted": num, "y_ms": y_ms, "groups": {"probe": {}},
+        }  # fmt: skip
+
+    rows = [
+        row("auto, 2 gateways", 4.0, 0.95, 100, 25.0),
+        row("auto, 2 gateways", 4.0, 0.99, 100, 50.0),  # another promise
+        row("1+1, 2 gateways", 4.0, 0.5, 98, None),
+        row("auto, 2 gateways", 5.0, 0.92, 100, 25.0),
+        row("vllm-512, 2 gateways", 5.0, 0.9, 130, None),  # others came
+        row("auto, 2 gateways", 6.0, 0.8, 100, 25.0),  # not kept
+    ]
+    calls = [{"machine": {"cards": "H200"}}]
+    (tmp_path / "goodput.json").write_text(json.dumps({"calls": calls, "rows": rows}))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    head, _, *lines = goodput.summary().splitlines()
+    assert head.startswith("| cards | in/out | requests/s | gateways | auto |")
+    assert lines == ["| 2 x H200 | 8/4 | 4 | 2 | 95 % |  | 50 % |  |"]
