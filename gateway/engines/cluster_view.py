@@ -62,6 +62,7 @@ class ClusterView:
     _listed: dict[str, Member] = field(default_factory=dict)
     _foreign: set[str] = field(default_factory=set)
     _reported_s: float = -_REPORT_S
+    _report_timer: asyncio.TimerHandle | None = None
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def members(self) -> list[Member]:
@@ -95,6 +96,7 @@ class ClusterView:
 
     async def close(self) -> None:
         """End all links, as if their engines had gone."""
+        self._cancel_report()
         keepers = list(self._keepers.values())
         for keeper in keepers:
             keeper.cancel()
@@ -151,16 +153,28 @@ class ClusterView:
         before, now_s = engine.load, self._clock.monotonic_s()
         engine.receive_heartbeat(load)
         is_same = before is not None and _serves(before) == _serves(load)
-        if is_same and now_s < self._reported_s + _REPORT_S:
-            return  # a busy engine's heartbeats are many
-        self._reported_s = now_s
-        self._changed(is_load_only=is_same)
+        due_s = self._reported_s + _REPORT_S
+        if not is_same or now_s >= due_s:
+            self._report(is_load_only=is_same)
+        elif self._report_timer is None:  # a busy engine's heartbeats are many: one for them all
+            loop = asyncio.get_running_loop()
+            self._report_timer = loop.call_later(due_s - now_s, self._report)
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
         self._adapters.lost(link.member.incarnation)
         self._sessions.engine_lost(link.member.incarnation, has_died=has_died)
         self._changed(is_load_only=False)
+
+    def _report(self, *, is_load_only: bool = True) -> None:
+        self._cancel_report()
+        self._reported_s = self._clock.monotonic_s()
+        self._changed(is_load_only=is_load_only)
+
+    def _cancel_report(self) -> None:
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_timer = None
 
     def _changed(self, *, is_load_only: bool) -> None:
         self._on_change()

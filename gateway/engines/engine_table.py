@@ -65,13 +65,15 @@ class ChosenEngine:
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        cached_tokens, fetch = self.cached_tokens, self.fetch
+        fetched_tokens, fetch = 0, self.fetch
         if fetch is not None and work is not Work.DECODE:
-            cached_tokens = fetch.num_tokens
-            num_blocks = cached_tokens // self.engine.member.block_size
+            fetched_tokens = fetch.num_tokens - self.cached_tokens
+            num_blocks = fetch.num_tokens // self.engine.member.block_size
             source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
             request = replace(request, prefix_source=source)
-        self.engine.dispatch(request, work, ticket, deadline_remaining_s, cached_tokens)
+        self.engine.dispatch(
+            request, work, ticket, deadline_remaining_s, self.cached_tokens, fetched_tokens
+        )
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self.engine.cancel(request_id, attempt)

@@ -125,15 +125,18 @@ class LinkedEngine:
         ticket: Ticket | None,
         deadline_remaining_s: float,
         cached_tokens: int = 0,
+        fetched_tokens: int = 0,
     ) -> None:
-        """`cached_tokens`: what the index promises of the request here."""
+        """`cached_tokens`: what the index promises of the request here; `fetched_tokens`: what
+        comes behind them from another engine."""
         self.num_dispatched += 1
         num_tokens, caller_id = request.num_known_tokens, request.caller_id
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
         ]
         if work is not Work.DECODE:
-            self.backlog.sent(keys[0], caller_id, num_tokens, cached_tokens)
+            found_tokens = cached_tokens + fetched_tokens
+            self.backlog.sent(keys[0], caller_id, num_tokens, found_tokens)
             if self.prompts is not None:
                 self.prompts.sent(
                     (self.incarnation, keys[0]),
@@ -142,9 +145,11 @@ class LinkedEngine:
                     request.prompt_token_ids,
                     self.member.block_size,
                 )
-            if cached_tokens:
-                self._promised[keys[0]] = cached_tokens
-        if work is not Work.PREFILL:
+            if found_tokens:
+                self._promised[keys[0]] = found_tokens
+        if work is Work.PREFILL:
+            del keys[1:]  # it computes one prompt, whatever goes on with it elsewhere
+        else:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
             num_blocks = self.blocks_for(
                 num_tokens - cached_tokens, num_left, request.num_sequences
@@ -175,8 +180,8 @@ class LinkedEngine:
                 self.num_index_hits += 1
                 self.num_stale_hits += output.cached_tokens < promised
             # Beams' tokens come at their end, but that their prompt is computed is reported.
-            has_prompt = output.cached_tokens is not None and not output.prompt_logprobs
-            if output.token_ids or has_prompt:
+            has_progress = output.error is None and not output.prompt_logprobs
+            if output.token_ids or has_progress:
                 self._answered(key)
             self._has_refused |= isinstance(output.error, PromiseRefused)
             if output.finish_reason is not None or output.error is not None:

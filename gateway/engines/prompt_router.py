@@ -24,7 +24,7 @@ _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 @dataclass(slots=True)
 class PromptRouter:
     """`engine_link.Router`. `cache_salt`: the one that the engines get with the request;
-    `computes_all`: a prefill engine is to score the prompt's own tokens, cached or not; `adapter`:
+    `computes_all`: an engine is to score the prompt's own tokens, cached or not; `adapter`:
     the digest of the request's LoRA adapter, if it has one. `hashes`: of the prompt's first full
     blocks, by fingerprint, once they were found.
     """
@@ -121,7 +121,7 @@ class PromptRouter:
         size, is_prefill = engine.member.block_size, engine.member.role is Role.PREFILL
         most = (num_tokens - 1) // size
         if self.computes_all:
-            return CachedPrefix(0 if is_prefill else num_listed * size)
+            return CachedPrefix(0 if engine.takes_prompts else num_listed * size)
         num_in_flight = min(num_in_flight, most)
         if is_prefill:
             num_listed = min(num_listed, most)

@@ -67,7 +67,7 @@ class RequestMover:
             steps
             for engine in self._table.engines.values()
             if engine.incarnation not in self._rests
-            and (steps := _steps_of(engine, costs, movable.get(engine.incarnation, [])))
+            and (steps := _steps_of(engine, costs, self._served_by_all(engine, movable)))
         ]
         for move in choose_moves(engines, self._chance):
             self._begin(move, by_id[move.request_id])
@@ -86,6 +86,20 @@ class RequestMover:
             ChosenEngine(target, fetch.num_tokens, fetch), ChosenEngine(target, fetch.num_tokens)
         )
         self._sessions.move(session, route, partial(self._table.note_move, target.name))
+
+    def _served_by_all(
+        self, engine: LinkedEngine, movable: Mapping[str, list[Session]]
+    ) -> list[Session]:
+        """Of those that decode there, what any engine of the model could go on with."""
+        alike = [e for e in self._table.engines.values() if e.fingerprint == engine.fingerprint]
+        can_constrain = all(one.member.can_constrain for one in alike)
+        has_adapters = all(one.max_loras for one in alike)
+        return [
+            session
+            for session in movable.get(engine.incarnation, ())
+            if (can_constrain or session.request.sampling.constraint is None)
+            and (has_adapters or not session.request.adapter_digest)
+        ]
 
     @staticmethod
     def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:

@@ -206,11 +206,18 @@ class Moves:
             self._fail(move, move.failure)
         return step is not MoveStep.NOT_ITS
 
-    def lose(self, incarnation: str) -> None:
-        """This engine is gone."""
+    def lose(self, incarnation: str, *, has_died: bool) -> None:
+        """This engine is gone. If it died, the move may be why: there is no other."""
         move = self.now
         if move is not None and move.has_source and incarnation in move.target.pair:
+            if has_died:
+                self._may_begin_s = math.inf
             self._fail(move, "lost")
+
+    def target_ended(self, attempt: Attempt, how: str) -> None:
+        """An attempt is given up: if it was the new engine's, the move is over."""
+        if self.now is not None and attempt is self.now.target:
+            self.end(how)
 
     def is_late(self, now_s: float) -> bool:
         """Whether its time was up: then it has failed."""

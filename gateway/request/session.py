@@ -158,7 +158,7 @@ class Session:
         """
         attempt = self._attempt
         if self._moves is not None:
-            self._moves.lose(incarnation)
+            self._moves.lose(incarnation, has_died=has_died)
         if attempt is None or incarnation not in attempt.pair:
             self._wait.engine_lost(incarnation)
             if has_died and not self.is_over:
@@ -209,7 +209,7 @@ class Session:
     @property
     def is_retry(self) -> bool:
         """Whether it was dispatched before, and taken."""
-        return self._num_taken > 0
+        return self._num_taken > 0 or bool(self._answer.output_ids)
 
     @property
     def _num_taken(self) -> int:
@@ -298,11 +298,7 @@ class Session:
     def _was_refused(self, attempt: Attempt, incarnation: str) -> None:
         """It would break an engine's promise: plan once more without that one, then wait in the
         queue as if it had never been dispatched."""
-        attempt.close(incarnation)
-        attempt.cancel(self.request_id)
-        self._attempt = None
-        self._deaths.ended()
-        self._num_refusals += 1
+        self._was_sent_back(attempt, incarnation)
         if self._num_refusals == 1:
             with self._wait.without(incarnation, self._clock.monotonic_s()):
                 self.try_dispatch()
@@ -311,12 +307,18 @@ class Session:
 
     def _was_kept_apart(self, attempt: Attempt, incarnation: str) -> None:
         """Another gateway's suspect is on trial there: elsewhere, or once that is over."""
+        self._was_sent_back(attempt, incarnation)
+        self._wait.failed(incarnation, attempt.pair, self._clock.monotonic_s())
+
+    def _was_sent_back(self, attempt: Attempt, incarnation: str) -> None:
+        """The engine did not take it."""
         attempt.close(incarnation)
         attempt.cancel(self.request_id)
         self._attempt = None
-        self._num_refusals += 1
+        if self._moves is not None:
+            self._moves.target_ended(attempt, "refused")
         self._deaths.ended()
-        self._wait.failed(incarnation, attempt.pair, self._clock.monotonic_s())
+        self._num_refusals += 1
 
     def _engine_gave_up(
         self, attempt: Attempt, incarnation: str, error: BatonError, blamed: str | None
@@ -334,8 +336,8 @@ class Session:
         """Give this attempt up; try again if that can help. `blamed` None: the pair."""
         attempt.cancel(self.request_id)
         self._attempt, moves = None, self._moves
-        if moves is not None and moves.now is not None and attempt is moves.now.target:
-            moves.end("lost")
+        if moves is not None:
+            moves.target_ended(attempt, "lost")
         now_s = self._clock.monotonic_s()
         self._wait.failed(blamed, attempt.pair, now_s)
         num_tokens = len(self._answer.output_ids)

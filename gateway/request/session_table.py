@@ -47,6 +47,7 @@ class DispatchQueue:
         self._released: set[int] = set() if released is None else released
         self._eligible: FairQueue[Session] = FairQueue()
         self._held: dict[int, OrderedDict[Session, None]] = {}
+        self._unheld: set[Session] = set()  # eligible ones that were held: their caller's next
         self._stranded: dict[Session, None] = {}
         self.shares: dict[int, CallerShare] = {}  # by caller, of callers that wait
         self._counted: dict[Session, tuple[int, int]] = {}  # of all that wait: tokens, cost
@@ -137,6 +138,7 @@ class DispatchQueue:
         caller_id = head.request.caller_id
         if head not in self._counted:
             return  # it ended, and was removed
+        is_next = head in self._unheld or head.was_dispatched
         if not head.is_waiting:
             self._uncount(head)
             self._eligible.pop()
@@ -149,7 +151,9 @@ class DispatchQueue:
             if head.blocked is Blocked.TURN:
                 held = self._held.setdefault(caller_id, OrderedDict())
                 held[head] = None
-                held.move_to_end(head, last=False)
+                self._unheld.discard(head)
+                if is_next:
+                    held.move_to_end(head, last=False)
             elif head.blocked is Blocked.ENGINE:
                 self._stranded[head] = None
                 self._release(caller_id)
@@ -165,7 +169,9 @@ class DispatchQueue:
     def _release(self, caller_id: int) -> None:
         """Let the caller's next held session try."""
         if held := self._held.get(caller_id):
-            self._make_eligible(held.popitem(last=False)[0])
+            session, _ = held.popitem(last=False)
+            self._unheld.add(session)
+            self._make_eligible(session)
         if not held:
             self._held.pop(caller_id, None)
 
@@ -180,6 +186,7 @@ class DispatchQueue:
 
     def _uncount(self, session: Session) -> None:
         num_tokens, cost = self._counted.pop(session)
+        self._unheld.discard(session)
         share = self.shares[session.request.caller_id]
         share.num_requests -= 1
         share.num_tokens -= num_tokens

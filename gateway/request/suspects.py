@@ -50,6 +50,7 @@ class _Unexplained(NamedTuple):
 
     pair: tuple[str, str]
     num_tokens: int
+    has_first: bool
     failed_s: float
 
 
@@ -65,7 +66,8 @@ class EngineDeaths:
         self._max_deaths = max_deaths
         self._num_deaths = 0
         self.suspect_side: int | None = None  # of a pair: where it is on trial
-        self._cleared_at = 0  # output tokens
+        self._began_at = 0  # output tokens
+        self._cleared_at = 0
         self._unexplained: _Unexplained | None = None
 
     @property
@@ -82,6 +84,7 @@ class EngineDeaths:
 
     def attempt_began(self, call_id: str, pair: tuple[str, str], num_tokens: int) -> None:
         """On these engines, behind so many tokens; a suspect's trial begins."""
+        self._began_at = num_tokens
         if self.suspect_side is not None:
             self._suspects.trials[self._request_id] = (call_id, pair[self.suspect_side])
             # The next token is the prefill engine's, the one behind it the decode engine's.
@@ -100,10 +103,11 @@ class EngineDeaths:
         """`blamed` None: the pair."""
         self.ended()
         self._unexplained = None
+        has_first = num_tokens > self._began_at
         if blamed is None:
-            self._unexplained = _Unexplained(pair, num_tokens, now_s)
+            self._unexplained = _Unexplained(pair, num_tokens, has_first, now_s)
         elif isinstance(error, EngineFailed):
-            self._suspect(call_id, pair, blamed, error)
+            self._suspect(call_id, pair, blamed, error, has_first=has_first)
 
     def died_late(
         self, call_id: str, died: str, *, num_tokens: int, now_s: float
@@ -117,7 +121,7 @@ class EngineDeaths:
             return None
         self._unexplained = None
         error = EngineFailed("an engine died under the request")
-        self._suspect(call_id, before.pair, died, error)
+        self._suspect(call_id, before.pair, died, error, has_first=before.has_first)
         return error
 
     def got_to(self, num_tokens: int) -> None:
@@ -131,9 +135,20 @@ class EngineDeaths:
         """Its attempt or its trial has, however."""
         self._suspects.trials.pop(self._request_id, None)
 
-    def _suspect(self, call_id: str, pair: tuple[str, str], died: str, error: EngineFailed) -> None:
+    def _suspect(
+        self,
+        call_id: str,
+        pair: tuple[str, str],
+        died: str,
+        error: EngineFailed,
+        *,
+        has_first: bool,
+    ) -> None:
+        """`has_first`: the attempt had brought its first token, so that an engine that does both
+        died while it decoded."""
         self._num_deaths += 1
-        self.suspect_side = pair.index(died)
+        is_both = pair[0] == pair[1]
+        self.suspect_side = int(has_first) if is_both else pair.index(died)
         if self._num_deaths == self._max_deaths:
             convicted = self._suspects.convicted
             convicted[call_id] = error  # remembered while samples of the call may wait

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import PrefixSource, SamplingParams
+from baton.core.request.request import Adapter, PrefixSource, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
@@ -179,3 +179,20 @@ async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> Non
         world.mover.look()
         num_after = sum(len(link.dispatched) for link in world.links.values())
         assert num_after == num_before, fields
+
+
+async def test_what_some_engine_does_not_serve_stays() -> None:
+    """Constraints and adapters, where engines of a model differ."""
+    world = World()
+    (session,) = world.running
+    source = session.movable_from
+    assert source is not None
+    target = "ab"[source == "a"]
+    session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))
+    world.report(busy=source)
+    world.mover.look()
+    assert not world.links[target].dispatched
+    for engine in world.table.engines.values():
+        engine.max_loras = 1
+    world.mover.look()
+    assert world.links[target].dispatched

@@ -89,16 +89,19 @@ async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
 
 
 class Places(FakeRouter):
-    """So many requests may be dispatched yet; `turns`: so many of each caller."""
+    """So many requests may be dispatched yet, and `num_turns` of their callers' prompts."""
 
     num_places = 0
-    turns: dict[int, int]
+    num_turns = 1000
 
     def choose(self, demand: Demand, **how: object) -> Route:
         route = super().choose(demand, **how)  # type: ignore[arg-type]
+        if not self.num_turns:
+            raise MustWait(Blocked.TURN)
         if self.num_places < demand.num_sequences:
             raise MustWait(Blocked.PLACE)
         self.num_places -= demand.num_sequences
+        self.num_turns -= 1
         return route
 
 
@@ -317,3 +320,18 @@ def test_a_caller_cannot_take_all_that_may_be_in_flight() -> None:
     for a, b in pairwise((9, 2, 2, 3)):
         table.leave(a)
         table.admit(b)
+
+
+async def test_who_waited_for_engines_keeps_the_order_behind_its_caller_s_own_prompts() -> None:
+    rig = Rig(num_places=9)
+    prefill, rig.router.prefill = rig.router.prefill, []
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        rig.start(name)
+    rig.router.prefill = prefill
+    for number in range(5):
+        rig.router.num_turns = 1
+        rig.released.add(1)
+        rig.table.cluster_changed(is_load_only=bool(number))
+        assert rig.dispatched == names[: number + 1]
+    assert rig.is_clean()

@@ -305,3 +305,33 @@ def test_every_order_gives_the_tokens_of_one_engine(story: list[str]) -> None:
                 rig.step(name)
     assert rig.sink.text == TEXT[:16]
     assert len(rig.ends) == 1
+
+
+def test_an_engine_that_took_over_and_refuses_is_no_engine_of_a_later_attempt() -> None:
+    rig = Rig()
+    rig.move()
+    rig.step("a")
+    rig.router.prefill = rig.router.decode = [rig.links["c"]]
+    rig.session.engine_lost("a")
+    assert rig.is_on == "b"
+    rig.fail("b", PromiseRefused("no"))
+    rig.wait(0.01)
+    assert (rig.is_on, rig.ends) == ("c", ["refused"])
+    rig.step("c")
+    rig.router.prefill = rig.router.decode = [rig.links["b"]]
+    rig.session.engine_lost("c")
+    rig.wait(0.5)
+    while not rig.sink.is_over:
+        rig.step("b")
+    assert rig.sink.text == TEXT[:20]
+
+
+def test_a_move_under_which_the_new_engine_died_is_the_last() -> None:
+    rig = Rig()
+    rig.move()
+    rig.session.engine_lost("b", has_died=True)
+    assert (rig.is_on, rig.ends) == ("a", ["lost"])
+    rig.clock.advance(1e6)
+    assert rig.session.movable_from is None
+    rig.step("a")
+    assert rig.sink.text == TEXT[:5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -592,3 +593,27 @@ def test_a_cancel_while_it_waits_after_a_refusal() -> None:
     rig.send("d1", error=REFUSED)
     rig.session.cancel(Cancelled("no more"))
     assert isinstance(rig.sink.error, Cancelled) and rig.events()[-1] is Event.CANCELLED
+
+
+def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second() -> None:
+    """Each engine died behind the first token that it brought: the next one's clears nothing."""
+    rig = one_engine()
+    rig.send("d1", 0, "a")
+    rig.router.prefill = rig.router.decode = [rig.links["d2"]]
+    rig.session.engine_lost("d1", has_died=True)
+    assert rig.links["d2"].dispatched[0][0].is_on_trial
+    rig.send("d2", 1, "b", attempt=1)
+    assert rig.session._deaths.is_suspect
+    rig.session.engine_lost("d2", has_died=True)
+    assert isinstance(rig.sink.error, EngineFailed)
+
+
+def test_a_request_that_streams_is_no_new_one_once_it_is_sent_back() -> None:
+    """`max_queue_s` is for what has not begun."""
+    rig = Rig(limits=replace(LIMITS, max_queue_s=1.0)).started()
+    rig.send("p1", 0, "a")
+    rig.router.decode = []
+    rig.send("d1", error=PromiseRefused("no"))
+    rig.wait(2.0)
+    assert (rig.sink.text, rig.sink.error) == ("a", None)
+    assert rig.session.demand.is_retry

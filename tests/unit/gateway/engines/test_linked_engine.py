@@ -1,0 +1,100 @@
+"""What a gateway keeps of what it sent to an engine: nothing is left once that is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+
+from baton.core.membership import Member, Role
+from baton.core.request.request import Request, SamplingParams, TokenLogprobs
+from baton.core.step_cost import StepCost
+from baton.gateway.engines.cluster_view import _REPORT_S, ClusterView
+from baton.gateway.engines.engine_table import ChosenEngine, EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.prefix_sources import Fetch
+
+COST = StepCost(0.005, (1e-5,) * 6, max_rows=8192)
+LOAD = ReportedLoad(0, 0, 0, 1 << 16, 1 << 16, False, frozenset(), step_cost=COST)
+
+
+def linked(role: Role, **load: Any) -> LinkedEngine:
+    member = Member("e", role, "e", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
+    engine = LinkedEngine(
+        member, FakeLink("e"), clock=FakeClock(), max_num_seqs=64, block_bytes=2048
+    )
+    engine.receive_heartbeat(replaced(**load))
+    return engine
+
+
+def replaced(**fields: Any) -> ReportedLoad:
+    names = {name: getattr(LOAD, name) for name in LOAD.__dataclass_fields__}
+    return ReportedLoad(**names | {"room_blocks": 1 << 16} | fields)
+
+
+def request(num_tokens: int, **fields: Any) -> Request:
+    return Request("r", 0, (1,) * num_tokens, SamplingParams(max_tokens=16), **fields)
+
+
+def test_samples_that_go_on_elsewhere_leave_nothing_at_the_prefill_engine() -> None:
+    engine = linked(Role.PREFILL)
+    engine.dispatch(request(100, fork_ids=("r1", "r2")), Work.PREFILL, None, 9.0)
+    for request_id in ("r", "r1", "r2"):
+        engine.receive([EngineOutput(request_id, 0, 0, (97,))], [])
+    assert not engine._callers and not engine.backlog.unanswered
+
+
+def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None:
+    """The scores come first, and with them how many tokens were cached."""
+    engine = linked(Role.PREFILL)
+    engine.dispatch(request(100), Work.PREFILL, None, 9.0)
+    scores = (TokenLogprobs(-1.0, ()),)
+    engine.receive([EngineOutput("r", 0, cached_tokens=0, prompt_logprobs=scores)], [])
+    assert engine.backlog.unanswered
+    engine.receive([EngineOutput("r", 0)], [])
+    assert not engine.backlog.unanswered and not engine._callers
+
+
+def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
+    rooms = []
+    for fetch in (None, Fetch("other", 1584, 0.01)):
+        engine = linked(Role.DECODE)
+        before = engine.places._room_blocks
+        ChosenEngine(engine, 0, fetch).dispatch(request(1600), Work.LOCAL, None, 9.0)
+        rooms.append(before - engine.places._room_blocks)
+    assert rooms[0] == rooms[1] > 100
+
+
+def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> None:
+    engine, table = linked(Role.DECODE, tbt_target_s=0.05), EngineTable(PrefixMirror(FakeClock()))
+    router = PromptRouter(table, computes_all=True)
+    assert engine.takes_prompts and router._prefix(engine, [], 1600, 50, 0).num_tokens == 0
+    engine = linked(Role.DECODE)
+    assert router._prefix(engine, [], 1600, 50, 0).num_tokens == 800, "it is pulled there"
+
+
+async def test_every_heartbeat_is_looked_at_soon() -> None:
+    """Several within a moment are one report, behind the last of them."""
+    looks: list[bool] = []
+    engine, clock = linked(Role.DECODE), FakeClock()
+    sessions = SimpleNamespace(cluster_changed=lambda *, is_load_only: looks.append(is_load_only))
+    table = SimpleNamespace(engines={"e": engine})
+    view = ClusterView(
+        *(None, "demo", None, clock, table, sessions, lambda: None, 1.0, None)  # type: ignore[arg-type]
+    )
+    link: Any = SimpleNamespace(member=engine.member)
+    for waiting in (5, 4, 3):
+        view.heartbeat(link, replaced(waiting_tokens=waiting))
+    assert looks == [True]
+    clock.advance(_REPORT_S)
+    await asyncio.sleep(1.5 * _REPORT_S)
+    assert looks == [True, True]
+    view.heartbeat(link, replaced(is_draining=True))
+    assert looks == [True, True, False], "whom it may serve has changed"
