@@ -158,6 +158,11 @@ class DecodeRole(EngineRole):
         )
         self._counts.completed(complete.transfer_id, summary.bytes)
         first, *forks = intent.samples
+        if not self._request_io.knows(state.token_ids):
+            self._engine.drop(reservation)
+            error = HandoffFailed("the source sampled what is no token of the vocabulary")
+            self._fail_all(intent.samples, error)
+            return
         if first.sampling.use_beam_search:
             self._begin_beams(intent, reservation, state.first, summary)
             return
@@ -261,8 +266,8 @@ class TransferCounts:
         self.wire.transfer_bytes += num_bytes
 
     def failed(self, transfer_id: str, error: BatonError) -> None:
-        """Before or after it began. One that was called off, by whomever, did not fail."""
-        self._began_s.pop(transfer_id, None)
+        """Before or after it began, or its name was used again. One that was called off, by
+        whomever, did not fail."""
         if not isinstance(error, Cancelled):
             self.wire.failed_transfers[error.code] += 1
 

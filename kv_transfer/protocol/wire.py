@@ -36,7 +36,7 @@ from .messages import (
 MAX_FINGERPRINT_FIELDS = 64
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
 MAX_RENEWALS = 16_384
-MAX_BLOCKS = 65_536  # in one manifest: a million tokens in blocks of 16
+MAX_BLOCKS = 1 << 20  # of a prompt, in one manifest too: 28 MiB
 MAX_FORKS = 64  # samples of one prompt
 MAX_CANDIDATES = 1024  # of a search of beams: its width, and all ids that may end a hypothesis
 MAX_LEASE_S = 3600.0

@@ -41,6 +41,8 @@ from ..channels.mailboxes import Kind, Outbox
 
 log = logging.getLogger(__name__)
 
+_LENT = ""  # the key of what no request here computes
+
 
 class SourceSide:
     """`machine` decides; `on_release` gets the key of each request whose hand-off is over, and why,
@@ -83,11 +85,11 @@ class SourceSide:
                     self._outbox.close_peer(Kind.PULLER, incarnation, error)
                 case PinPrefix():
                     self._lend(effect)
-                case ReleaseBlocks(transfer_id, key, error):
+                case ReleaseBlocks(transfer_id, key) if key == _LENT:
                     if (fence := self._lent.pop(transfer_id, None)) is not None:
                         self._engine.prefixes.give_back(fence)
-                    else:
-                        self.on_release(key, error)
+                case ReleaseBlocks(transfer_id, key, error):
+                    self.on_release(key, error)
                 case _:
                     assert_never(effect)
 
@@ -99,6 +101,8 @@ class SourceSide:
             return
         self._lent[transfer_id], refs = lent
         ticket = Ticket(transfer_id, self._incarnation, pin.puller)
-        self.feed(Offered(ticket, key="", deadline_s=math.inf))
+        self.feed(Offered(ticket, key=_LENT, deadline_s=math.inf))
+        if transfer_id not in self._lent:
+            return  # it was refused
         num_tokens = len(refs) * self._engine.limits.block_size
         self.feed(ChunkReady(transfer_id, refs, num_tokens, HandoffState(len(refs))))

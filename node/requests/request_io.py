@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +46,7 @@ class RequestIO:
             return self._open(gateway, dispatch)
         except BatonError as error:
             log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
-            for request_id in (dispatch.request_id, *dispatch.fork_request_ids):
+            for request_id in {dispatch.request_id, *dispatch.fork_request_ids}:
                 self._send_error(gateway, request_id, dispatch.attempt, error)
             return None
 
@@ -60,10 +61,13 @@ class RequestIO:
         ticket = codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None
         now_ns = self._now_ns()
         entry = Entry(request, gateway, deadline_s, ticket, now_ns)
-        self.book.open(entry)
-        for fork in request.forks:
-            self.book.open(Entry(fork, gateway, deadline_s, ticket, now_ns))
+        forks = [Entry(fork, gateway, deadline_s, ticket, now_ns) for fork in request.forks]
+        self.book.open(entry, *forks)
         return entry
+
+    def knows(self, token_ids: Iterable[int]) -> bool:
+        """Whether all of these are in the vocabulary."""
+        return all(0 <= token_id < self._vocab_size for token_id in token_ids)
 
     def stamp(self, entry: Entry, event: Event) -> None:
         """Note that `event` happens now; the request's next output carries it."""
@@ -197,14 +201,19 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, entry: Entry) -> None:
-        """File a new request. Raises Cancelled behind a tombstone, InvalidRequest on a double."""
-        if entry.key in self._entries:
-            raise InvalidRequest(f"request {entry.key} was dispatched twice")
-        if entry.key in self._tombstones:
-            raise Cancelled(f"request {entry.key} is already over here")
-        self._entries[entry.key] = entry
-        heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
+    def open(self, *samples: Entry) -> None:
+        """File a new request's samples, but for those that are over here already. Raises, and files
+        nothing: Cancelled if all are, InvalidRequest on a double."""
+        keys = [entry.key for entry in samples]
+        for key in keys:
+            if key in self._entries or keys.count(key) > 1:
+                raise InvalidRequest(f"request {key} was dispatched twice")
+        coming = [entry for entry in samples if entry.key not in self._tombstones]
+        if not coming:
+            raise Cancelled(f"request {keys[0]} is already over here")
+        for entry in coming:
+            self._entries[entry.key] = entry
+            heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
