@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 
@@ -29,7 +30,9 @@ async def run(
         for prompt in prompts
     ]
     began_s = time.monotonic()
-    outputs = local.generate(requests)
+    outputs: dict[str, list[int]] = {}
+    for _ in local.generating(requests, outputs):
+        await asyncio.sleep(0)  # Ctrl-C ends it between two steps
     took_s = time.monotonic() - began_s
     for prompt, request in zip(prompts, requests, strict=True):
         print(prompt + await tokenizer.decode(outputs[request.key]))

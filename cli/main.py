@@ -107,7 +107,8 @@ def _add_run_batch(commands: _Commands) -> None:
     )
     parser.add_argument(
         "--url",
-        help="a deployment's HTTP, its key in BATON_API_KEY; without one, --model runs here",
+        help="a deployment's HTTP, with or without /v1, its key in BATON_API_KEY; without one, "
+        "--model runs here",
     )
     parser.add_argument(
         "--max-concurrent", type=int, default=256, help="most lines at the same time (256)"
@@ -121,10 +122,14 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     if arguments.max_concurrent < 1:
         print("error: --max-concurrent must be at least 1", file=sys.stderr)
         return 2
+    url = arguments.url
+    if url is not None and not url.startswith(("http://", "https://")):
+        print(f"error: --url {url!r} does not begin with http:// or https://", file=sys.stderr)
+        return 2
     config = batch.BatchConfig(
         Path(arguments.input),
         Path(arguments.output),
-        arguments.url,
+        url and url.rstrip("/").removesuffix("/v1"),
         os.environ.get("BATON_API_KEY"),
         arguments.max_concurrent,
     )

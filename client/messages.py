@@ -166,6 +166,11 @@ def build_request(
         fields["early_stopping"] = json.dumps(is_early)
     if isinstance(fields.get("json_schema"), Mapping):
         fields["json_schema"] = json.dumps(fields["json_schema"])
+    kinds = request.sampling.DESCRIPTOR.oneofs_by_name["constraint"].fields
+    constraints = [kind.name for kind in kinds if fields.get(kind.name) not in (None, False)]
+    if len(constraints) > 1:
+        message = f"a request has one constraint, not {' and '.join(constraints)}"
+        raise InvalidRequest(message, constraints[1])
     if (choice := fields.pop("choice", None)) is not None:
         _set(request.sampling.choice, "values", choice, param="choice")
     for name, value in fields.items():

@@ -52,7 +52,7 @@ async def require_redis(url: str) -> None:
     except REDIS_ERRORS as error:
         raise StartupFailed(
             f"Redis does not answer: {error or type(error).__name__}",
-            hint="start it, or mend --redis-url",
+            hint="start it, or mend --redis-url (`baton up` without one has a Redis of its own)",
         ) from error
     finally:
         await client.aclose()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -190,3 +191,38 @@ def from_json(config: type[T], values: dict[str, Any]) -> T:
     if unknown := set(values) - known:
         raise StartupFailed(f"unknown settings for {config.__name__}: {', '.join(sorted(unknown))}")
     return config(**values)
+
+
+def from_caller(config: type[T], values: Mapping[str, Any]) -> T:
+    """The same of what somebody wrote in Python, with what flags check; paths and mappings become
+    the text that a flag would have. Raises StartupFailed."""
+    hints = typing.get_type_hints(config)
+    checked = dict(values)
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        if field.name in checked:
+            checked[field.name] = _checked(field, hints[field.name], checked[field.name])
+    return from_json(config, checked)
+
+
+def _checked(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
+    base_type = _base_type(annotation)
+    if base_type is str and isinstance(value, Mapping):
+        value = json.dumps(value)
+    elif base_type is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if value is None and annotation is not base_type and base_type is not tuple:
+        return None
+    choices = field.metadata.get("choices")
+    kinds = {int: int, float: int | float, tuple: tuple | list}.get(base_type, base_type)
+    is_kind = isinstance(value, kinds) and (base_type is bool or not isinstance(value, bool))
+    reason = f"it is no {base_type.__name__}"
+    if is_kind and choices is not None and value not in choices:
+        is_kind, reason = False, f"it is one of {', '.join(choices)}"
+    if is_kind and base_type in (int, float) and value != field.default:
+        try:
+            _reader(field.name, base_type)(str(value))
+        except argparse.ArgumentTypeError as error:
+            is_kind, reason = False, str(error)
+    if not is_kind:
+        raise StartupFailed(f"{field.name} cannot be {value!r:.100}: {reason}")
+    return tuple(value) if base_type is tuple else value

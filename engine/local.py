@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..constraints.grammars import Grammars
@@ -112,10 +112,17 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Output token ids by request key, stop tokens included. Raises a request's error."""
-        outputs: dict[str, list[int]] = {
-            sample.key: [] for request in requests for sample in (request, *request.forks)
-        }
+        outputs: dict[str, list[int]] = {}
+        for _ in self.generating(requests, outputs):
+            pass
+        return outputs
+
+    def generating(
+        self, requests: Sequence[Request], outputs: dict[str, list[int]]
+    ) -> Iterator[None]:
+        """The same step by step: `outputs` grow."""
         for request in requests:
+            outputs |= {sample.key: [] for sample in (request, *request.forks)}
             self.engine.add(request)
         while self.engine.has_work:
             step = self.engine.step()
@@ -125,4 +132,4 @@ class LocalEngine:
                 outputs[beam.key] += beam.token_ids
             for _, error in step.failed:
                 raise error
-        return outputs
+            yield

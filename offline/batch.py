@@ -138,7 +138,8 @@ class _Run:
                         return line.result(status, body.get("id", ""), body)
                     said = (await response.text())[:_SAID_CHARS]
             except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
-                raise Unavailable(f"no answer of {self._batch.url}: {error}") from error
+                whom = self._batch.url or "the engine here"
+                raise Unavailable(f"no answer of {whom}: {error}") from error
             if status in _REFUSED or number == _MAX_TRIES:
                 break
             await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, _MAX_RETRY_S))

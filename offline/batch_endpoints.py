@@ -34,6 +34,7 @@ from ..gateway.validation.validation import ModelLimits
 from ..proto.v1 import inference_pb2
 from .local_calls import LocalCall, LocalCalls
 
+_BACKLOG = 4096  # lines begin all at once
 _CALLER = Caller("", frozenset({INFER}), "batch")
 
 
@@ -105,7 +106,7 @@ async def serving(app: web.Application) -> AsyncIterator[Path]:
     with tempfile.TemporaryDirectory(prefix="baton-batch-") as folder:
         path = Path(folder) / "http"
         try:
-            await web.UnixSite(runner, str(path)).start()
+            await web.UnixSite(runner, str(path), backlog=_BACKLOG).start()
             yield path
         finally:
             await runner.cleanup()

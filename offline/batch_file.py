@@ -9,6 +9,7 @@ the last newline is cut off. Lines without a custom_id that can be used are know
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -114,6 +115,12 @@ def _key(custom_id: str | None, line_id: str) -> str:
     return f"line {line_id}" if custom_id is None else f"id {custom_id}"
 
 
+def _may_be_ours(begin: bytes) -> bool:
+    """Whether a line that begins so may be a result."""
+    ours = f'{{"id": "{_ID.format("")}'.encode()
+    return begin.startswith(ours) or ours.startswith(begin)
+
+
 class ResultFile:
     """What is done, and what is added to it. One run at a time has the file.
 
@@ -144,7 +151,7 @@ class ResultFile:
     def _resume(self) -> None:
         end = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and _may_be_ours(line):
                 break  # half a line: its request is done again
             try:
                 value = json.loads(line)
@@ -155,7 +162,10 @@ class ResultFile:
                     hint="-o continues the results that it finds: name another file",
                 ) from None
             end += len(line)
-        self._file.truncate(end)
+        try:
+            self._file.truncate(end)
+        except OSError as error:
+            raise StartupFailed(f"cannot write {self._path}: {error.strerror}") from error
         self._file.seek(end)
 
     def _note(self, custom_id: str | None, line_id: str, response: Any) -> None:
@@ -176,5 +186,5 @@ class ResultFile:
                 self._note(value["custom_id"], value["id"], value["response"])
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # that a line was not written is known
             self._file.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..core.errors import InvalidRequest
+from ..core.request.request import MOST_OUTPUTS
 from .outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from .sampling_params import SamplingParams
 
@@ -23,7 +25,11 @@ class BeamSearchParams:
     diversity_penalty: float = 0.0
 
     def as_sampling(self) -> SamplingParams:
-        """As `generate` has them, with the log-probabilities that beams are summed up from."""
+        """As `generate` has them, with the log-probabilities that beams are summed up from. Raises
+        InvalidRequest where there are more beams than outputs of a prompt."""
+        if not 1 <= self.beam_width <= MOST_OUTPUTS:
+            message = f"beam_width must lie in [1, {MOST_OUTPUTS}], not {self.beam_width}"
+            raise InvalidRequest(message, "beam_width")
         return SamplingParams(
             use_beam_search=True,
             n=self.beam_width,

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -24,7 +26,7 @@ from ..client.messages import GenerateParams, build_request
 from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, InvalidRequest
-from ..core.flags import from_json
+from ..core.flags import from_caller
 from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate
 from ..gateway.http.chat.messages import MESSAGES
 from ..gateway.http.chat.tools import TOOLS, shown_tools
@@ -75,8 +77,9 @@ class LLM:
         Raises StartupFailed.
         """
         named = {_ALIASES.get(name, name): value for name, value in engine.items()}
-        config = from_json(EngineConfig, {"model": model, **_FOR_THROUGHPUT, **named})
-        front = GatewayConfig(model=model, skip_tokenizer_init=skip_tokenizer_init)
+        config = from_caller(EngineConfig, {"model": model, **_FOR_THROUGHPUT, **named})
+        front = GatewayConfig(model=config.model, skip_tokenizer_init=skip_tokenizer_init)
+        gc.collect()  # one that nobody can reach any more gives its memory back first
         self._thread = LoopThread("baton-engine")
         try:
             self._calls = self._thread.run(_load(config, front))
@@ -146,8 +149,12 @@ class LLM:
 
         `tools` are shown to the model; what it calls stands in the text as the model writes it.
         """
+        self._check_open()
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         chats: Sequence[Any] = [messages] if is_one else messages
+        if not all(_is_chat(chat) for chat in chats):
+            message = "a chat is a list of messages, each a mapping: role and content"
+            raise InvalidRequest(message, "messages")
         params = _params_of(sampling_params, len(chats))
         template = self._template
         if template is None:
@@ -174,14 +181,17 @@ class LLM:
         special_at: Sequence[Spans] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if not self._close.alive:
-            raise BatonError("this LLM is closed")
+        self._check_open()
         spans: Sequence[Spans | None] = special_at or [None] * len(requests)
         bar = tqdm(
             total=len(requests), desc="Processed prompts", dynamic_ncols=True, disable=not use_tqdm
         )
         with bar:
             return self._thread.run(_run_all(self._calls, requests, spans, bar))
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise BatonError("this LLM is closed")
 
 
 async def _load(config: EngineConfig, front: GatewayConfig) -> LocalCalls:
@@ -232,13 +242,22 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Token ids are one prompt, whatever holds them."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes):
+        raise InvalidRequest("a prompt is text or token ids, no bytes", "prompt")
     listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
+
+
+def _is_chat(chat: Any) -> bool:
+    return isinstance(chat, list | tuple) and all(isinstance(one, Mapping) for one in chat)
 
 
 def _params_of(params: Params, num_prompts: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in params):
+        message = "sampling_params are SamplingParams, one or one for each prompt"
+        raise InvalidRequest(message, "sampling_params")
     if len(params) != num_prompts:
         message = f"{len(params)} sampling_params for {num_prompts} prompts: give one or one each"
         raise InvalidRequest(message, "sampling_params")

@@ -149,7 +149,7 @@ class LocalCalls:
 
     def begin(self) -> None:
         """Take steps from now on, until the task is cancelled."""
-        self._unsettle = settle()
+        self._unsettle = settle(keeps_all=False)  # the heap is somebody else's
         self._stepping = asyncio.create_task(self._run())
 
     async def stop(self) -> None:

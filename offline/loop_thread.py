@@ -32,7 +32,12 @@ class LoopThread:
             raise
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Cancel what runs, call `last` once it has ended, and wait for the thread's end."""
+        """Cancel what runs, call `last` once it has ended, and wait for the thread's end; in the
+        thread itself, where the garbage collector may call this, nobody waits."""
+        if threading.current_thread() is self._thread:
+            ending = self._loop.create_task(_end_others(last))
+            ending.add_done_callback(lambda _: self._loop.stop())
+            return
         try:
             asyncio.run_coroutine_threadsafe(_end_others(last), self._loop).result()
         finally:

@@ -20,18 +20,21 @@ class _Settings:
     thresholds = gc.get_threshold()
 
 
-def settle() -> Callable[[], None]:
+def settle(*, keeps_all: bool = True) -> Callable[[], None]:
     """What is loaded by now stays: a collection that walked it would be a pause in all streams.
+    Without `keeps_all`, in a process that is not ours, collections are seldom, and that is all.
 
     Returns what ends that: once all who settled have ended it, all is as the first one found it.
     """
     now = _Settings
+    if keeps_all:
+        gc.collect()  # not under the lock: what is collected may have settled, and end that
     with now.lock:
         if not now.num_settled:
             now.was_frozen, now.thresholds = gc.get_freeze_count() > 0, gc.get_threshold()
         now.num_settled += 1
-        gc.collect()
-        gc.freeze()
+        if keeps_all:
+            gc.freeze()
         gc.set_threshold(_NUM_YOUNG, 20, 20)
     is_settled = True
 

@@ -28,6 +28,8 @@ from .parameters import (
 )
 from .token_ids import column
 
+MOST_OUTPUTS = 8  # of a prompt
+
 
 class ConstraintKind(enum.Enum):
     """What the source is written in."""
@@ -199,7 +201,9 @@ class RequestOptions:
     """
 
     n: int = parameter(
-        1, between(1, 8), "samples of the prompt, each with a stream and a result of its own"
+        1,
+        between(1, MOST_OUTPUTS),
+        "samples of the prompt, each with a stream and a result of its own",
     )
     cache_salt: str = parameter(
         "",

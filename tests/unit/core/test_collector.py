@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -36,3 +38,32 @@ def test_what_others_keep_out_of_collections_stays_out() -> None:
     gc.freeze()
     settle()()
     assert gc.get_threshold() == OWN and gc.get_freeze_count() > 0
+
+
+def test_in_a_process_that_is_not_ours_nothing_is_kept_out_of_collections() -> None:
+    gc.unfreeze()
+    end = settle(keeps_all=False)
+    assert gc.get_threshold()[0] > OWN[0] and gc.get_freeze_count() == 0
+    end()
+    assert gc.get_threshold() == OWN
+
+
+def test_what_is_collected_may_have_settled() -> None:
+    """The collection as one settles finds another's garbage, whose end is in another thread."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+            unsettle = settle(keeps_all=False)
+            weakref.finalize(self, in_a_thread, unsettle)
+
+    def in_a_thread(run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    Owner()
+    settle()()
+    gc.unfreeze()
+    assert gc.get_threshold() == OWN

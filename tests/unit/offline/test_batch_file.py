@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
 from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import StartupFailed
+from baton.offline.batch_endpoints import serving
 from baton.offline.batch_file import ResultFile, check_ids, read_lines
 
 BODY = {"model": "demo", "prompt": "x"}
@@ -104,3 +108,34 @@ def test_errors_are_counted(tmp_path: Path) -> None:
     results.append([a.result(200, "", {}), b.result(400, "", {}), bad.refusal()])
     assert (len(results.done), results.num_errors) == (3, 2)
     results.close()
+
+
+@pytest.mark.parametrize("text", ["no newline", '{"custom_id": "a"}', request_line()])
+def test_a_line_of_another_file_is_not_cut_off(tmp_path: Path, text: str) -> None:
+    """Its last line has no newline, as half a result has none."""
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(StartupFailed, match="is no result of a batch"):
+        ResultFile(path)
+    assert path.read_text() == text
+
+
+async def test_as_many_lines_as_may_be_at_once() -> None:
+    """All of them connect before any is answered."""
+
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.05)
+        return web.Response(text="yes")
+
+    app = web.Application()
+    app.add_routes([web.get("/", answer)])
+    async with (
+        serving(app) as path,
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0)) as session,
+    ):
+
+        async def ask() -> str:
+            async with session.get("http://batch/") as response:
+                return await response.text()
+
+        assert set(await asyncio.gather(*(ask() for _ in range(600)))) == {"yes"}

@@ -9,8 +9,10 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import baton
@@ -265,3 +267,78 @@ def test_what_beams_cannot_go_with_is_refused_by_name(
     with pytest.raises(InvalidRequest) as refused:
         llm.generate(PROMPTS[0], SamplingParams(**params), use_tqdm=False)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quantization", "awq"),
+        ("dtype", "half"),
+        ("kv_cache_dtype", "fp8_e5m2"),
+        ("device", "tpu"),
+        ("max_model_len", "1024"),
+        ("max_num_seqs", 1.5),
+        ("max_num_seqs", 0),
+        ("tensor_parallel_size", "1"),
+        ("enable_prefix_caching", "no"),
+        ("gpu_memory_utilization", True),
+        ("model", None),
+    ],
+)
+def test_settings_that_cannot_be_are_named(name: str, value: object) -> None:
+    with pytest.raises(StartupFailed, match=f"{name} cannot be"):
+        LLM(**{"model": "demo", name: value})  # type: ignore[arg-type]
+
+
+def test_settings_as_python_has_them() -> None:
+    demo = Path(baton.__file__).parent / "models" / "demo"
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with LLM(demo, cpu_kv_bytes=POOL, speculative_config=drafts) as llm:  # type: ignore[arg-type]
+        assert llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0}, [{"temperature": 0}] * 3, ["x"] * 3])
+def test_parameters_that_are_none(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="are SamplingParams"):
+        llm.generate(PROMPTS, wrong, use_tqdm=False)
+
+
+@pytest.mark.parametrize("wrong", ["hi", ["hi"], [["hi"]], [{"role": "user"}, "hi"]])
+def test_chats_that_are_none(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a chat is a list"):
+        llm.chat(wrong, use_tqdm=False)
+
+
+def test_bytes_are_no_prompt_and_an_array_is_one(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="bytes"):
+        llm.generate(b"abc", use_tqdm=False)
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    (by_text,) = llm.generate(PROMPTS[0], greedy, use_tqdm=False)
+    (by_array,) = llm.generate(np.array(by_text.prompt_token_ids), greedy, use_tqdm=False)  # type: ignore[arg-type]
+    assert by_array.outputs[0].token_ids == by_text.outputs[0].token_ids
+
+
+def test_two_constraints_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="one constraint"):
+        llm.generate(PROMPTS[0], SamplingParams(choice=["a", "b"], regex="a"), use_tqdm=False)
+
+
+def test_an_llm_that_a_failed_call_left_behind_is_no_obstacle() -> None:
+    """The exception's frames hold it in a cycle, until the next one begins."""
+
+    def fail() -> None:
+        LLM(cpu_kv_bytes=POOL).generate("", use_tqdm=False)
+
+    before = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            fail()
+    with LLM(cpu_kv_bytes=POOL):
+        assert threading.active_count() <= before + 1
+
+
+def test_a_closed_one_says_so_to_a_chat() -> None:
+    llm = LLM(cpu_kv_bytes=POOL)
+    llm.close()
+    with pytest.raises(BatonError, match="closed"):
+        llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
