@@ -27,6 +27,7 @@ from ..kv_transfer.protocol.events import (
     Reserved,
     ReserveRefused,
 )
+from ..kv_transfer.protocol.messages import HandoffState
 from ..node.requests.request_io import Entry
 from ..node.requests.request_role import EngineParts, EngineRole, Vitals
 from ..proto.v1 import node_pb2
@@ -158,7 +159,7 @@ class DecodeRole(EngineRole):
         )
         self._counts.completed(complete.transfer_id, summary.bytes)
         first, *forks = intent.samples
-        if not self._request_io.knows(state.token_ids):
+        if not self._request_io.knows(_token_ids_of(state)):
             self._engine.drop(reservation)
             error = HandoffFailed("the source sampled what is no token of the vocabulary")
             self._fail_all(intent.samples, error)
@@ -245,6 +246,15 @@ class DecodeRole(EngineRole):
 
     def is_idle(self) -> bool:
         return super().is_idle() and not self._reservations
+
+
+def _token_ids_of(state: HandoffState) -> list[int]:
+    """All that a source names."""
+    found = [state.first_token_id, *state.fork_token_ids]
+    if state.first is not None:
+        found += [one.token_id for one in state.first.candidates]
+        found += [token_id for token_id, _ in state.first.top]
+    return found
 
 
 class TransferCounts:

@@ -72,15 +72,6 @@ class HandoffState:
     fork_token_ids: tuple[int, ...] = ()  # the first tokens of the dispatch's further samples
     first: SampledToken | None = None  # of a search of beams, which has no first token yet
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All that it names."""
-        of_search: list[int] = []
-        if self.first is not None:
-            of_search = [one.token_id for one in self.first.candidates]
-            of_search += [token_id for token_id, _ in self.first.top]
-        return (self.first_token_id, *self.fork_token_ids, *of_search)
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
