@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..core import flags
 from ..core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
@@ -122,14 +123,15 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     if arguments.max_concurrent < 1:
         print("error: --max-concurrent must be at least 1", file=sys.stderr)
         return 2
-    url = arguments.url
-    if url is not None and not url.startswith(("http://", "https://")):
-        print(f"error: --url {url!r} does not begin with http:// or https://", file=sys.stderr)
+    url = urlsplit(arguments.url or "http://localhost")
+    if url.scheme not in ("http", "https") or not url.netloc:
+        print(f"error: --url {arguments.url!r} is no http:// or https:// URL", file=sys.stderr)
         return 2
+    path = url.path.rstrip("/").removesuffix("/v1")
     config = batch.BatchConfig(
         Path(arguments.input),
         Path(arguments.output),
-        url and url.rstrip("/").removesuffix("/v1"),
+        arguments.url and f"{url.scheme}://{url.netloc}{path}",
         os.environ.get("BATON_API_KEY"),
         arguments.max_concurrent,
     )

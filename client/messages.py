@@ -167,7 +167,7 @@ def build_request(
     if isinstance(fields.get("json_schema"), Mapping):
         fields["json_schema"] = json.dumps(fields["json_schema"])
     kinds = request.sampling.DESCRIPTOR.oneofs_by_name["constraint"].fields
-    constraints = [kind.name for kind in kinds if fields.get(kind.name) not in (None, False)]
+    constraints = [kind.name for kind in kinds if _is_given(fields.get(kind.name))]
     if len(constraints) > 1:
         message = f"a request has one constraint, not {' and '.join(constraints)}"
         raise InvalidRequest(message, constraints[1])
@@ -180,12 +180,19 @@ def build_request(
         if not isinstance(prompt, str):
             raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")
         _set(request, "text", prompt, param="prompt")
+    if isinstance(prompt_token_ids, bytes | bytearray):
+        raise InvalidRequest("a prompt is text or token ids, no bytes", "prompt")
     if prompt_token_ids is not None:
         try:
             request.token_ids.packed = pack(prompt_token_ids)
         except (TypeError, OverflowError) as error:
             raise _cannot_be("prompt", prompt_token_ids, error) from error
     return request, timeout_s
+
+
+def _is_given(constraint: Any) -> bool:
+    """An empty one is none, but for a schema: that allows anything."""
+    return bool(constraint) or isinstance(constraint, Mapping)
 
 
 def _set(message: Message, name: str, value: Any, param: str | None = None) -> None:

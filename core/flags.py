@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import numbers
 import os
 import types
 import typing
@@ -207,11 +208,19 @@ def from_caller(config: type[T], values: Mapping[str, Any]) -> T:
 def _checked(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     base_type = _base_type(annotation)
     if base_type is str and isinstance(value, Mapping):
-        value = json.dumps(value)
+        try:
+            value = json.dumps(value)
+        except TypeError as error:
+            raise StartupFailed(f"{field.name} cannot be {value!r:.100}: {error}") from error
     elif base_type is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if value is None and annotation is not base_type and base_type is not tuple:
-        return None
+    elif isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)  # numpy's
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = float(value)
+    if value is None:
+        is_optional = annotation is not base_type and base_type is not tuple
+        return None if is_optional else field.default
     choices = field.metadata.get("choices")
     kinds = {int: int, float: int | float, tuple: tuple | list}.get(base_type, base_type)
     is_kind = isinstance(value, kinds) and (base_type is bool or not isinstance(value, bool))

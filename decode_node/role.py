@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..core.errors import BatonError, Cancelled, HandoffFailed
+from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
 from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
@@ -65,6 +65,8 @@ class DecodeRole(EngineRole):
 
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
+        if any(sample.key in self._intents for sample in samples):
+            raise InvalidRequest(f"request {entry.key} waits for its KV already")
         request, limits = entry.request, self._engine.limits
         root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
         hashes = block_hashes(root, request.known_token_ids, limits.block_size)

@@ -118,7 +118,7 @@ def _key(custom_id: str | None, line_id: str) -> str:
 def _may_be_ours(begin: bytes) -> bool:
     """Whether a line that begins so may be a result."""
     ours = f'{{"id": "{_ID.format("")}'.encode()
-    return begin.startswith(ours) or ours.startswith(begin)
+    return begin.startswith(ours) or ours.startswith(begin) or not begin.strip(b"\0")
 
 
 class ResultFile:
@@ -151,10 +151,11 @@ class ResultFile:
     def _resume(self) -> None:
         end = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n") and _may_be_ours(line):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and _may_be_ours(line):
                 break  # half a line: its request is done again
             try:
-                value = json.loads(line)
+                value = json.loads(line if is_whole else b"")
                 self._note(value["custom_id"], value["id"], value["response"])
             except (ValueError, KeyError, TypeError):
                 raise StartupFailed(

@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from ..client.messages import GenerateParams, build_request
 from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
-from ..core.errors import BatonError, InvalidRequest
+from ..core.errors import BatonError, InvalidRequest, StartupFailed
 from ..core.flags import from_caller
 from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate
 from ..gateway.http.chat.messages import MESSAGES
@@ -76,6 +77,8 @@ class LLM:
 
         Raises StartupFailed.
         """
+        if not isinstance(model, str | os.PathLike):
+            raise StartupFailed(f"model cannot be {model!r:.100}: it is a name or a folder")
         named = {_ALIASES.get(name, name): value for name, value in engine.items()}
         config = from_caller(EngineConfig, {"model": model, **_FOR_THROUGHPUT, **named})
         front = GatewayConfig(model=config.model, skip_tokenizer_init=skip_tokenizer_init)
@@ -242,14 +245,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Token ids are one prompt, whatever holds them."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes):
-        raise InvalidRequest("a prompt is text or token ids, no bytes", "prompt")
+    if isinstance(prompts, bytes | bytearray):
+        return [prompts]  # which is refused
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], Integral) else listed
 
 
 def _is_chat(chat: Any) -> bool:
-    return isinstance(chat, list | tuple) and all(isinstance(one, Mapping) for one in chat)
+    is_list = isinstance(chat, Sequence) and not isinstance(chat, str)
+    return is_list and all(isinstance(one, Mapping) for one in chat)
 
 
 def _params_of(params: Params, num_prompts: int) -> Sequence[SamplingParams]:

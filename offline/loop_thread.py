@@ -19,8 +19,12 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What it returns or raises; if the caller is interrupted meanwhile, it is cancelled."""
@@ -43,7 +47,6 @@ class LoopThread:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._loop.close()
 
 
 async def _end_others(last: Callable[[], None] | None) -> None:

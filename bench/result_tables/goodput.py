@@ -55,10 +55,11 @@ def summary() -> str:
         share = row["attained"].get(_SUMMARY_Y)
         if share is None or "H200" not in row["cards"] or BACKGROUND in row["groups"]:
             continue
-        if row["y_ms"] in (None, float(_SUMMARY_Y)):
-            mode, gateways = _summary_mode(row["mode"])
+        mode, gateways = _summary_mode(row["mode"])
+        if row["y_ms"] in (None, float(_SUMMARY_Y)) and gateways.isdecimal():
             place = row["cards"], row["cell"], row["rate_per_s"], gateways
-            shares.setdefault(place, {})[mode] = share
+            by_mode = shares.setdefault(place, {})
+            by_mode[mode] = max(share, by_mode.get(mode, 0.0))  # of splits, the best
             came.setdefault(place, []).append(row["num_counted"])
     kept = [
         place
@@ -75,9 +76,10 @@ def summary() -> str:
 
 
 def _summary_mode(mode: str) -> tuple[str, str]:
-    """Of `auto, 2 gateways`, `2+2, 4 gateways` or `vllm-512`, the mode and how many gateways."""
+    """Of `auto, 2 gateways`, `2+2, 4 gateways` or `vllm-512`, the mode and how many gateways: no
+    number, where there is more."""
     name, *others = mode.split(", ")
-    gateways = others[0].removesuffix(" gateways") if others else "1"
+    gateways = ", ".join(others).removesuffix(" gateways") if others else "1"
     if name == "vllm-512":
         return _VLLM, gateways
     return "disaggregated" if "+" in name else name, gateways

@@ -16,7 +16,7 @@ class _Settings:
 
     lock = threading.Lock()
     num_settled = 0
-    was_frozen = False
+    has_frozen = False  # what nobody had before
     thresholds = gc.get_threshold()
 
 
@@ -31,9 +31,10 @@ def settle(*, keeps_all: bool = True) -> Callable[[], None]:
         gc.collect()  # not under the lock: what is collected may have settled, and end that
     with now.lock:
         if not now.num_settled:
-            now.was_frozen, now.thresholds = gc.get_freeze_count() > 0, gc.get_threshold()
+            now.thresholds, now.has_frozen = gc.get_threshold(), False
         now.num_settled += 1
         if keeps_all:
+            now.has_frozen |= not gc.get_freeze_count()
             gc.freeze()
         gc.set_threshold(_NUM_YOUNG, 20, 20)
     is_settled = True
@@ -46,7 +47,7 @@ def settle(*, keeps_all: bool = True) -> Callable[[], None]:
             is_settled = False
             if is_last:
                 gc.set_threshold(*now.thresholds)
-            if is_last and not now.was_frozen:  # what others keep out of collections stays out
+            if is_last and now.has_frozen:  # what others keep out of collections stays out
                 gc.unfreeze()
 
     return unsettle

@@ -82,9 +82,7 @@ class RequestMover:
         until_s = self._clock.monotonic_s() + _REST_S
         self._rests |= {move.source: until_s, move.target: until_s}
         log.info("%s: from engine %s to %s", session.call_id, source.name, target.name)
-        route = Route(
-            ChosenEngine(target, fetch.num_tokens, fetch), ChosenEngine(target, fetch.num_tokens)
-        )
+        route = Route(ChosenEngine(target, 0, fetch), ChosenEngine(target, fetch.num_tokens))
         self._sessions.move(session, route, partial(self._table.note_move, target.name))
 
     def _served_by_all(

@@ -167,6 +167,7 @@ class Moves:
         self._streamed = streamed
         self._pause_s = MOVE_EVERY_S
         self._may_begin_s = -math.inf
+        self._tried: tuple[str, ...] = ()  # the engines of the last move, unless it ended well
 
     @property
     def deadline_s(self) -> float:
@@ -186,6 +187,7 @@ class Moves:
 
     def _begin_round(self, move: Move) -> None:
         target = self._session.new_attempt(move.route)
+        self._tried = target.pair
         self.num_rounds += 1
         link = move.begin_round(target, self._dispatcher.request_id, len(self._streamed))
         self._dispatcher.send_move(target, link)
@@ -199,7 +201,7 @@ class Moves:
         if step is MoveStep.NEXT_ROUND:
             self._begin_round(move)
         elif step is MoveStep.ARRIVED:
-            self.now = None
+            self.now, self._tried = None, ()
             move.over("moved")
             self._session.go_on_with(move.target, move.fresh)
         elif step is MoveStep.FAILED:
@@ -208,10 +210,10 @@ class Moves:
 
     def lose(self, incarnation: str, *, has_died: bool) -> None:
         """This engine is gone. If it died, the move may be why: there is no other."""
+        if has_died and incarnation in self._tried:
+            self._may_begin_s = math.inf
         move = self.now
         if move is not None and move.has_source and incarnation in move.target.pair:
-            if has_died:
-                self._may_begin_s = math.inf
             self._fail(move, "lost")
 
     def target_ended(self, attempt: Attempt, how: str) -> None:

@@ -353,6 +353,8 @@ class Session:
             self._last = self._attempt or attempt
             if self._attempt is None:
                 self.try_dispatch()
+            else:
+                self._deaths.attempt_began(self.call_id, self._attempt.pair, num_tokens)
         else:
             self._end_badly(error)
 

@@ -15,11 +15,13 @@ prompts ahead of its own. A session that was dispatched before tries by itself, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ...core.errors import BatonError, Cancelled, Overloaded
 from ...core.fair_queue import FairQueue
@@ -39,6 +41,14 @@ class CallerShare:
     cost: int = 0
 
 
+class _Counted(NamedTuple):
+    """Of a session that waits. `order`: among its caller's, what an engine had before first."""
+
+    num_tokens: int
+    cost: int
+    order: tuple[bool, int]
+
+
 class DispatchQueue:
     """Knows no engine: sessions try, and show why they could not. `released`: callers of which an
     engine has answered or ended something; cleared here."""
@@ -47,10 +57,10 @@ class DispatchQueue:
         self._released: set[int] = set() if released is None else released
         self._eligible: FairQueue[Session] = FairQueue()
         self._held: dict[int, OrderedDict[Session, None]] = {}
-        self._unheld: set[Session] = set()  # eligible ones that were held: their caller's next
         self._stranded: dict[Session, None] = {}
         self.shares: dict[int, CallerShare] = {}  # by caller, of callers that wait
-        self._counted: dict[Session, tuple[int, int]] = {}  # of all that wait: tokens, cost
+        self._counted: dict[Session, _Counted] = {}  # all that wait
+        self._numbers = itertools.count()
         self._tried: Session | None = None
         self._has_changed = False  # since `advance`
         self.has_no_place = False  # for its head, when that was last tried
@@ -138,7 +148,6 @@ class DispatchQueue:
         caller_id = head.request.caller_id
         if head not in self._counted:
             return  # it ended, and was removed
-        is_next = head in self._unheld or head.was_dispatched
         if not head.is_waiting:
             self._uncount(head)
             self._eligible.pop()
@@ -149,11 +158,7 @@ class DispatchQueue:
         else:
             self._eligible.remove(head)
             if head.blocked is Blocked.TURN:
-                held = self._held.setdefault(caller_id, OrderedDict())
-                held[head] = None
-                self._unheld.discard(head)
-                if is_next:
-                    held.move_to_end(head, last=False)
+                self._hold(head)
             elif head.blocked is Blocked.ENGINE:
                 self._stranded[head] = None
                 self._release(caller_id)
@@ -164,29 +169,40 @@ class DispatchQueue:
     def _make_eligible(self, session: Session) -> None:
         self._has_changed = True
         add = self._eligible.add_first if session.was_dispatched else self._eligible.add
-        add(session, session.request.caller_id, self._counted[session][1])
+        add(session, session.request.caller_id, self._counted[session].cost)
+
+    def _hold(self, session: Session) -> None:
+        """Behind its caller's own prompts: nearly always the last or the first of what is held."""
+        held = self._held.setdefault(session.request.caller_id, OrderedDict())
+        order = self._counted[session].order
+        is_last = not held or order > self._counted[next(reversed(held))].order
+        is_first = not is_last and order < self._counted[next(iter(held))].order
+        held[session] = None
+        if is_first:
+            held.move_to_end(session, last=False)
+        elif not is_last:
+            for one in sorted(held, key=lambda one: self._counted[one].order):
+                held.move_to_end(one)
 
     def _release(self, caller_id: int) -> None:
         """Let the caller's next held session try."""
         if held := self._held.get(caller_id):
-            session, _ = held.popitem(last=False)
-            self._unheld.add(session)
-            self._make_eligible(session)
+            self._make_eligible(held.popitem(last=False)[0])
         if not held:
             self._held.pop(caller_id, None)
 
     def _count(self, session: Session) -> None:
         demand = session.demand
         cost = demand.num_tokens + SEQUENCE_TOKENS * demand.num_sequences
-        self._counted[session] = demand.num_tokens, cost
+        order = not session.was_dispatched, next(self._numbers)
+        self._counted[session] = _Counted(demand.num_tokens, cost, order)
         share = self.shares.setdefault(session.request.caller_id, CallerShare())
         share.num_requests += 1
         share.num_tokens += demand.num_tokens
         share.cost += cost
 
     def _uncount(self, session: Session) -> None:
-        num_tokens, cost = self._counted.pop(session)
-        self._unheld.discard(session)
+        num_tokens, cost, _ = self._counted.pop(session)
         share = self.shares[session.request.caller_id]
         share.num_requests -= 1
         share.num_tokens -= num_tokens

@@ -102,7 +102,5 @@ class SourceSide:
         self._lent[transfer_id], refs = lent
         ticket = Ticket(transfer_id, self._incarnation, pin.puller)
         self.feed(Offered(ticket, key=_LENT, deadline_s=math.inf))
-        if transfer_id not in self._lent:
-            return  # it was refused
         num_tokens = len(refs) * self._engine.limits.block_size
         self.feed(ChunkReady(transfer_id, refs, num_tokens, HandoffState(len(refs))))

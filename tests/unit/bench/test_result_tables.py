@@ -106,6 +106,7 @@ def test_goodput_in_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = [
         row("auto, 2 gateways", 4.0, 0.95, 100, 25.0),
         row("auto, 2 gateways", 4.0, 0.99, 100, 50.0),  # another promise
+        row("auto, 2 gateways, margin 0.08", 4.0, 0.99, 100, 25.0),
         row("1+1, 2 gateways", 4.0, 0.5, 98, None),
         row("auto, 2 gateways", 5.0, 0.92, 100, 25.0),
         row("vllm-512, 2 gateways", 5.0, 0.9, 130, None),  # others came

@@ -67,3 +67,11 @@ def test_what_is_collected_may_have_settled() -> None:
     settle()()
     gc.unfreeze()
     assert gc.get_threshold() == OWN
+
+
+def test_what_others_keep_meanwhile_stays_out() -> None:
+    gc.unfreeze()
+    end = settle(keeps_all=False)
+    gc.freeze()
+    end()
+    assert gc.get_freeze_count() > 0

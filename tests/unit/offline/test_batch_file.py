@@ -110,7 +110,10 @@ def test_errors_are_counted(tmp_path: Path) -> None:
     results.close()
 
 
-@pytest.mark.parametrize("text", ["no newline", '{"custom_id": "a"}', request_line()])
+_COMPACT = '{"id":"batch_req_1","custom_id":"a","response":null}'
+
+
+@pytest.mark.parametrize("text", ["no newline", '{"custom_id": "a"}', request_line(), _COMPACT])
 def test_a_line_of_another_file_is_not_cut_off(tmp_path: Path, text: str) -> None:
     """Its last line has no newline, as half a result has none."""
     path = tmp_path / "notes.txt"
@@ -139,3 +142,10 @@ async def test_as_many_lines_as_may_be_at_once() -> None:
                 return await response.text()
 
         assert set(await asyncio.gather(*(ask() for _ in range(600)))) == {"yes"}
+
+
+def test_what_a_file_system_filled_up_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(bytes(100))
+    ResultFile(path).close()
+    assert path.read_bytes() == b""

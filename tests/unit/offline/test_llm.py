@@ -28,6 +28,7 @@ from baton.core.errors import (
 from baton.core.request.request import Request
 from baton.core.request.request import SamplingParams as EngineSampling
 from baton.engine.local import LocalEngine
+from baton.offline.loop_thread import LoopThread
 
 POOL = 16 << 20
 PROMPTS = ["def fib(n):", "import os\n", "class Reader:\n    def __init__(self"]
@@ -293,7 +294,8 @@ def test_settings_that_cannot_be_are_named(name: str, value: object) -> None:
 def test_settings_as_python_has_them() -> None:
     demo = Path(baton.__file__).parent / "models" / "demo"
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with LLM(demo, cpu_kv_bytes=POOL, speculative_config=drafts) as llm:  # type: ignore[arg-type]
+    more = {"seed": None, "max_model_len": np.int64(128), "swap_space": np.float32(0)}
+    with LLM(demo, cpu_kv_bytes=POOL, speculative_config=drafts, **more) as llm:  # type: ignore[arg-type]
         assert llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs
 
 
@@ -312,6 +314,8 @@ def test_chats_that_are_none(llm: LLM, wrong: Any) -> None:
 def test_bytes_are_no_prompt_and_an_array_is_one(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="bytes"):
         llm.generate(b"abc", use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="bytes"):
+        llm.generate([{"prompt_token_ids": b"abc"}], use_tqdm=False)
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     (by_text,) = llm.generate(PROMPTS[0], greedy, use_tqdm=False)
     (by_array,) = llm.generate(np.array(by_text.prompt_token_ids), greedy, use_tqdm=False)  # type: ignore[arg-type]
@@ -321,6 +325,7 @@ def test_bytes_are_no_prompt_and_an_array_is_one(llm: LLM) -> None:
 def test_two_constraints_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="one constraint"):
         llm.generate(PROMPTS[0], SamplingParams(choice=["a", "b"], regex="a"), use_tqdm=False)
+    llm.generate(PROMPTS[0], SamplingParams(choice=[], regex="a"), use_tqdm=False)
 
 
 def test_an_llm_that_a_failed_call_left_behind_is_no_obstacle() -> None:
@@ -342,3 +347,18 @@ def test_a_closed_one_says_so_to_a_chat() -> None:
     llm.close()
     with pytest.raises(BatonError, match="closed"):
         llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+
+
+def test_one_that_its_own_thread_collects_leaves_nothing_open() -> None:
+    """As the garbage collector may, wherever it runs."""
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        thread = LoopThread("own")
+
+        async def close(thread: LoopThread = thread) -> None:
+            thread.close()
+
+        thread.run(close())
+        thread._thread.join(10)
+        assert not thread._thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) <= num_open

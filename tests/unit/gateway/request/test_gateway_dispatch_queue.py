@@ -335,3 +335,29 @@ async def test_who_waited_for_engines_keeps_the_order_behind_its_caller_s_own_pr
         rig.table.cluster_changed(is_load_only=bool(number))
         assert rig.dispatched == names[: number + 1]
     assert rig.is_clean()
+
+
+async def test_what_is_held_keeps_its_order_through_engines_that_go_and_callers_that_wait() -> None:
+    rig = Rig(num_places=9)
+    rig.router.num_turns = 0
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        rig.start(name)
+    prefill, rig.router.prefill = rig.router.prefill, []
+    rig.released.add(1)
+    rig.table.cluster_changed()  # one of them is stranded
+    rig.router.prefill = prefill
+    rig.table.cluster_changed()
+    rig.router.num_places = 0
+    rig.router.num_turns = 1000
+    rig.start("other", 2)  # nobody passes it
+    for _ in range(2):
+        rig.released.add(1)
+        rig.table.cluster_changed(is_load_only=True)
+    rig.router.num_places, rig.router.num_turns = 1, 1
+    rig.table.cluster_changed(is_load_only=True)
+    while rig.sessions["r4"].is_waiting:
+        rig.router.num_places, rig.router.num_turns = 1, 1
+        rig.released.add(1)
+        rig.table.cluster_changed(is_load_only=True)
+    assert [name for name in rig.dispatched if name != "other"] == names

@@ -335,3 +335,21 @@ def test_a_move_under_which_the_new_engine_died_is_the_last() -> None:
     assert rig.session.movable_from is None
     rig.step("a")
     assert rig.sink.text == TEXT[:5]
+
+
+def test_a_target_that_fails_and_then_dies_is_the_last_too() -> None:
+    rig = Rig()
+    rig.move()
+    rig.fail("b", EngineFailed("a step broke"))
+    rig.session.engine_lost("b", has_died=True)
+    rig.clock.advance(1e6)
+    assert rig.session.movable_from is None
+
+
+def test_an_engine_that_took_over_and_died_in_its_prompt_is_suspected_for_that() -> None:
+    rig = Rig()
+    rig.move()
+    rig.router.prefill = rig.router.decode = [rig.links["c"]]
+    rig.session.engine_lost("a")
+    rig.session.engine_lost("b", has_died=True)
+    assert rig.session._deaths.suspect_side == 0

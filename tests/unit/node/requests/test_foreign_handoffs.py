@@ -66,18 +66,6 @@ def test_a_prefix_that_is_asked_for_under_a_ticket_s_name(
     assert world.prefill.is_clean() and world.tokens(one) == reference(one)
 
 
-def test_a_prefix_that_is_asked_for_under_a_running_transfer_s_name(world: NodeWorld) -> None:
-    one, two = request(1, 16), request(2, 16)
-    world.hand_off(one)
-    world.settle()
-    hashes = block_hashes(root_hash("toy", "", ""), one.known_token_ids, BLOCK_SIZE)[:2]
-    world.dispatch(two, node_pb2.WORK_PREFILL, world.prefill, ticket(two), 60.0)
-    world.hear_peer(world.prefill, wire.to_wire(Attach(two.request_id, False, tuple(hashes))))
-    world.settle()
-    world.expire()
-    assert world.prefill.is_clean()
-
-
 def test_a_ticket_that_is_used_twice(world: NodeWorld) -> None:
     one, two = request(1, 16), request(2, 16)
     world.hand_off(one)
@@ -153,3 +141,21 @@ def keys_of(one: Request) -> Iterable[str]:
 
 def cancel(request_id: str) -> node_pb2.GatewayMessage:
     return node_pb2.GatewayMessage(cancel=node_pb2.Cancel(request_id=request_id, attempt=0))
+
+
+def test_a_dispatch_again_while_a_sample_of_the_first_waits(world: NodeWorld) -> None:
+    """Its own sample is over, and one of another name is with it."""
+    one = replace(request(1, 9), fork_ids=(FORK,))
+    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket(one), 60.0)
+    world.settle()
+    world.decode.hear_gateway(cancel(one.request_id))
+    world.settle()
+    again, other = replace(one, fork_ids=("e" * 32,)), Ticket("d" * 32, SOURCE, PULLER)
+    world.dispatch(again, node_pb2.WORK_DECODE, world.decode, other, 60.0)
+    world.settle()
+    assert world.decode.received[f"{'e' * 32}/0"].error == InvalidRequest.code
+    for request_id in (FORK, "e" * 32):
+        world.decode.hear_gateway(cancel(request_id))
+        world.settle()
+    world.expire()
+    assert world.decode.is_clean()
