@@ -180,7 +180,7 @@ class Engine:
             return None
         sequence = self._sequences.create(request, SequenceState.RESERVED)
         sequence.know_hashes(block_hashes)
-        if request.adapter is not None and self.adapters and not self.adapters.take(sequence):
+        if request.adapter is not None and self.adapters and not self.adapters.reserve(sequence):
             return None
         if not self._scheduler.reserve(sequence):
             self._sequences.leave_adapter(sequence)

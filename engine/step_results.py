@@ -51,9 +51,11 @@ class StepResults:
         if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
             tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
             self._step_record.num_decode_tokens -= num_tokens - len(tokens)
-            for token in tokens:
-                if sequence.state is not SequenceState.ENDED:
-                    self.advance(sequence, 1, token, output)
+            for index, token in enumerate(tokens):
+                if sequence.state is SequenceState.ENDED:  # nobody gets those behind
+                    self._step_record.num_decode_tokens -= len(tokens) - index
+                    break
+                self.advance(sequence, 1, token, output)
             return
         if sampled is not None and isnan(sampled.logprob):
             self._sequences.fail(

@@ -207,7 +207,9 @@ class Stepper:
         for sequence, error in schedule.failed:
             self._sequences.fail(sequence, error, output)
         if not schedule.scheduled:
-            return None
+            # Who failed may have been what others waited for.
+            again = partial(self._launch, previous, output, is_waited_for=is_waited_for)
+            return again() if schedule.failed else None
         masks = self._masks(schedule.scheduled, output)
         planned = schedule.scheduled
         if output.failed:

@@ -44,6 +44,8 @@ class Adapters(Protocol):
 
 U = TypeVar("U", bound=User)
 
+_FEW_HOLDS = 1024
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -63,6 +65,7 @@ class AdapterRoom(Generic[U]):
         self._max_host_adapters = max_host_adapters
         self._host: dict[str, int] = {}  # by digest, when it was used last
         self._holds: dict[str, str] = {}  # by request key: its digest
+        self._most_holds = _FEW_HOLDS  # before those that are over are forgotten
         self._users: dict[U, int] = {}  # their slots
         self._parked: deque[U] = deque()
         self._count = 0
@@ -80,8 +83,15 @@ class AdapterRoom(Generic[U]):
 
     def hold(self, key: str, digest: str) -> None:
         """Keep the adapter in host memory for as long as the request is wanted."""
+        if len(self._holds) >= self._most_holds:
+            self._forget_holds()
         self._holds[key] = digest
         self._host[digest] = self._now()
+
+    def _forget_holds(self) -> None:
+        """Those of requests that are over."""
+        self._holds = {key: digest for key, digest in self._holds.items() if self.is_wanted(key)}
+        self._most_holds = max(_FEW_HOLDS, 2 * len(self._holds))
 
     def keep(self, adapter: HostAdapter) -> None:
         """Take an adapter into host memory, in the place of another if need be. Raises Overloaded
@@ -92,7 +102,7 @@ class AdapterRoom(Generic[U]):
         self._adapters.keep(adapter)
 
     def _evict(self) -> None:
-        self._holds = {key: digest for key, digest in self._holds.items() if self.is_wanted(key)}
+        self._forget_holds()
         in_use = {*self._holds.values(), *(one.request.adapter_digest for one in self._parked)}
         in_use |= {slot.digest for slot in self._slots if slot.num_users}
         idle = [digest for digest in self._host if digest not in in_use]
@@ -111,10 +121,14 @@ class AdapterRoom(Generic[U]):
 
     def enter(self, sequence: U) -> bool:
         """Give a new sequence its slot. False: it is parked, until `unpark` returns it."""
-        if not self._parked and self.take(sequence):
+        if self.reserve(sequence):
             return True
         self._parked.append(sequence)
         return False
+
+    def reserve(self, sequence: U) -> bool:
+        """The same of one that is not parked: it asks again."""
+        return not self._parked and self.take(sequence)
 
     def take(self, sequence: U) -> bool:
         """Give a sequence a slot with its adapter, if it has one; False: all are in use."""

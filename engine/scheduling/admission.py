@@ -128,9 +128,10 @@ class Admission:
         """Whether the pool could hold the estimated peak; `matched` are cached blocks to share.
 
         A candidate with nobody to wait for fits: however long it is estimated to get, waiting
-        would not help it.
+        would not help it. What is held ends by itself: the rest of a search may wait for that.
         """
-        if not candidate.is_held and all(f.is_held for f in others):
+        may_wait = bool(others) and candidate.group is not None
+        if not candidate.is_held and not may_wait and all(f.is_held for f in others):
             return True
         own = self._footprint(candidate, matched)
         footprints = [*others, own, *self._footprints_of_group(candidate)]

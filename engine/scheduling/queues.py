@@ -62,12 +62,13 @@ class Queues:
         yield from self.held
         yield from (s for s in chain(self.running, self.loading) if s.is_held)
 
-    def has_slot(self, sequence: Sequence | None = None) -> bool:
-        """Whether one more may run, this one with its group."""
+    def has_slot(self, sequence: Sequence | None = None, *, beside: Sequence | None = None) -> bool:
+        """Whether one more may run, this one with its group; `beside`: and another with its own."""
         num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
         num_seqs += sum(group.num_absent for group in self.groups)
-        if sequence is not None and sequence.group is not None:
-            num_seqs += sequence.group.num_absent
+        num_seqs += _num_to_come(sequence)
+        if beside is not None:
+            num_seqs += 1 + _num_to_come(beside)
         return num_seqs < self._limits.max_num_seqs
 
     def run(self, sequence: Sequence) -> None:
@@ -114,8 +115,11 @@ class Queues:
     def step_with(self, request: Request, num_coming: int) -> StepShape:
         """A step of all that will decode here once their prompts are computed, with this request,
         its forks, and `num_coming` more like it that the engine does not have yet."""
-        others = chain(self.waiting, self.loading, self.running)
-        lengths = [one.num_tokens for one in others if not one.is_held]
+        others = [one for one in chain(self.waiting, self.loading, self.running) if not one.is_held]
+        lengths = [one.num_tokens for one in others]
+        for one in others:
+            if one.group is None or not one.group.is_forked:
+                lengths += [one.num_tokens] * _num_to_come(one)
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
         return self._share_of(len(lengths) + num_more, keys)
@@ -183,3 +187,8 @@ class Queues:
     def is_stalled(self) -> bool:
         """Whether there still is nothing to schedule: all that is left waits for memory."""
         return self._stalled_at == self.opportunities
+
+
+def _num_to_come(sequence: Sequence | None) -> int:
+    """The others of its search that have no blocks."""
+    return 0 if sequence is None or sequence.group is None else sequence.group.num_absent

@@ -77,14 +77,14 @@ class Scheduler:
     def reserve(self, sequence: Sequence) -> bool:
         """Take blocks for all slots of a new RESERVED sequence, or nothing: whether it fits.
 
-        The head of the waiting queue goes first: only what fits beside it is given away.
+        The head of the waiting queue goes first: only what fits beside it, and a slot that it does
+        not need, is given away.
         """
         assert sequence.state is SequenceState.RESERVED
         matched = self._tables.match(sequence, sequence.num_tokens)
         head = self.queues.waiting.head
         others = self.queues.owners() if head is None else chain(self.queues.owners(), [head])
-        has_slot = self.queues.has_slot(sequence)
-        if not has_slot:
+        if not self.queues.has_slot(sequence, beside=head):
             return False
         if not self._admission.fits(sequence, matched, self._admission.footprints(others)):
             return False

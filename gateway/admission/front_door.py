@@ -213,11 +213,12 @@ class FrontDoor:
                 else None,
                 token_times=[[] for _ in range(request.options.n)],
             )
-            async with self._running(request, record, router, deadline_s) as generation:
-                try:
+            try:
+                async with self._running(request, record, router, deadline_s) as generation:
                     yield generation
-                finally:
-                    admission.used_tokens = record.prompt_tokens + record.num_delivered_tokens
+            finally:
+                num_outputs = max(record.num_delivered_tokens, record.num_computed_tokens)
+                admission.used_tokens = record.prompt_tokens + num_outputs
 
     def abort(self, names: Sequence[str], caller: Caller) -> int:
         """Cancel calls of the caller's tenant by gateway id or label; returns how many ran.
@@ -341,6 +342,7 @@ class FrontDoor:
                     for session in sessions:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))
+                    record.num_computed_tokens = sum(one.num_outputs for one in sessions)
                     self._end(record, queue.error, sessions[0])
         except TimeoutError:
             raise public_error(queue.error or Cancelled("the stream was ended")) from None

@@ -202,6 +202,11 @@ class Session:
         )
 
     @property
+    def num_outputs(self) -> int:
+        """Tokens so far, whoever gets them."""
+        return len(self._answer.output_ids)
+
+    @property
     def was_dispatched(self) -> bool:
         """Whether an engine had it, be it that it was sent back: its caller was charged for it."""
         return self._num_attempts > 0

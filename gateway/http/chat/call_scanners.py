@@ -45,13 +45,15 @@ class Scanner(Protocol):
 class CallScanner:
     """Reads `{"name": "...", "arguments": {...}}` character by character.
 
-    The arguments are passed on as they are written, once the name is known. What is no such object
-    is found out at the first character that cannot belong to one; values are not judged.
+    The arguments are passed on as they are written, once the name is known; with `needs_arguments`
+    once their key is, and an object without them is no call. What is no such object is found out at
+    the first character that cannot belong to one; values are not judged.
     """
 
     name: str | None = None
     is_done: bool = False
     is_broken: bool = False
+    needs_arguments: bool = False
     _raw: list[str] = field(default_factory=list)
     _expected: str = "{"  # {, key, colon, value, end
     _piece: str = ""  # the key or value that is being read
@@ -60,14 +62,21 @@ class CallScanner:
     _is_in_string: bool = False
     _is_escaped: bool = False
     _arguments: list[str] = field(default_factory=list)  # not passed on yet
+    _has_arguments: bool = False
+    _found_name: str | None = None
+    _is_closed: bool = False  # the value that is being read
+    _is_cut: bool = False  # a character that belongs to no object ended it
 
     def feed(self, text: str) -> str:
         """Take text; returns what lies behind the object, or behind what breaks it."""
         for place, char in enumerate(text):
             self._take(char)
             if self.is_done or self.is_broken:
-                self._raw.append(text[: place + 1])
-                return text[place + 1 :]
+                end = place if self._is_cut else place + 1
+                self._raw.append(text[:end])
+                if self.is_done:
+                    self._end()
+                return text[end:]
         self._raw.append(text)
         return ""
 
@@ -96,7 +105,7 @@ class CallScanner:
         elif char == "{" and self._expected == "{":
             self._expected = "key"
         elif char == ":" and self._expected == "colon":
-            self._expected = "value"
+            self._expected, self._is_closed = "value", False
         elif char == "}" and self._expected == "key" and not self._key:
             self.is_done = True  # empty
         else:
@@ -107,9 +116,12 @@ class CallScanner:
         self._is_escaped = char == "\\" and not self._is_escaped
         self._is_in_string = not ends
         if self._expected == "value":
+            self._is_closed = ends and not self._depth
             self._add(char)
         elif ends:
             self._key, self._piece, self._expected = self._piece, "", "colon"
+            self._has_arguments |= self._key in _ARGUMENTS
+            self._tell_name()
         else:
             self._piece += char
 
@@ -120,9 +132,13 @@ class CallScanner:
             self.is_done = char == "}"
         elif self._depth == 0 and char in _SPACE:
             return
+        elif self._is_closed:  # its brace was forgotten
+            self._end_value()
+            self.is_done = self._is_cut = True
         else:
             self._is_in_string = char == '"'
             self._depth += (char in "{[") - (char in "}]")
+            self._is_closed = not self._depth and char in "}]"
             self._add(char)
 
     def _add(self, char: str) -> None:
@@ -136,11 +152,21 @@ class CallScanner:
             try:
                 name = json.loads(self._piece)
                 name.encode()  # half of a surrogate pair is no name
-            except (ValueError, AttributeError):
+            except (ValueError, AttributeError, RecursionError):
                 name = None
             self.is_broken = not isinstance(name, str)
-            self.name = name if isinstance(name, str) else None
+            self._found_name = name if isinstance(name, str) else None
+            self._tell_name()
         self._piece = ""
+
+    def _tell_name(self) -> None:
+        if self._has_arguments or not self.needs_arguments:
+            self.name = self._found_name
+
+    def _end(self) -> None:
+        """The object is over."""
+        if self.name is not None and not self._has_arguments:
+            self._arguments.append("{}")
 
 
 class TaggedScanner:
@@ -170,14 +196,17 @@ class TaggedScanner:
     def feed(self, text: str) -> str:
         if self.name is not None:
             return self._read(text)
-        self._header += text
-        header, found, behind = self._header.partition(self._separator)
-        if found:
-            match = self._name_in.fullmatch(header.strip())
-            if match is not None and _NAME.match(match[1]):
-                self.name = match[1]
-                return self._read(behind)
-        self.is_broken = bool(found) or len(header) > _MAX_HEADER_CHARS
+        for place, char in enumerate(text):  # however it is cut, it breaks at the same place
+            self._header += char
+            header, behind = self._header.removesuffix(self._separator), text[place + 1 :]
+            if has_all := len(header) < len(self._header):
+                match = self._name_in.fullmatch(header.strip())
+                if match is not None and _NAME.match(match[1]):
+                    self.name = match[1]
+                    return self._read(behind)
+            if has_all or len(header) > _MAX_HEADER_CHARS:
+                self.is_broken = True
+                return behind
         return ""
 
     def _read(self, text: str) -> str:
@@ -230,9 +259,17 @@ class XmlScanner:
         return taken
 
     def feed(self, text: str) -> str:
+        if self.name is None:
+            for place, char in enumerate(text):  # as a TaggedScanner
+                self._text += char
+                if self._begin() or self.is_broken:
+                    text = text[place + 1 :]
+                    break
+            else:
+                return ""
+            if self.is_broken:
+                return text
         self._text += text
-        if self.name is None and not self._begin():
-            return ""
         while self._read_value() if self._key is not None else self._read_tag():
             if self.is_done:
                 return self._text

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...text.special_tokens import any_of
 from .call_scanners import CallScanner, PythonicScanner, Scanner
@@ -201,6 +202,9 @@ class Llama3Parser(FirstCharacterParser):
     """Calls are objects, behind semicolons."""
 
     _is_over = False  # what follows the last call is not one
+
+    def __init__(self) -> None:
+        super().__init__(partial(CallScanner, needs_arguments=True))  # an answer may be JSON
 
     def _read_calls(self) -> bool:
         text = self._text.lstrip()

@@ -9,6 +9,7 @@ One of them at most. A forced tool call is constrained too: chat/tools.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,11 +145,16 @@ def lark_of(constraint: SamplingFields, param: str) -> str:
         case "json_schema":
             return f"%json {json.dumps(_with_options(source, param))}"
         case "regex":
-            escaped = source.replace(r"\/", "/").replace("/", r"\/").replace("\n", r"\n")
+            escaped = re.sub(r"\\.|[/\n]", _in_lark, source, flags=re.DOTALL)
             return f"/(?:{escaped})/"
         case "choice":
             return f"({' | '.join(map(json.dumps, source.values)) or 'NONE'})"
     return f"%lark {{\n{source}\n}}"
+
+
+def _in_lark(match: re.Match[str]) -> str:
+    """What a regex between slashes has for these; another escaped character stays."""
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 
 def _with_options(source: str, param: str) -> dict[str, Any]:

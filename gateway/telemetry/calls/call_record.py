@@ -35,6 +35,7 @@ class CallRecord:
     `token_times` hold, per sample, (monotonic seconds, tokens delivered then) of each delivery.
     `results` are of the samples that finished; `error` is what ended the call otherwise, and
     `unfinished_run` where its first sample was then.
+    `num_computed_tokens` are of all samples, those that `best_of` left out too.
     `lookup_s` is what the look-up in the prefix index took. `prompt` is kept with --log-prompts
     alone.
     """
@@ -56,6 +57,7 @@ class CallRecord:
     results: dict[int, RequestResult] = field(default_factory=dict)
     error: BatonError | None = None
     unfinished_run: UnfinishedRun | None = None
+    num_computed_tokens: int = 0
     ended_s: float | None = None
 
     @property

@@ -95,6 +95,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     keys = {name: add_key(key_file, name, INFER) for name in ("acme", "globex")}
     keys["hasty"] = add_key(key_file, "hasty", INFER, limits={"requests_per_minute": 1})
     keys["frugal"] = add_key(key_file, "frugal", INFER, limits={"tokens_per_minute": 300})
+    keys["picky"] = add_key(key_file, "picky", INFER, limits={"tokens_per_minute": 300})
     keys["foreign"] = add_key(key_file, "foreign", INFER, models=frozenset({"another"}))
     keys["watcher"] = add_key(key_file, "watcher", frozenset({"metrics"}))
     engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
@@ -197,6 +198,15 @@ def test_tokens_that_were_not_generated_are_given_back(secured: Secured) -> None
         # A minute's tokens come back evenly, also while a busy machine takes its time for these.
         with pytest.raises(RateLimited, match="tokens per minute"):
             client.generate("x", max_tokens=295).result  # noqa: B018
+
+
+def test_samples_that_best_of_leaves_out_were_generated_too(secured: Secured) -> None:
+    with secured.client("picky") as client:
+        result = client.generate("x", max_tokens=16, best_of=16, ignore_eos=True).result
+        assert len(result.token_ids) == 16
+        time.sleep(0.2)
+        with pytest.raises(RateLimited, match="tokens per minute"):
+            client.generate("x", max_tokens=16, best_of=16, ignore_eos=True).result  # noqa: B018
 
 
 def test_only_its_own_calls_are_a_tenant_s_to_abort(secured: Secured) -> None:

@@ -20,7 +20,7 @@ from baton.gateway.http.chat.chat import FIELDS
 from baton.gateway.http.chat.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
 from baton.gateway.http.generate.request_fields import read_fields
-from baton.gateway.http.generate.structured import constraint_of
+from baton.gateway.http.generate.structured import constraint_of, lark_of
 from baton.gateway.validation.served_model import ConstraintCheck
 from baton.gateway.validation.validation import check_sampling
 from baton.prefix_index.mirror import PrefixMirror
@@ -288,3 +288,18 @@ def test_forced_calls_of_formats_with_tags(grammars: Grammars, name: str) -> Non
         assert json.loads(arguments) == {"zone": "UTC"}
         with pytest.raises(InvalidRequest):
             accept(grammar.follow(), [*(head + '{"zone": "CET"}').encode()])
+
+
+@pytest.mark.parametrize(
+    ("source", "inside"),
+    [
+        ("a/b", r"a\/b"),
+        (r"a\/b", r"a\/b"),
+        (r"a\\/b", r"a\\\/b"),
+        ("[\\\\/]+", r"[\\\/]+"),
+        ("a\nb", r"a\nb"),
+        (r"\d+\\", r"\d+\\"),
+    ],
+)
+def test_a_regex_between_slashes(source: str, inside: str) -> None:
+    assert lark_of({"regex": source}, "regex") == f"/(?:{inside})/"

@@ -329,3 +329,41 @@ def test_calls_are_read_however_they_are_cut(name: str, calls: Calls, data: Any)
 
 def test_every_format_is_written() -> None:
     assert set(FORMATS) - set(WRITTEN) == {"qwen3_coder"}  # its values are by the schema: CASES
+
+
+_NOW = ["now", '{"zone": "UTC"}']
+_BROKEN_FIRST = {
+    "qwen3_coder": "Like <tool_call>...</tool_call>:\n<tool_call>\n<function=now>\n"
+    "<parameter=zone>\nUTC\n</parameter>\n</function>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.bad name:0"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>functions.now:1"
+    '<|tool_call_argument_begin|>{"zone": "UTC"}<|tool_call_end|><|tool_calls_section_end|>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>bad name<｜tool▁sep｜>{}"
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>"
+    '{"zone": "UTC"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "hermes": "Like <tool_call>...</tool_call>:\n" + hermes("now", {"zone": "UTC"}),
+}
+
+
+@pytest.mark.parametrize("name", _BROKEN_FIRST)
+def test_a_call_behind_what_is_none_is_found_however_it_is_cut(name: str) -> None:
+    text = _BROKEN_FIRST[name]
+    whole = parsed(FORMATS[name], [text])
+    assert whole.calls == [_NOW] and whole == parsed(FORMATS[name], [*text])
+    assert whole == parsed(FORMATS[name], [text[:40], text[40:45], text[45:]])
+
+
+@pytest.mark.parametrize("cuts", ["whole", "characters"])
+def test_objects_that_are_not_quite_calls(cuts: str) -> None:
+    def read(tool_format: ToolFormat, text: str) -> Received:
+        return parsed(tool_format, [text] if cuts == "whole" else [*text])
+
+    answer = '{"name": "Alice", "age": 30}'
+    assert read(LLAMA3_JSON, answer) == Received(answer, [])
+    assert read(LLAMA3_JSON, '{"name": "now", "parameters": {}}').calls == [["now", "{}"]]
+    assert read(LLAMA3_JSON, '{"parameters": {"zone": "UTC"}, "name": "now"}').calls == [_NOW]
+    assert read(HERMES, '<tool_call>{"name": "now"}</tool_call>').calls == [["now", "{}"]]
+    forgotten = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}</tool_call>'
+    assert read(HERMES, forgotten + hermes("now", {"zone": "UTC"})).calls == [_NOW, _NOW]
+    deep = '<tool_call>{"name": ' + "[" * 1500 + "]" * 1500 + ', "arguments": {}}</tool_call>'
+    assert read(HERMES, deep).calls == []

@@ -1,0 +1,146 @@
+"""What waits first comes first, whatever else comes: other engines' hand-offs, held KV, requests
+that fail in front of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from fakes.clock import TickingClock
+from fakes.runner import FakeRunner
+
+from baton.core.errors import PromptTooLarge
+from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.engine.engine import Engine
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+from baton.engine.lora.adapter_files import HostAdapter
+from baton.engine.lora.adapter_room import AdapterRoom
+
+BLOCK_SIZE, VOCAB_SIZE = 4, 50
+
+
+class Copies:
+    """Adapters of no weight."""
+
+    def keep(self, adapter: HostAdapter) -> None: ...
+
+    def drop(self, digest: str) -> None: ...
+
+    def load(self, slot: int, digest: str) -> None: ...
+
+
+def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engine:
+    """With one slot for adapters `a` and `b`."""
+    num_blocks = capacity + NUM_RESERVED_BLOCKS
+    room: AdapterRoom[object] = AdapterRoom(Copies(), 1, 4)  # type: ignore[type-var]
+    for digest in "ab":
+        room.keep(HostAdapter(digest, torch.zeros(1, 1)))
+    return Engine(
+        FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
+        EngineLimits(num_blocks, BLOCK_SIZE, 200, **{"max_num_batched_tokens": 16} | limits),
+        LocalGenerations(num_blocks),
+        fingerprint="fake",
+        eos_token_ids={7},
+        clock=TickingClock(),
+        adapters=room,
+    )
+
+
+def request(
+    name: str, num_tokens: int, adapter: str = "", *, first: int = 1, **sampling: object
+) -> Request:
+    """Of tokens from `first` on."""
+    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))  # type: ignore[arg-type]
+    one = Request(name, 0, tuple(first + i % 40 for i in range(num_tokens)), params)
+    return dataclasses.replace(one, adapter=Adapter("n", adapter, "/p")) if adapter else one
+
+
+def take_over(engine: Engine, name: str, adapter: str = "") -> bool:
+    """A hand-off whose KV is here at once."""
+    one = request(name, 4, adapter, max_tokens=4)
+    if (reservation := engine.reserve(one)) is None:
+        return False
+    source = engine_of(50)
+    source.add(one, hold=True)
+    tokens = [token for _ in range(3) for token in source.step().tokens]
+    known = reservation.num_cached_blocks, reservation.num_known_blocks
+    for ref in source.block_refs(one.key, *known):
+        content = source._runner.read_block(ref.block_id)  # type: ignore[attr-defined]
+        engine._runner.write_block(reservation.block_ids[ref.index], content)  # type: ignore[attr-defined]
+    engine.start(reservation, tokens[0].token_id)
+    return True
+
+
+def tokens_of(engine: Engine, names: set[str], adapter: str = "") -> set[str]:
+    """Of these requests, those that have a token within 60 steps, while hand-offs come."""
+    seen: set[str] = set()
+    hand_offs = (f"h{number}" for number in itertools.count())
+    for _ in range(60):
+        seen |= {token.key for token in engine.step().tokens}
+        while engine.load().num_running < 6 and take_over(engine, next(hand_offs), adapter):
+            pass
+    return {name for name in names if f"{name}/0" in seen}
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_hand_offs_leave_the_first_that_waits_a_slot(runs_ahead: bool) -> None:
+    engine = engine_of(200, max_num_seqs=2, runs_ahead=runs_ahead)
+    assert take_over(engine, "x") and take_over(engine, "y")
+    engine.add(request("local", 3, max_tokens=2))
+    assert tokens_of(engine, {"local"}) == {"local"}
+
+
+def test_hand_offs_do_not_pass_who_waits_for_an_adapter() -> None:
+    engine = engine_of(200, max_num_seqs=8)
+    assert take_over(engine, "x", "a")
+    engine.add(request("other", 3, "b", max_tokens=2))
+    engine.add(request("late", 3, "a", max_tokens=2))
+    assert tokens_of(engine, {"other", "late"}, "a") == {"other", "late"}
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_one_that_fails_alone_makes_room_for_who_waited_for_its_adapter(runs_ahead: bool) -> None:
+    engine = engine_of(4, runs_ahead=runs_ahead)
+    engine.add(request("long", 3, "a", max_tokens=100))
+    engine.add(request("parked", 3, "b", max_tokens=2))
+    failed, seen = [], []
+    for _ in range(100):
+        if not engine.has_work:
+            break
+        output = engine.step()
+        failed += [type(error) for _, error in output.failed]
+        seen += [token.key for token in output.tokens if token.key == "parked/0"]
+    assert failed == [PromptTooLarge] and seen == ["parked/0"] * 2
+
+
+def test_a_search_without_room_beside_held_kv_waits() -> None:
+    """Admitted, it would be crowded out in every step."""
+    engine = engine_of(14, max_num_batched_tokens=64)
+    engine.add(request("held", 31, first=9, max_tokens=4), hold=True)
+    for _ in range(3):
+        engine.step()
+    engine.add(request("beams", 15, max_tokens=12, use_beam_search=True, best_of=4))
+    for _ in range(20):
+        engine.step()
+    assert engine.totals().num_preemptions == 0
+    engine.abort("held/0")
+    found = [beam for _ in range(60) if engine.has_work for beam in engine.step().beams]
+    assert found and not engine.has_work
+
+
+def test_a_search_that_waits_counts_with_all_its_beams() -> None:
+    engine = engine_of(200)
+    engine.add(request("beams", 5, max_tokens=12, use_beam_search=True, best_of=8))
+    shape = engine._scheduler.queues.step_with(request("probe", 3), 0)
+    assert shape.num_decodes == 9
+
+
+def test_adapters_of_requests_that_are_over_are_not_remembered() -> None:
+    room: AdapterRoom[object] = AdapterRoom(Copies(), 1, 4)  # type: ignore[type-var]
+    for number in range(5000):
+        room.hold(f"r{number}", "a")
+    assert len(room._holds) <= 1024
