@@ -325,8 +325,7 @@ class XmlScanner:
 def _value_of(text: str, schema: Any) -> Any:
     """A text is a string, unless its schema has another type and it is JSON of that."""
     text = text.removeprefix("\n").removesuffix("\n")
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+    if _has_texts(schema):
         return text
     try:
         value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
@@ -334,6 +333,20 @@ def _value_of(text: str, schema: Any) -> Any:
     except (ValueError, RecursionError):
         return text
     return value
+
+
+def _has_texts(schema: Any) -> bool:
+    """Whether a schema has strings among its values, as far as it says what they are itself."""
+    if not isinstance(schema, dict):
+        return True
+    if (kind := schema.get("type")) is not None:
+        return kind == "string" or (isinstance(kind, list) and "string" in kind)
+    if isinstance(values := schema.get("enum"), list):
+        return any(isinstance(value, str) for value in values)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(key), list):
+            return any(map(_has_texts, several))
+    return "$ref" not in schema  # mostly an object
 
 
 class PythonicScanner:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
+from ...text.text_stream import TokenText
 from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs, json_text
 from ..protocol.app_state import APP_STATE
 from ..protocol.event_stream import TextEvent
@@ -101,7 +102,7 @@ class CompletionSample(Sample):
         super().__init__(index, found, token_of)
         self._found = found
         self._prompt = prompt
-        self._offset = 0
+        self._offsets = TextOffsets()
         has_scores = "logprobs" in found or "prompt_logprobs" in found
         if not (found.get("echo") or self._returns_ids or has_scores):
             self.text_event = TextEvent(
@@ -141,24 +142,38 @@ class CompletionSample(Sample):
         if echoed is not None:
             ids, scores = list(echoed.token_ids), [None, *echoed.scores]
         ids, scores = [*ids, *chunk.token_ids], [*scores, *chunk.logprobs]
-        shape = completion_logprobs(ids, scores, self._token_of, self._offset)
-        self._offset += sum(len(self._token_of(i).text) for i in ids)
-        return shape
+        return completion_logprobs(ids, scores, self._token_of, self._offsets)
+
+
+class TextOffsets:
+    """Where tokens begin in the text, in characters. One of several tokens begins with the first of
+    them, and ends with the last."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: TokenText) -> int:
+        """Of the next one."""
+        pending, _ = self._decoder.getstate()
+        is_cut = bool(pending and token.data) and token.data[0] & 0xC0 != 0x80  # no more of it
+        begin = self._at + is_cut
+        self._at += len(self._decoder.decode(token.data))
+        return begin
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     scores: Sequence[TokenLogprobs | None],
     token_of: TokenOf,
-    first_offset: int,
+    offsets: TextOffsets,
 ) -> CompletionLogprobs:
     """/v1/completions: the first token of a prompt has no score.
 
-    `top_logprobs` hold the token itself beside the likeliest, equals by name once.
-    `first_offset`: where in the text the first token begins, in characters.
+    `top_logprobs` hold the token itself beside the likeliest, equals by name once. `offsets`: of
+    what stands before these.
     """
     tokens = [token_of(token_id) for token_id in token_ids]
-    lengths = (len(token.text) for token in tokens[:-1])
     return CompletionLogprobs(
         tokens=[token.name for token in tokens],
         token_logprobs=[None if score is None else score.logprob for score in scores],
@@ -166,7 +181,7 @@ def completion_logprobs(
             None if score is None else _by_text(token.name, score, token_of)
             for token, score in zip(tokens, scores, strict=True)
         ],
-        text_offset=list(accumulate(lengths, initial=first_offset)) if tokens else [],
+        text_offset=[offsets.of(token) for token in tokens],
     )
 
 

@@ -21,6 +21,7 @@ from baton.gateway.http.chat.tool_formats import HERMES
 from baton.gateway.http.generate.completions import (
     CompletionSample,
     EchoedPrompt,
+    TextOffsets,
     completion_logprobs,
 )
 from baton.gateway.http.generate.responses import prompt_logprobs
@@ -50,7 +51,9 @@ A, B, C = ord("a"), ord("b"), ord("c")
 
 def test_logprobs_of_completions() -> None:
     scores = [None, TokenLogprobs(-1.0, ((C, -0.5), (200, -0.75))), TokenLogprobs(-2.0)]
-    assert msgspec.to_builtins(completion_logprobs([A, B, 200], scores, token_of, 10)) == {
+    assert msgspec.to_builtins(
+        completion_logprobs([A, B, 200], scores, token_of, TextOffsets())
+    ) == {
         "tokens": ["aa", "bb", "bytes:\\xc8"],
         "token_logprobs": [None, -1.0, -2.0],
         "top_logprobs": [
@@ -58,8 +61,17 @@ def test_logprobs_of_completions() -> None:
             {"cc": -0.5, "bytes:\\xc8": -0.75, "bb": -1.0},
             {"bytes:\\xc8": -2.0},
         ],
-        "text_offset": [10, 12, 14],
+        "text_offset": [0, 2, 4],
     }
+
+
+def test_offsets_behind_characters_of_several_tokens() -> None:
+    """`é` of two tokens, an emoji of three, and a byte that is never a character."""
+    pieces = [b"x", b"\xc3", b"\xa9", b" =", b"\xf0\x9f", b"\x98", b"\x80", b"y", b"\xff", b"z"]
+    offsets = TextOffsets()
+    tokens = [TokenText(piece.decode(errors="replace"), piece) for piece in pieces]
+    assert [offsets.of(token) for token in tokens] == [0, 1, 1, 2, 4, 4, 4, 5, 6, 7]
+    assert b"".join(pieces).decode(errors="replace")[4:] == "\U0001f600y\ufffdz"
 
 
 def test_logprobs_of_chats_and_prompts() -> None:

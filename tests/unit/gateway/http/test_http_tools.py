@@ -367,3 +367,26 @@ def test_objects_that_are_not_quite_calls(cuts: str) -> None:
     assert read(HERMES, forgotten + hermes("now", {"zone": "UTC"})).calls == [_NOW, _NOW]
     deep = '<tool_call>{"name": ' + "[" * 1500 + "]" * 1500 + ', "arguments": {}}</tool_call>'
     assert read(HERMES, deep).calls == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"oneOf": [{"type": "array"}]}, '["x"]', ["x"]),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Name"}, "not JSON", "not JSON"),
+        ({"description": "any"}, "1", "1"),
+    ],
+)
+def test_values_by_what_their_schema_has(schema: Any, text: str, value: object) -> None:
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    ]
+    parser = FORMATS["qwen3_coder"].parser(tools)
+    call = f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"
+    deltas: list[Any] = [*parser.feed(call), *parser.finish()]
+    assert json.loads("".join(delta.arguments for delta in deltas)) == {"a": value}
