@@ -123,19 +123,27 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     if arguments.max_concurrent < 1:
         print("error: --max-concurrent must be at least 1", file=sys.stderr)
         return 2
-    url = urlsplit(arguments.url or "http://localhost")
-    if url.scheme not in ("http", "https") or not url.netloc:
+    try:
+        root = None if arguments.url is None else _root_of(arguments.url)
+    except ValueError:
         print(f"error: --url {arguments.url!r} is no http:// or https:// URL", file=sys.stderr)
         return 2
-    path = url.path.rstrip("/").removesuffix("/v1")
     config = batch.BatchConfig(
         Path(arguments.input),
         Path(arguments.output),
-        arguments.url and f"{url.scheme}://{url.netloc}{path}",
+        root,
         os.environ.get("BATON_API_KEY"),
         arguments.max_concurrent,
     )
     return run_reporting(lambda: batch.run(config, flags.parse(EngineConfig, arguments)))
+
+
+def _root_of(url: str) -> str:
+    """Without a /v1 at its end. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(url)
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _add_bench(commands: _Commands) -> None:

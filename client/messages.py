@@ -171,6 +171,10 @@ def build_request(
     if len(constraints) > 1:
         message = f"a request has one constraint, not {' and '.join(constraints)}"
         raise InvalidRequest(message, constraints[1])
+    if constraints:  # the others are empty
+        for kind in kinds:
+            if kind.name not in constraints:
+                fields.pop(kind.name, None)
     if (choice := fields.pop("choice", None)) is not None:
         _set(request.sampling.choice, "values", choice, param="choice")
     for name, value in fields.items():

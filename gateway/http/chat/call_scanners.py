@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
+_MAX_REFERENCES = 8  # one to the next, of a schema
+_MAX_DEPTH = 4  # of alternatives in alternatives
 _MAX_HEADER_CHARS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
@@ -132,7 +134,7 @@ class CallScanner:
             self.is_done = char == "}"
         elif self._depth == 0 and char in _SPACE:
             return
-        elif self._is_closed:  # its brace was forgotten
+        elif self._is_closed and self._has_arguments:  # the object's brace was forgotten
             self._end_value()
             self.is_done = self._is_cut = True
         else:
@@ -315,17 +317,19 @@ class XmlScanner:
         return True
 
     def _add(self, key: str, text: str) -> None:
-        properties = self._schemas.get(self.name or "", {}).get("properties")
+        whole = self._schemas.get(self.name or "", {})
+        properties = whole.get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
-        value = json.dumps(_value_of(text, schema), ensure_ascii=False)
+        value = json.dumps(_value_of(text, schema, whole), ensure_ascii=False)
         self._arguments.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key)}: {value}")
         self._num_parameters += 1
 
 
-def _value_of(text: str, schema: Any) -> Any:
-    """A text is a string, unless its schema has another type and it is JSON of that."""
+def _value_of(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
+    """A text is a string, unless its schema, a part of `whole`, has another type and it is JSON of
+    that."""
     text = text.removeprefix("\n").removesuffix("\n")
-    if _has_texts(schema):
+    if _has_texts(schema, whole):
         return text
     try:
         value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
@@ -335,9 +339,13 @@ def _value_of(text: str, schema: Any) -> Any:
     return value
 
 
-def _has_texts(schema: Any) -> bool:
-    """Whether a schema has strings among its values, as far as it says what they are itself."""
-    if not isinstance(schema, dict):
+def _has_texts(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> bool:
+    """Whether a schema may have strings among its values. References are followed in `whole`."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        schema = _referred(schema["$ref"], whole)
+    if not isinstance(schema, dict) or depth == _MAX_DEPTH:
         return True
     if (kind := schema.get("type")) is not None:
         return kind == "string" or (isinstance(kind, list) and "string" in kind)
@@ -345,8 +353,16 @@ def _has_texts(schema: Any) -> bool:
         return any(isinstance(value, str) for value in values)
     for key in ("anyOf", "oneOf"):
         if isinstance(several := schema.get(key), list):
-            return any(map(_has_texts, several))
-    return "$ref" not in schema  # mostly an object
+            return any(_has_texts(one, whole, depth + 1) for one in several)
+    return True
+
+
+def _referred(reference: Any, whole: Mapping[str, Any]) -> Any:
+    """What `#/$defs/Name` stands for; None where that is nothing."""
+    found: Any = whole
+    for key in str(reference).removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 class PythonicScanner:

@@ -325,7 +325,9 @@ def test_bytes_are_no_prompt_and_an_array_is_one(llm: LLM) -> None:
 def test_two_constraints_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="one constraint"):
         llm.generate(PROMPTS[0], SamplingParams(choice=["a", "b"], regex="a"), use_tqdm=False)
-    llm.generate(PROMPTS[0], SamplingParams(choice=[], regex="a"), use_tqdm=False)
+    for empty in ({"choice": []}, {"grammar": ""}, {"json_schema": ""}):
+        one = SamplingParams(regex="a", **empty)
+        assert llm.generate(PROMPTS[0], one, use_tqdm=False)[0].outputs[0].text == "a"
 
 
 def test_an_llm_that_a_failed_call_left_behind_is_no_obstacle() -> None:

@@ -365,6 +365,8 @@ def test_objects_that_are_not_quite_calls(cuts: str) -> None:
     assert read(HERMES, '<tool_call>{"name": "now"}</tool_call>').calls == [["now", "{}"]]
     forgotten = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}</tool_call>'
     assert read(HERMES, forgotten + hermes("now", {"zone": "UTC"})).calls == [_NOW, _NOW]
+    unescaped = '{"name": "now", "reason": "he said "hi"", "arguments": {"zone": "UTC"}}'
+    assert read(HERMES, f"<tool_call>{unescaped}</tool_call>").calls == [_NOW]
     deep = '<tool_call>{"name": ' + "[" * 1500 + "]" * 1500 + ', "arguments": {}}</tool_call>'
     assert read(HERMES, deep).calls == []
 
@@ -378,14 +380,20 @@ def test_objects_that_are_not_quite_calls(cuts: str) -> None:
         ({"enum": [1, 2]}, "1", 1),
         ({"enum": ["1", 2]}, "1", "1"),
         ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
-        ({"$ref": "#/$defs/Name"}, "not JSON", "not JSON"),
+        ({"$ref": "#/$defs/Name"}, "94105", "94105"),
+        ({"$ref": "#/$defs/Loop"}, "1", "1"),
+        ({"$ref": "elsewhere"}, "1", "1"),
         ({"description": "any"}, "1", "1"),
     ],
 )
 def test_values_by_what_their_schema_has(schema: Any, text: str, value: object) -> None:
-    tools: list[Any] = [
-        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
-    ]
+    defs = {
+        "Point": {"type": "object"},
+        "Name": {"type": "string"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]},
+    }
+    parameters = {"properties": {"a": schema}, "$defs": defs}
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     parser = FORMATS["qwen3_coder"].parser(tools)
     call = f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"
     deltas: list[Any] = [*parser.feed(call), *parser.finish()]
