@@ -213,7 +213,7 @@ class Session:
 
     @property
     def is_retry(self) -> bool:
-        """Whether it was dispatched before, and taken."""
+        """Whether it was dispatched before, and taken, or streams."""
         return self._num_taken > 0 or bool(self._answer.output_ids)
 
     @property

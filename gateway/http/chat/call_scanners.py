@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .schema_values import value_of
+
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
-_MAX_REFERENCES = 8  # one to the next, of a schema
-_MAX_DEPTH = 4  # of alternatives in alternatives
 _MAX_HEADER_CHARS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
@@ -320,49 +320,9 @@ class XmlScanner:
         whole = self._schemas.get(self.name or "", {})
         properties = whole.get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
-        value = json.dumps(_value_of(text, schema, whole), ensure_ascii=False)
+        value = json.dumps(value_of(text, schema, whole), ensure_ascii=False)
         self._arguments.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key)}: {value}")
         self._num_parameters += 1
-
-
-def _value_of(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
-    """A text is a string, unless its schema, a part of `whole`, has another type and it is JSON of
-    that."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    if _has_texts(schema, whole):
-        return text
-    try:
-        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-        json.dumps(value, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return text
-    return value
-
-
-def _has_texts(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> bool:
-    """Whether a schema may have strings among its values. References are followed in `whole`."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or "$ref" not in schema:
-            break
-        schema = _referred(schema["$ref"], whole)
-    if not isinstance(schema, dict) or depth == _MAX_DEPTH:
-        return True
-    if (kind := schema.get("type")) is not None:
-        return kind == "string" or (isinstance(kind, list) and "string" in kind)
-    if isinstance(values := schema.get("enum"), list):
-        return any(isinstance(value, str) for value in values)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(several := schema.get(key), list):
-            return any(_has_texts(one, whole, depth + 1) for one in several)
-    return True
-
-
-def _referred(reference: Any, whole: Mapping[str, Any]) -> Any:
-    """What `#/$defs/Name` stands for; None where that is nothing."""
-    found: Any = whole
-    for key in str(reference).removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 class PythonicScanner:
