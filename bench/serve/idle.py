@@ -8,6 +8,7 @@ difference is what the system adds, and the timeline says where.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ async def _ask_all(
     address: str, prompts: Mapping[int, Sequence[Sequence[int]]]
 ) -> dict[int, list[Result]]:
     """One after the other; the first two of each length do not count."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, api_key=os.environ.get("BATON_API_KEY")) as client:
         return {
             length: [await _ask(client, prompt) for prompt in of_length][2:]
             for length, of_length in prompts.items()

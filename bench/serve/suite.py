@@ -127,7 +127,8 @@ class Suite:
     def _system(self) -> None:
         up = flags.parse(UpConfig, self._arguments)
         node = flags.parse(NodeConfig, self._arguments)
-        with systems.over_grpc(self._engine, up, node) as target:
+        is_one_caller = self._arguments.one_caller
+        with systems.over_grpc(self._engine, up, node, is_one_caller=is_one_caller) as target:
             repeats, address = self._arguments.idle_repeats, target.removeprefix("grpc://")
             if repeats:
                 # Begun anew, a stream finds its prompt cached: what that takes, for the floor.
@@ -234,6 +235,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--idle-s", type=float, default=20.0, help="running streams alone")
     parser.add_argument("--load-s", type=float, default=60.0, help="with prompts arriving")
     parser.add_argument("--generators", type=int, default=4, help="of load; each is one caller")
+    parser.add_argument("--one-caller", action="store_true", help="all generators show one key")
     parser.add_argument("--warmup-s", type=float, default=5.0)
     parser.add_argument("--label", default="", help="before the names of what is found")
     parser.add_argument("--commit", help="what is measured, where git does not know")

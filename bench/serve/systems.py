@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from urllib.request import urlopen
 
 from baton.cli.deployment.deployment import Deployment, running_in_background
@@ -28,6 +29,7 @@ from baton.core import flags
 from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.process.children import bound_to_us
+from baton.gateway.security.key_file import add_key
 
 from .clients.node_driver import CLUSTER
 
@@ -51,12 +53,20 @@ def deployed(
 
 
 @contextmanager
-def over_grpc(engine: EngineConfig, up: UpConfig, node: NodeConfig) -> Iterator[str]:
-    """The target of a deployment's gateway."""
+def over_grpc(
+    engine: EngineConfig, up: UpConfig, node: NodeConfig, *, is_one_caller: bool = False
+) -> Iterator[str]:
+    """The target of a deployment's gateway. `is_one_caller`: it wants a key, which all clients of
+    this process and its children find in BATON_API_KEY; else each connection is a caller."""
     gateway = GatewayConfig(grpc_port=0, http_port=0, model=engine.model, skip_tokenizer_init=True)
-    deployment = Deployment(up, engine, node, gateway, _say)
-    with running_in_background(deployment) as address:
-        yield f"grpc://{address}"
+    with ExitStack() as stack:
+        if is_one_caller:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-keys-")))
+            key = add_key(folder / "keys.json", "bench", frozenset({"infer", "metrics"}))
+            stack.enter_context(_environment("BATON_API_KEY", key))
+            gateway = replace(gateway, api_keys=str(folder / "keys.json"))
+        deployment = Deployment(up, engine, node, gateway, _say)
+        yield f"grpc://{stack.enter_context(running_in_background(deployment))}"
 
 
 @contextmanager

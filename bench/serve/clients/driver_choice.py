@@ -1,6 +1,6 @@
 """Which driver goes with a target, and the one over Baton's own client.
 
-grpc://HOST:PORT       Baton's gateway, through its SDK
+grpc://HOST:PORT       Baton's gateway, through its SDK; its key, if it wants one, in BATON_API_KEY
 http://HOST:PORT       any server of OpenAI's completions over HTTP; several behind commas are
                        dealt to in turn  (loadgen/openai_driver.py)
 nodes:REDIS_URL        Baton's engines without a gateway, dealt to in turn  (node_driver.py)
@@ -8,6 +8,7 @@ nodes:REDIS_URL        Baton's engines without a gateway, dealt to in turn  (nod
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
@@ -65,7 +66,7 @@ class _connect_grpc:
         self._address = address
 
     async def __aenter__(self) -> Driver:
-        self._client = AsyncClient(self._address)
+        self._client = AsyncClient(self._address, api_key=os.environ.get("BATON_API_KEY"))
         return GrpcDriver(self._client)
 
     async def __aexit__(self, *_: object) -> None:
