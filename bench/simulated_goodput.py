@@ -35,7 +35,7 @@ from .played.simulation import Call, Simulation
 from .serve.clients.workloads import TRACE
 
 # Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.
-H200_8B = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8)
+H200_8B = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8)
 AUTO, AGGREGATED, DISAGGREGATED = "auto", "aggregated", "disaggregated"
 MARGIN = 0.04  # of Y
 DECODE_STEP_TOKENS = 640  # of a decode engine without a promise

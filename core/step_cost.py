@@ -2,8 +2,9 @@
 
     seconds = base + products(rows) + attention * pairs + context * keys
 
-    rows    prompt tokens and decodes: the products of weights. A convex line of pieces between
-            KNOTS: weights are read once, whatever the rows, until arithmetic takes longer
+    rows    prompt tokens and decodes: the products of weights. A line of pieces between KNOTS that
+            never falls. Weights are read once, whatever the rows, until arithmetic takes longer;
+            of a mixture, more experts with each of the first rows, until all are
     pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
     keys    that decodes read: the sum of their contexts
 
@@ -15,9 +16,13 @@ stages it is the time of one stage: what a request alone would wait for the othe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from operator import mul
 
-KNOTS = (0, 64, 128, 256, 512, 1024)  # rows
+KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
+_WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
 LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
 _LEAST_TOKEN_S = 1e-12
 
@@ -57,7 +62,7 @@ def pairs_of(num_tokens: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """In seconds; none is negative. `row_s[i]`: what each row beyond KNOTS[i] adds.
+    """In seconds; none is negative. `row_s[i]`: what each row from KNOTS[i] to the next one adds.
 
     `max_rows`: of the steps that it was measured on; beyond twice as many it is a guess.
     """
@@ -67,16 +72,18 @@ class StepCost:
     pair_s: float = 0.0
     key_s: float = 0.0
     max_rows: int = 0
+    _to_knot_s: tuple[float, ...] = field(init=False, repr=False, compare=False)  # base and rows
+
+    def __post_init__(self) -> None:
+        pieces_s = map(mul, self.row_s, _WIDTHS)
+        object.__setattr__(self, "_to_knot_s", (*accumulate(pieces_s, initial=self.base_s),))
 
     def seconds(self, shape: StepShape) -> float:
         """How long a step of this shape takes."""
         rows = shape.num_rows
-        products_s = sum(
-            slope * (rows - knot)
-            for slope, knot in zip(self.row_s, KNOTS, strict=True)
-            if rows > knot
-        )
-        return self.base_s + products_s + self.pair_s * shape.pairs + self.key_s * shape.keys
+        piece = bisect_right(KNOTS, rows) - 1
+        rows_s = self._to_knot_s[piece] + self.row_s[piece] * (rows - KNOTS[piece])
+        return rows_s + self.pair_s * shape.pairs + self.key_s * shape.keys
 
     def prompt_tokens_within(
         self, seconds: float, beside: StepShape, context: int, most: int

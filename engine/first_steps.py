@@ -54,8 +54,8 @@ def _cases(limits: EngineLimits) -> Iterator[_Case]:
     """By rows, as far as the engine takes them."""
     largest = min(limits.prompt_step_tokens, _MOST_TOKENS)
     found = [
-        *(_Case(n, context) for n, context in ((1, 256), (8, 1024), (32, 512), (32, 2048))),
-        *(_Case(n, 256) for n in (64, 128, 256)),
+        *(_Case(n, context) for n, context in ((4, 512), (8, 1024), (32, 512), (32, 2048))),
+        *(_Case(n, 256) for n in (1, 64, 128, 256)),
         *(_Case(0, 0, n) for n in (16, 64, 128, 256, 512, 1024, 2048)),
         *(_Case(0, 0, n, 4096) for n in (128, 512)),
         *(_Case(16, 1024, n) for n in (64, 256, 512, 1024)),

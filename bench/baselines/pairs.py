@@ -29,7 +29,7 @@ from .workload import Job
 
 EACH, SPLIT, AUTO = "two engines", "+ disaggregation", "+ auto"
 PAIRS = (EACH, SPLIT, AUTO)
-_NO_COST = StepCost(0.0, (0.0,) * 6, 0.0, 0.0)  # devices are real
+_NO_COST = StepCost(0.0, (0.0,) * 10, 0.0, 0.0)  # devices are real
 _WARM_S = 60.0  # from the requests that do not count to the others
 
 

@@ -187,7 +187,7 @@ class _Engine:
             room_blocks=_NUM_BLOCKS,
         )
         if rate := self.pace.prefill_tokens_per_s:
-            beat.step_cost.row_s.extend([1 / rate] + [0.0] * (len(KNOTS) - 1))
+            beat.step_cost.row_s.extend([1 / rate] * len(KNOTS))
             beat.step_cost.max_rows = 1 << 20
         return bytes(node_pb2.NodeMessage(heartbeat=beat).SerializeToString())
 

@@ -37,6 +37,7 @@ _PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps woul
 _NUM_RECORDED = 512  # steps that the percentile is of
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
+_FLAT_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
 
@@ -160,11 +161,12 @@ class StepCostEstimator:
         if not points or max(rows) < 2 * min(rows):
             return None
         seconds = np.array([seconds for _, seconds in points])
-        features = np.array([_features(shape) for shape, _ in points]) / seconds[:, None]
-        parts = _non_negative_least_squares(features)
+        features = _features([shape for shape, _ in points])
+        parts = _non_negative_least_squares(features / seconds[:, None])
+        base_s, more_s, until_s = parts[0], parts[1:][: len(KNOTS)], parts[1 + len(KNOTS) : -2]
         return StepCost(
-            base_s=parts[0],
-            row_s=tuple(parts[1 : 1 + len(KNOTS)]),
+            base_s=base_s,
+            row_s=tuple(sum(more_s[: i + 1]) + sum(until_s[i:]) for i in range(len(KNOTS))),
             pair_s=parts[-2],
             key_s=parts[-1],
             max_rows=max(rows),
@@ -215,9 +217,13 @@ def _size_of(shape: StepShape) -> _Size:
     )
 
 
-def _features(shape: StepShape) -> list[float]:
-    rows = shape.num_rows
-    return [1.0, *(max(0.0, rows - knot) for knot in KNOTS), float(shape.pairs), float(shape.keys)]
+def _features(shapes: list[StepShape]) -> np.ndarray:
+    """[shapes, parts]: the base, rows beyond each knot, rows until each of _FLAT_AFTER, pairs and
+    keys."""
+    rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
+    beyond = np.maximum(0.0, rows[:, None] - KNOTS)
+    until = np.minimum(rows[:, None], _FLAT_AFTER)
+    return np.column_stack([np.ones_like(rows), beyond, until, pairs, keys])
 
 
 def _non_negative_least_squares(features: np.ndarray) -> list[float]:

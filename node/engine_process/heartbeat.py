@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import operator
 import threading
@@ -50,8 +49,14 @@ def heartbeat(
     counters.MergeFrom(vitals.counters)
     step_cost = None
     if (cost := engine.step_cost()) is not None:
-        error = engine.step_cost_error
-        step_cost = node_pb2.StepCost(**dataclasses.asdict(cost), relative_error=error)
+        step_cost = node_pb2.StepCost(
+            base_s=cost.base_s,
+            row_s=cost.row_s,
+            pair_s=cost.pair_s,
+            key_s=cost.key_s,
+            max_rows=cost.max_rows,
+            relative_error=engine.step_cost_error,
+        )
     adapters = engine.adapters
     callers, decodes = load.waiting_by_caller.items(), load.decodes
     largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))

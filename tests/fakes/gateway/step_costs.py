@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from baton.core.step_cost import KNOTS, StepCost
+from baton.core.step_cost import KNOTS, StepCost, StepShape
 from baton.proto.v1 import node_pb2
 
 
 def linear_cost(step_s: float, token_s: float) -> StepCost:
-    """So much for a step and for each of its tokens."""
-    return StepCost(step_s, (token_s, *[0.0] * (len(KNOTS) - 1)), max_rows=1 << 20)
+    """So much for a step and for each of its tokens. Less by what sums are rounded: a step may be
+    as long as a promise."""
+    return StepCost(step_s - 1e-12, (token_s,) * len(KNOTS), max_rows=1 << 20)
 
 
 def linear_cost_message(step_s: float, token_s: float) -> node_pb2.StepCost:
     cost = linear_cost(step_s, token_s)
     return node_pb2.StepCost(base_s=cost.base_s, row_s=cost.row_s, max_rows=cost.max_rows)
+
+
+def mixture_s(shape: StepShape) -> float:
+    """Seconds of a step, roughly of Qwen3-30B-A3B on an H200: 13.5 ms for all experts, of which a
+    row touches 8 of 128."""
+    touched = 1 - (1 - 8 / 128) ** shape.num_rows
+    rows_s = 1.6e-3 + 13.5e-3 * touched + 10.5e-6 * shape.num_rows
+    return rows_s + 1.4e-9 * shape.pairs + 2.4e-8 * shape.keys

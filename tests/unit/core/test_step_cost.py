@@ -17,7 +17,7 @@ from baton.core.step_cost import (
     pairs_of,
 )
 
-GPU = StepCost(0.0045, (0.0, 0.0, 7e-6, 14e-6, 0.0, 0.0), 9e-10, 3.1e-8, max_rows=8192)
+GPU = StepCost(0.0045, (*(0.0,) * 6, 7e-6, *(21e-6,) * 3), 9e-10, 3.1e-8, max_rows=8192)
 slopes = st.floats(0, 1e-4, allow_subnormal=False)
 costs = st.builds(
     StepCost,
@@ -92,4 +92,4 @@ def test_what_cannot_be_is_not_believed(part: float) -> None:
     assert not replace(GPU, base_s=part).is_sane
     assert not replace(GPU, row_s=(part, *GPU.row_s[1:])).is_sane
     assert not replace(GPU, row_s=GPU.row_s[1:]).is_sane
-    assert not replace(GPU, base_s=0.0, row_s=(0.0,) * 6, pair_s=0.0, key_s=0.0).is_sane
+    assert not replace(GPU, base_s=0.0, row_s=(0.0,) * 10, pair_s=0.0, key_s=0.0).is_sane

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from fakes.clock import FakeClock
-from fakes.gateway.step_costs import linear_cost
+from fakes.gateway.step_costs import linear_cost, mixture_s
 from fakes.runner import FakeRunner
 
 from baton.core.step_cost import StepShape, pairs_of
@@ -15,14 +17,17 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
 BLOCK_SIZE = 16
+LINEAR_S = linear_cost(0.004, 20e-6).seconds
 
 
 class TimedRunner(FakeRunner):
-    """Its steps take what a cost says, on a clock that they move; it keeps what they were."""
+    """Its steps take what `seconds` says, on a clock that they move; it keeps what they were."""
 
-    def __init__(self, num_blocks: int, clock: FakeClock, token_s: float) -> None:
+    def __init__(
+        self, num_blocks: int, clock: FakeClock, seconds: Callable[[StepShape], float]
+    ) -> None:
         super().__init__(num_blocks, BLOCK_SIZE, vocab_size=50)
-        self.clock, self.cost = clock, linear_cost(0.004, token_s)
+        self.clock, self.seconds = clock, seconds
         self.shapes: list[StepShape] = []
         self.most_slices = 0
         self.blocks: set[int] = set()
@@ -42,7 +47,7 @@ class TimedRunner(FakeRunner):
             self.blocks.update(part.block_table)
         self.shapes.append(shape)
         self.most_slices = max(self.most_slices, len(batch))
-        self.clock.advance(self.cost.seconds(shape))
+        self.clock.advance(self.seconds(shape))
         return _Done()
 
 
@@ -52,11 +57,13 @@ class _Done:
 
 
 def measured(
-    budget_s: float, token_s: float = 20e-6, **options: int
+    budget_s: float,
+    seconds: Callable[[StepShape], float] = LINEAR_S,
+    **options: int,
 ) -> tuple[Engine, TimedRunner, float]:
     clock = FakeClock()
     num_blocks = options.pop("num_blocks", 8000)
-    runner = TimedRunner(num_blocks, clock, token_s)
+    runner = TimedRunner(num_blocks, clock, seconds)
     limits = EngineLimits(num_blocks, BLOCK_SIZE, **({"max_model_len": 8192} | options))
     generations = LocalGenerations(num_blocks)
     engine = Engine(
@@ -65,12 +72,14 @@ def measured(
     return engine, runner, engine.measure_first_steps(budget_s)
 
 
-def test_the_first_heartbeat_has_what_steps_take() -> None:
-    engine, runner, took_s = measured(10.0)
+@pytest.mark.parametrize("seconds", [LINEAR_S, mixture_s])
+def test_the_first_heartbeat_has_what_steps_take(seconds: Callable[[StepShape], float]) -> None:
+    engine, runner, took_s = measured(10.0, seconds)
     cost = engine.step_cost()
     assert cost is not None and cost.max_rows == 2048 and took_s < 10.0
-    for shape in (StepShape(1000, pairs_of(1000, 0)), StepShape(num_decodes=40, keys=40_000)):
-        assert cost.seconds(shape) == pytest.approx(runner.cost.seconds(shape), rel=0.02)
+    decodes = [StepShape(num_decodes=n, keys=n * 1000) for n in (1, 2, 6, 12, 20, 40, 200)]
+    for shape in (StepShape(1000, pairs_of(1000, 0)), *decodes):
+        assert cost.seconds(shape) == pytest.approx(seconds(shape), rel=0.05)
     assert min(runner.blocks) == NUM_RESERVED_BLOCKS
     engine.check_integrity()
     assert engine.pool.num_available == engine.limits.capacity, "no block was taken"
@@ -81,7 +90,7 @@ def test_the_first_heartbeat_has_what_steps_take() -> None:
 @pytest.mark.parametrize("token_s", [2e-5, 2e-3, 2e-1])
 def test_it_takes_no_longer_than_it_may(budget_s: float, token_s: float) -> None:
     """But for the first step of a size."""
-    _, runner, took_s = measured(budget_s, token_s)
+    _, runner, took_s = measured(budget_s, linear_cost(0.004, token_s).seconds)
     assert took_s <= budget_s or len(set(runner.shapes)) == 1
 
 

@@ -22,7 +22,7 @@ from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
-COST = StepCost(0.007, (4e-6, 0.0, 0.0, 16e-6, 0.0, 0.0), 0.0, 1e-7)
+COST = StepCost(0.007, (*(4e-6,) * 7, *(20e-6,) * 3), 0.0, 1e-7)
 GRAPH_ROWS, GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1152, 1280), 1024
 GRAPH_S, KERNELS_S, LOOK_S = 0.002, 0.046, 0.0005
 PROMISE_S, RATE, SECONDS = 0.048, 10.0, 12.0

@@ -29,7 +29,7 @@ from baton.engine.speculation.proposer import Context
 from baton.engine.speculation.speculator import Speculator
 
 # An 8B model on an H200: weights take 4 ms, arithmetic more from 150 rows on.
-H200 = StepCost(4.2e-3, (2e-6, 1e-6, 10e-6, 8e-6, 0.0, 0.0), key_s=2.5e-8, max_rows=512)
+H200 = StepCost(4.2e-3, (*(2e-6,) * 5, 3e-6, 13e-6, *(21e-6,) * 3), key_s=2.5e-8, max_rows=512)
 MOST = 4
 
 
@@ -49,7 +49,7 @@ def test_the_best_of_all_choices(
     chances: list[list[float]], wait_s: float, most: int, draft_s: float
 ) -> None:
     beside = StepShape(num_decodes=len(chances), keys=100)
-    cost = StepCost(1e-3, (3e-4, 0, 0, 0, 0, 0), key_s=1e-6)
+    cost = StepCost(1e-3, (3e-4,) * 10, key_s=1e-6)
 
     def goodput(lengths: tuple[int, ...]) -> float:
         accepted = sum(sum(row[:n]) for row, n in zip(chances, lengths, strict=True))

@@ -355,14 +355,14 @@ def test_a_promise_that_not_even_one_decode_keeps_holds_nobody_up() -> None:
 def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() -> None:
     p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
     table = table_of(p, d)
-    fast = StepCost(0.005, (20e-6, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=2048)
-    unmeasured = StepCost(0.005, (0.0,) * 6, max_rows=8)
+    fast = StepCost(0.005, (20e-6,) * 10, max_rows=2048)
+    unmeasured = StepCost(0.005, (0.0,) * 10, max_rows=8)
     decodes = StepShape(num_decodes=8, keys=8000)
     p.receive_heartbeat(replace(LOAD, step_cost=fast, waiting_tokens=100_000))
     busy = replace(LOAD, tbt_target_s=0.02, decodes=decodes, step_cost=unmeasured)
     d.receive_heartbeat(busy)
     assert table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local
-    slow = StepCost(0.005, (1e-3, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=512)
+    slow = StepCost(0.005, (1e-3,) * 10, max_rows=512)
     d.receive_heartbeat(replace(busy, step_cost=slow))
     assert not table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local
 

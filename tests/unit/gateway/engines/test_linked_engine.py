@@ -21,7 +21,7 @@ from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import Fetch
 
-COST = StepCost(0.005, (1e-5,) * 6, max_rows=8192)
+COST = StepCost(0.005, (1e-5,) * 10, max_rows=8192)
 LOAD = ReportedLoad(0, 0, 0, 1 << 16, 1 << 16, False, frozenset(), step_cost=COST)
 
 

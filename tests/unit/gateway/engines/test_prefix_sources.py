@@ -65,7 +65,7 @@ def test_nothing_is_fetched_that_is_here_or_unreachable() -> None:
     assert most is not None and most.source == D
 
 
-COST = StepCost(0.001, (2e-5, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=4096)  # 50,000 tokens/s
+COST = StepCost(0.001, (2e-5,) * 10, max_rows=4096)  # 50,000 tokens/s
 LOAD = ReportedLoad(
     0, 0, 0, 4096, 4096, False, frozenset(), room_blocks=4096, step_cost=COST, step_tokens=2048
 )

@@ -29,7 +29,7 @@ from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 
-COST = StepCost(0.005, (0.0,) * 6, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms a million keys
+COST = StepCost(0.005, (0.0,) * 10, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms a million keys
 PROMISE_S = 0.015
 
 

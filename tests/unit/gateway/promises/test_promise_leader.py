@@ -18,7 +18,7 @@ from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.promises.promise_leader import PERIOD_S, PromiseLeader
 from baton.prefix_index.mirror import PrefixMirror
 
-COST = StepCost(0.012, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
+COST = StepCost(0.012, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
 TARGET_S = 0.024
 LONG, SHORT, HEAVY = (5, 8192, 256), (8, 256, 512), (6, 8192, 256)  # requests/s, prompt, output
 

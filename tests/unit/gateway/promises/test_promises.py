@@ -27,7 +27,7 @@ from baton.gateway.promises.promises import (
 
 # An 8B model on a GPU: 41,000 prompt tokens a second in full steps, 524 decodes within 24 ms; and
 # one whose weights take half of a step that keeps the promise.
-COST = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
+COST = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
 LARGE = replace(COST, base_s=0.012)
 TARGET = Target(0.024, 1.0, 8192)
 
