@@ -86,6 +86,8 @@ def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
         raise BadEntry("not JSON") from error
     if not isinstance(fields, dict):
         raise BadEntry("not an object")
+    if any(isinstance(value, dict | list) for value in fields.values()):
+        raise BadEntry("nested")  # deep enough, it could not be encoded again
     if secret.current:
         _check_signature(fields, secret)
     try:

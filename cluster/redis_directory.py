@@ -2,6 +2,7 @@
 
     baton:{cluster}:member:{incarnation}   one entry with a TTL, rewritten by its announcer
     baton:{cluster}:members                channel: this incarnation's entry is new, or its last
+    baton:{cluster}:probe                  written by watchers: Redis that stores nothing is away
 
 Redis is never load-bearing: while it is away, watchers keep the last membership they saw and
 announcers keep trying; no error of Redis reaches a caller. Entries are hints and may be junk, or
@@ -29,6 +30,7 @@ _SCAN_PAGE = 1000
 _SCAN_PAGES = 20  # in one refresh; the next one goes on behind them
 _MAX_MEMBERS = 4096
 _MAX_NAMED = 256  # of the channel, in one read; others are found by scanning
+_PROBE_MS = 10_000
 _NO_TTL = -1  # PTTL of a key without one
 
 
@@ -38,6 +40,7 @@ class _View:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     cursor: int = 0  # where the scan goes on
+    is_whole: bool = False  # it has come round once
     named: set[str] = field(default_factory=set)  # by the channel, and not read yet
 
     def take(self, entry: Entry) -> None:
@@ -79,6 +82,7 @@ class RedisDirectory:
         self._secret = secret
         self._prefix = f"{prefix}member:"
         self._channel = f"{prefix}members"
+        self._probe = f"{prefix}probe"
         self._announcers: dict[str, asyncio.Task[None]] = {}
         self._last: dict[str, Entry] = {}  # that we wrote, or tried to
         self._is_away, self._has_answered = False, False
@@ -107,7 +111,7 @@ class RedisDirectory:
             await self._write(last.member, last.ttl_ms / 1000, is_gone=True)
 
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
-        """Yield the membership, ordered by incarnation, at once and again after every change.
+        """Yield the membership, ordered by incarnation, once it is read and after every change.
 
         With Redis away from the start, the first one is empty.
         """
@@ -122,6 +126,8 @@ class RedisDirectory:
                         await self._read(view)
                         self._note_back()
                         delay_s = RETRY_MIN_S
+                        if not view.is_whole:
+                            continue
                         if (members := view.members()) != seen:
                             seen = members
                             yield members
@@ -191,6 +197,7 @@ class RedisDirectory:
     async def _read(self, view: _View) -> None:
         """Bring the view up to date: what it has, what the channel named, a part of the rest."""
         named, view.named = view.named, set()
+        await reply(self._redis.set(self._probe, b"1", px=_PROBE_MS))
         now_ms = await self._now_ms()
         view.forget_old(now_ms)
         view.drop(await self._read_keys(view, view.entries.keys() | named, now_ms))
@@ -203,6 +210,7 @@ class RedisDirectory:
             new = {n.decode() for n in names if is_incarnation(n)} - view.entries.keys()
             await self._read_keys(view, new, now_ms)
             if view.cursor == 0:
+                view.is_whole = True
                 break
 
     async def _read_keys(self, view: _View, incarnations: Collection[str], now_ms: int) -> set[str]:

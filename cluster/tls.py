@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,14 @@ class Certificate:
     ends_s: Mapping[str, float]
 
 
+class _NotYetValid(ValueError):
+    """`from_s`: when it will be, in seconds since 1970."""
+
+    def __init__(self, text: str, from_s: float) -> None:
+        super().__init__(text)
+        self.from_s = from_s
+
+
 class CertificateFiles:
     """A certificate chain with its key, PEM; `ca`: who must have signed what peers show.
 
@@ -77,6 +86,7 @@ class CertificateFiles:
         self._clock = clock or SystemClock()
         self._files = WatchedFiles(self._paths)
         self._lock = threading.Lock()
+        self._valid_from_s = math.inf  # of files that were read too early
         self._files.have_changed()
         try:
             self._certificate = self._load()
@@ -88,22 +98,28 @@ class CertificateFiles:
     def current(self) -> Certificate:
         """The newest good certificate."""
         with self._lock:
-            if self._files.have_changed():
+            if self._files.have_changed() or self._now_s() >= self._valid_from_s:
+                self._valid_from_s = math.inf
                 try:
                     self._certificate = self._load()
                     log.info("%s: read anew", self._what)
                 except (OSError, ValueError) as error:
                     log.error("%s: %s; the one before stays", self._what, _reason(error))
-                    if not isinstance(error, ssl.SSLError | ValueError):
+                    if isinstance(error, _NotYetValid):
+                        self._valid_from_s = error.from_s
+                    elif not isinstance(error, ssl.SSLError | ValueError):
                         self._files.forget()  # they may be right as they are
             return self._certificate
 
     def _load(self) -> Certificate:
-        return _load(*self._paths, now_s=self._clock.unix_ns() / 1e9)
+        return _load(*self._paths, now_s=self._now_s())
+
+    def _now_s(self) -> float:
+        return self._clock.unix_ns() / 1e9
 
     def warn_of_end(self) -> None:
         """Log it if a certificate ends within two weeks, or has ended."""
-        now_s = self._clock.unix_ns() / 1e9
+        now_s = self._now_s()
         for file, ends_s in self.current().ends_s.items():
             if now_s >= ends_s:
                 log.error("%s: expired on %s: peers refuse it", file, _date(ends_s))
@@ -221,14 +237,16 @@ def _ends(
     links = validities(certificate.chain)
     starts_s, ends_s = max(v.from_s for v in links), min(v.until_s for v in links)
     if now_s < starts_s:
-        raise ValueError(f"{chain} is not valid before {_date(starts_s)}")
+        raise _NotYetValid(f"{chain} is not valid before {_date(starts_s)}", starts_s)
     if now_s >= ends_s:
         raise ValueError(f"{chain} expired on {_date(ends_s)}")
     if ca is None or certificate.ca is None:
         return {str(chain): ends_s}
-    trusted = [v.until_s for v in validities(certificate.ca) if v.from_s <= now_s < v.until_s]
+    authorities = validities(certificate.ca)
+    trusted = [v.until_s for v in authorities if v.from_s <= now_s < v.until_s]
     if not trusted:
-        raise ValueError(f"{ca} has no CA that is valid now")
+        starts_s = min((v.from_s for v in authorities if v.from_s > now_s), default=math.inf)
+        raise _NotYetValid(f"{ca} has no CA that is valid now", starts_s)
     return {str(chain): ends_s, str(ca): max(trusted)}
 
 

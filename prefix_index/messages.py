@@ -60,7 +60,7 @@ def decode(raw: bytes) -> Message:
         raise BadMessage(f"{len(raw)} bytes")
     try:
         message: Message = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(str(error)) from error
     return message
 

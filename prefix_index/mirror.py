@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ..core.ports import Clock
 from ..core.request.token_ids import BlockHash
 from .messages import BadMessage, Delta, Head, decode
-from .pages import Contents
+from .pages import PAGE_BLOCKS, Contents
 
 STALE_S = 60.0  # an engine of which no message came for so long counts as empty
 READ_S = 0.5  # pages are read once in so long
@@ -130,7 +130,10 @@ class PrefixMirror:
         copy = self._copies.get(contents.incarnation)
         if copy is None or (copy.seq is not None and contents.seq <= copy.seq):
             return False
-        if contents.device_blocks + contents.host_blocks <= copy.max_hashes:
+        num_blocks = contents.device_blocks + contents.host_blocks
+        # Pages have holes, where blocks were more for a moment.
+        most_pages = 2 * copy.max_hashes // PAGE_BLOCKS + 2
+        if num_blocks <= copy.max_hashes and contents.num_pages <= most_pages:
             return True
         self.num_bad_messages += 1
         return False

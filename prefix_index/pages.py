@@ -58,7 +58,7 @@ def decode_contents(raw: bytes, incarnation: str) -> Contents:
     """The contents of this engine; raises BadMessage, also where there are none."""
     try:
         contents = _contents_decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(str(error)) from error
     if contents.incarnation != incarnation or contents.num_pages > _MOST_PAGES:
         raise BadMessage("no contents of this engine")

@@ -4,9 +4,11 @@
     every second                contents, head                           delta finds it in the pages
     every third of a lease      all pages are kept for another one
 
-One task and one pipeline. Whatever Redis does, the engine never waits and memory stays bounded:
-deltas that cannot be sent are dropped, and the gap in their numbers makes gateways read the pages;
-pages that are not written are written later, as they are then.
+One task. Whatever Redis does, the engine never waits and memory stays bounded: deltas that cannot
+be sent are dropped, and the gap in their numbers makes gateways read the pages; pages that are not
+written are written later, as they are then. Redis that comes back may be empty or have what it had
+some time ago: where it has not the contents that were written last, all pages are written before
+new contents count them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Publisher:
         self._link = link
         self._clock = clock
         self._renew_s = clock.monotonic_s() + _RENEW_S
+        self._stored: bytes | None = b""  # contents; None: Redis failed since
 
     async def run(self) -> None:
         while True:
@@ -55,15 +58,26 @@ class Publisher:
         journal = self._journal
         journal.changed.clear()
         changes: list[Delta | Head] = [*journal.take()] or [journal.head()]
-        contents = encode_contents(journal.contents(self._unix_s()))
-        await self._write_pages()
         messages = [encode(message) for message in changes]
-        if not await self._link.publish(journal.incarnation, contents, messages):
-            journal.lost_pages()  # a new Redis, or an empty one
+        try:
+            await self._store(encode_contents(journal.contents(self._unix_s())))
+        except IndexAway:
+            self._stored = None
+            await self._link.publish(messages)  # no keys: where Redis is full, they go on
+            raise
+        await self._link.publish(messages)
         if self._clock.monotonic_s() >= self._renew_s:
             self._renew_s = self._clock.monotonic_s() + _RENEW_S
             num_pages = journal.stored.num_pages
             journal.lost_pages(await self._link.renew_pages(journal.incarnation, num_pages))
+
+    async def _store(self, contents: bytes) -> None:
+        incarnation = self._journal.incarnation
+        if await self._link.read_contents(incarnation) != self._stored:
+            self._journal.lost_pages()
+        await self._write_pages()
+        await self._link.write_contents(incarnation, contents)
+        self._stored = contents
 
     async def _write_pages(self) -> None:
         stored = self._journal.stored

@@ -51,22 +51,25 @@ class RedisIndexLink:
 
     # -- an engine's -------------------------------------------------------------------------------
 
-    async def publish(self, incarnation: str, contents: bytes, messages: Sequence[bytes]) -> bool:
-        """Store an engine's contents, then send its messages to all gateways, in order: who gets
-        one finds it in the contents. Whether there were contents before. Raises IndexAway: some may
-        have arrived."""
-        key, lease_ms = self._key(incarnation), int(LEASE_S * 1000)
+    async def publish(self, messages: Sequence[bytes]) -> None:
+        """Send an engine's messages to all gateways, in order. Raises IndexAway: some may have
+        arrived."""
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.exists(key)
-                pipe.set(key, self._secret.seal(contents), px=lease_ms)
                 for message in messages:
                     pipe.publish(self._channel, self._secret.seal(message))
-                was_there, *_ = await reply(pipe.execute())
+                await reply(pipe.execute())
+        except REDIS_ERRORS as error:
+            raise self._away(error) from error
+
+    async def write_contents(self, incarnation: str, contents: bytes) -> None:
+        """Store what an engine's pages have. Raises IndexAway: it may be there."""
+        sealed, lease_ms = self._secret.seal(contents), int(LEASE_S * 1000)
+        try:
+            await reply(self._redis.set(self._key(incarnation), sealed, px=lease_ms))
         except REDIS_ERRORS as error:
             raise self._away(error) from error
         self._note_back()
-        return bool(was_there)
 
     async def write_pages(self, incarnation: str, pages: Iterator[tuple[int, bytes]]) -> None:
         """Store pages of an engine, over what they were. Raises IndexAway: some may be there."""
@@ -109,9 +112,9 @@ class RedisIndexLink:
 
     async def read_pages(self, incarnation: str, num_pages: int) -> AsyncGenerator[bytes]:
         """An engine's pages in order; empty where one is gone. Raises IndexAway."""
-        keys = [self._key(incarnation, index) for index in range(num_pages)]
-        for start in range(0, num_pages, _PIPELINE_PAGES):
-            for page in await self._read(keys[start : start + _PIPELINE_PAGES]):
+        indices = iter(range(num_pages))
+        while part := [*islice(indices, _PIPELINE_PAGES)]:
+            for page in await self._read([self._key(incarnation, index) for index in part]):
                 yield page
 
     async def _read(self, keys: Sequence[str]) -> list[bytes]:

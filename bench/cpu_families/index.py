@@ -205,7 +205,8 @@ async def _store(url: str, journals: Iterator[CacheJournal]) -> None:
         stored = journal.stored
         await link.write_pages(journal.incarnation, stored.encode(range(stored.num_pages), 0))
         contents = encode_contents(journal.contents(0))
-        await link.publish(journal.incarnation, contents, [encode(journal.head())])
+        await link.write_contents(journal.incarnation, contents)
+        await link.publish([encode(journal.head())])
     await link.close()
 
 

@@ -98,7 +98,7 @@ class SharedList:
             return []
         try:
             model, entries = msgspec.msgpack.decode(message, type=_Message)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return []
         return [one for one in entries if _is_sound(one)] if model == self._model else []
 

@@ -9,7 +9,8 @@ from baton.prefix_index.messages import IndexAway
 
 
 class FakeIndexLink:
-    """`published` keeps every message; `is_away` makes every command fail; keys can be wiped.
+    """`published` keeps every message; `is_away` makes every command fail, `is_full` those that
+    write keys; keys can be wiped.
 
     `keys`: an engine's contents under (incarnation, None), its pages by index. `num_reads`: of
     contents.
@@ -19,26 +20,27 @@ class FakeIndexLink:
         self.published: list[bytes] = []
         self.keys: dict[tuple[str, int | None], bytes] = {}
         self.num_reads = 0
-        self.is_away = False
+        self.is_away = self.is_full = False
         self._subscribers: list[asyncio.Queue[bytes]] = []
 
-    def _check(self) -> None:
-        if self.is_away:
+    def _check(self, *, is_write: bool = False) -> None:
+        if self.is_away or (is_write and self.is_full):
             raise IndexAway("away")
 
-    async def publish(self, incarnation: str, contents: bytes, messages: Sequence[bytes]) -> bool:
+    async def publish(self, messages: Sequence[bytes]) -> None:
         self._check()
-        was_there = (incarnation, None) in self.keys
-        self.keys[incarnation, None] = contents
         self.published += messages
         for queue in self._subscribers:
             for message in messages:
                 queue.put_nowait(message)
-        return was_there
+
+    async def write_contents(self, incarnation: str, contents: bytes) -> None:
+        self._check(is_write=True)
+        self.keys[incarnation, None] = contents
 
     async def write_pages(self, incarnation: str, pages: Iterator[tuple[int, bytes]]) -> None:
         for index, page in pages:
-            self._check()
+            self._check(is_write=True)
             self.keys[incarnation, index] = page
 
     async def renew_pages(self, incarnation: str, num_pages: int) -> list[int]:

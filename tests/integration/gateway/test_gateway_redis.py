@@ -16,6 +16,7 @@ import pytest
 import redis
 from patience import SOON_S
 
+from baton.cluster import redis_directory
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
@@ -89,8 +90,60 @@ async def test_entries_live_by_their_announcer(
         assert client.exists(f"baton:test:member:{A.incarnation}")
         await directory.close()
         await asyncio.sleep(0.4)
-        assert not client.keys("*")
+        assert not client.keys("baton:test:member*")
     await watch.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["full", "a replica"])
+async def test_redis_that_stores_nothing_is_away(
+    server: RedisServer, directory: RedisDirectory, how: str
+) -> None:
+    """It still answers reads, and entries run out: what was known stays, as when it is dead."""
+    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watch = watcher.watch()
+    await directory.announce(A, 0.5)
+    assert await following(watch) == (A,)
+    following_next = asyncio.create_task(following(watch))
+    with redis.Redis.from_url(server.url) as client:
+        client.delete(f"baton:test:member:{A.incarnation}")
+        if how == "full":
+            client.config_set("maxmemory", 1)
+        else:
+            client.replicaof("127.0.0.1", 1)
+        async with asyncio.timeout(20):
+            while not (watcher.is_away and directory.is_away):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.6)
+        assert not following_next.done() and watcher.is_away and directory.is_away
+        if how == "full":
+            client.config_set("maxmemory", 0)
+        else:
+            client.replicaof("NO", "ONE")
+    await directory.announce(B, 5.0)
+    assert B in await following_next
+    assert not watcher.is_away
+    await watch.aclose()  # type: ignore[attr-defined]
+    await watcher.close()
+
+
+async def test_the_first_membership_is_whole(
+    server: RedisServer, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a Redis with many other keys, too: nobody waits for the next refresh."""
+    monkeypatch.setattr(redis_directory, "_SCAN_PAGE", 10)
+    monkeypatch.setattr(redis_directory, "_SCAN_PAGES", 1)
+    with redis.Redis.from_url(server.url) as client:
+        client.mset({f"other:{number}": "x" for number in range(500)})
+    members = [dataclasses.replace(A, incarnation=f"{number:032x}") for number in range(20)]
+    for member in members:
+        await directory.announce(member, 60.0)
+    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watch = watcher.watch()
+    began_s = time.monotonic()
+    assert await following(watch) == tuple(members)
+    assert time.monotonic() - began_s < redis_directory._REFRESH_S
+    await watch.aclose()  # type: ignore[attr-defined]
+    await watcher.close()
 
 
 def put(server: RedisServer, incarnation: str, value: bytes, ttl_ms: int | None = 5000) -> None:

@@ -77,6 +77,16 @@ def test_a_member_need_not_name_its_device() -> None:
     assert decode_entry(encode_entry(nameless, ClusterSecret("s")), ClusterSecret("s")) == nameless
 
 
+@pytest.mark.parametrize("begin, end", [("[", "]"), ('{"a":', "}")])
+def test_nested_junk_is_no_entry_at_any_depth(begin: str, end: str) -> None:
+    """Some depth can be read, and not be written again for its signature."""
+    inner = "1" if begin != "[" else ""
+    for depth in range(1, MAX_ENTRY_BYTES // (len(begin) + 1), 3):
+        raw = f'{{"a":{begin * depth}{inner}{end * depth},"signature":"x"}}'.encode()
+        with pytest.raises(BadEntry):
+            decode_entry(raw, ClusterSecret("secret"))
+
+
 def test_unknown_fields_are_for_later_versions() -> None:
     fields = json.loads(encode_entry(ENTRY, ClusterSecret())) | {"zone": "a"}
     assert decode_entry(json.dumps(fields).encode(), ClusterSecret()) == ENTRY

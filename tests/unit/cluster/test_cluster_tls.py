@@ -227,6 +227,31 @@ def test_a_ca_file_counts_while_one_in_it_does(certs: Path, tmp_path: Path) -> N
         CertificateFiles(*new, certs / "ca.crt", "x", clock)
 
 
+@pytest.mark.parametrize("is_authority", [False, True])
+def test_a_renewed_certificate_counts_from_the_moment_that_it_is_valid(
+    certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_authority: bool
+) -> None:
+    """The CA's clock may be ahead of ours."""
+    paths = [tmp_path / name for name in ("tls.crt", "tls.key", "ca.crt")]
+    for path, name in zip(paths, ("server.crt", "server.key", "ca.crt"), strict=True):
+        shutil.copy(certs / name, path)
+    make_certificates(tmp_path / "new")
+    shown = paths[2] if is_authority else paths[0]
+    from_s = from_and_until(tmp_path / "new/ca.crt")[0]
+    files = CertificateFiles(*paths, "x", clock_at(from_s))
+    first = files.current()
+    files._clock = clock = clock_at(from_s - 5)
+    names = ["ca.crt"] if is_authority else ["server.crt", "server.key", "ca.crt"]
+    for name in names:
+        shutil.copy(tmp_path / "new" / name, tmp_path / name.replace("server", "tls"))
+    for _ in range(3):
+        assert files.current() is first
+    assert caplog.text.count("the one before stays") == 1
+    clock.advance(5)
+    assert files.current() is not first
+    assert shown.read_bytes() in (files.current().chain, files.current().ca)
+
+
 def test_the_last_two_weeks_are_warned_of_until_the_file_is_renewed(
     certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

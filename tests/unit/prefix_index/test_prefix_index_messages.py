@@ -82,6 +82,7 @@ def test_junk_is_refused_and_never_more_than_that(raw: bytes, data: st.DataObjec
         msgspec.msgpack.encode(["head 2", A.upper(), 1]),
         msgspec.msgpack.encode(["head 2", A, -1]),
         msgspec.msgpack.encode(["snapshot 2", A, 1, 1]),
+        b"\x97" + encode(Delta(A, 1))[1:] + b"\x91" * 60_000 + b"\1",  # a further field, nested
     ],
 )
 def test_examples_of_junk(raw: bytes) -> None:

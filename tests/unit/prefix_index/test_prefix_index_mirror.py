@@ -187,6 +187,14 @@ def test_nobody_has_more_blocks_than_its_pool() -> None:
     assert channel.mirror.num_bad_messages == 2
 
 
+def test_contents_of_more_pages_than_an_engine_can_fill_are_lies() -> None:
+    mirror = PrefixMirror(FakeClock())
+    mirror.add(A, 2 * PAGE_BLOCKS)
+    assert mirror.wants(Contents(A, 1, 3, 10, 0, 0))
+    assert not mirror.wants(Contents(A, 1, 4_000_000, 10, 0, 0))
+    assert mirror.num_bad_messages == 1
+
+
 def test_an_engine_that_is_not_heard_of_counts_as_empty_until_it_is() -> None:
     channel = Channel()
     channel.toggle(h(1))

@@ -120,21 +120,60 @@ async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.Monke
         assert link.keys[A, 0] != before[A, 0], "as it is now"
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broken: bool) -> None:
+    """As from a snapshot, or from a replica that was behind: nobody takes old pages for new."""
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    mirror.add(A, 20)
+    journal.record([], [h(0), h(1)])
+    async with publishing(journal, link), following(mirror, link):
+        await until(lambda: mirrors(mirror, {0, 1}))
+        older = dict(link.keys)
+        journal.record([h(0)], [h(2)])
+        await until(lambda: mirrors(mirror, {1, 2}))
+        link.is_away = True
+        journal.record([h(1)], [h(3)])
+        await asyncio.sleep(0.05 if is_broken else 0)
+        link.keys = older
+        link.is_away = False
+        late = PrefixMirror(SystemClock())
+        late.add(A, 20)
+        async with following(late, link):
+            await until(lambda: all(m._copies[A].seq == journal.seq for m in (mirror, late)))
+            assert mirrors(mirror, {2, 3}) and mirrors(late, {2, 3})
+
+
+async def test_where_redis_is_full_deltas_go_on() -> None:
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    mirror.add(A, 20)
+    journal.record([], [h(0)])
+    async with publishing(journal, link), following(mirror, link):
+        await until(lambda: mirrors(mirror, {0}))
+        link.is_full = True
+        for number in range(1, 5):
+            journal.record([h(number - 1)], [h(number)])
+            await until(lambda number=number: mirrors(mirror, {number}))  # type: ignore[misc]
+        assert not mirror.num_gaps
+        link.is_full = False
+        await until(lambda: not journal.stored.changed)
+        late = PrefixMirror(SystemClock())
+        late.add(A, 20)
+        async with following(late, link):
+            await until(lambda: mirrors(late, {4}))
+
+
 async def test_pages_are_there_before_a_delta_that_counts_them() -> None:
     """Whoever reads behind a delta finds what it says."""
     link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
     seen: list[bool] = []
 
     class Watched(FakeIndexLink):
-        async def publish(
-            self, incarnation: str, contents: bytes, messages: Sequence[bytes]
-        ) -> bool:
+        async def publish(self, messages: Sequence[bytes]) -> None:
             mirror.add(A, 100)
             mirror._copies[A].seq = None
-            self.keys[A, None] = contents
             await Follower(self, mirror)._read(A)
             seen.append(mirror._copies[A].seq == journal.seq and mirrors(mirror, {*range(10)}))
-            return await super().publish(incarnation, contents, messages)
+            await super().publish(messages)
 
     link = Watched()
     journal.record([], [h(i) for i in range(10)])
