@@ -91,7 +91,7 @@ _TARGETS_WITH_KV_IN_FP8 = _TARGETS_IN_FP8 | {"decode 64 x 4096": 7.2, "decode 25
 _TARGETS_OF = {
     ("llama-3.1-8b", None, "auto", 1): _TARGETS,
     ("llama-3.1-8b", None, "auto", 2): {"decode 64 x 4096": 7.2},
-    ("llama-3.1-70b", None, "auto", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
+    ("llama-3.1-70b", None, "auto", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 540.0},
     ("llama-3.1-8b", "fp8", "auto", 1): _TARGETS_IN_FP8,
     ("llama-3.1-8b", "fp8", "fp8", 1): _TARGETS_WITH_KV_IN_FP8,
     ("llama-3.1-8b", "fp8-block", "auto", 1): _TARGETS_IN_BLOCKS,

@@ -42,6 +42,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "idle": serving.idle,
     "load": serving.load_rows,
     "four gpus": serving.four_gpus,
+    "mixture on four": serving.mixture_on_four,
     "two prefill": serving.two_prefill,
     "overload": serving.overload,
     "faults": serving.faults,

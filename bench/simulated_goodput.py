@@ -3,9 +3,9 @@
     python -m baton.bench.simulated_goodput
 
 Good is what bench/goodput/figures.py says. Requests of the first third of a run do not count.
-`auto` and `aggregated` promise Y, less a margin; `disaggregated` has the split of the cards that a
-search finds to be best for the very requests that are sent. bench/played/simulation.py says what is
-played and what is the product.
+`auto` and `aggregated` promise Y, less a margin, and `auto` moves promises; `disaggregated` has the
+split of the cards that a search finds to be best for the very requests that are sent.
+bench/played/simulation.py says what is played and what is the product.
 """
 
 from __future__ import annotations
@@ -20,22 +20,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from baton.core.membership import Role
 from baton.core.metrics import percentile
-from baton.core.step_cost import StepCost
+from baton.core.step_cost import KNOTS, StepCost
 from baton.loadgen.arrivals import from_trace
 
 from .floors.figures import ROOT, command_line, commit, machine
-from .goodput.figures import keeps
+from .goodput.figures import TTFT_S, keeps
 from .played.engine import EngineSetup
 from .played.simulation import Call, Simulation
 from .serve.clients.workloads import TRACE
 
 # Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.
 H200_8B = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8)
+# Qwen3-30B-A3B, of gpu_30b-a3b.json: 13.5 ms for all experts, of which a row touches 8 of 128.
+_EXPERTS_S = [13.5e-3 * (1 - (1 - 8 / 128) ** rows) for rows in (*KNOTS, 2048)]
+_EACH_S = (
+    10.5e-6 + (after - before) / (end - begin)
+    for (before, after), (begin, end) in zip(
+        pairwise(_EXPERTS_S), pairwise((*KNOTS, 2048)), strict=True
+    )
+)
+H200_30B_A3B = StepCost(1.6e-3, tuple(_EACH_S), 1.4e-9, 2.4e-8)
 AUTO, AGGREGATED, DISAGGREGATED = "auto", "aggregated", "disaggregated"
 MARGIN = 0.04  # of Y
 DECODE_STEP_TOKENS = 640  # of a decode engine without a promise
@@ -61,6 +71,7 @@ class Point:
     num_cards: int = 2
     num_gateways: int = 1
     trace_speed: float = 0.0
+    cost: StepCost = H200_8B
 
     def arrivals(self) -> Iterator[Arrival]:
         """As many for each pair of cards."""
@@ -94,6 +105,10 @@ def _steady(lengths: Lengths, rate: float, y_ms: float, **more: Any) -> Point:
     return Point("{}/{}".format(*lengths), ((lengths, rate),), y_ms, **more)
 
 
+def _mixture(lengths: Lengths, rate: float) -> Point:
+    return Point("30B-A3B {}/{}".format(*lengths), ((lengths, rate),), 25, cost=H200_30B_A3B)
+
+
 def _shifting(num_cards: int) -> Point:
     kinds = (((8192, 128), 5.5), ((256, 512), 34.0))
     return Point("8192/128 then 256/512", kinds, 25, num_cards=num_cards)
@@ -110,6 +125,8 @@ POINTS = [
     ),
     *(_steady((1024, 512), 32.0, y_ms, seconds=15) for y_ms in (15, 25)),
     _steady((256, 1024), 16.0, 25, seconds=20),
+    *(_mixture((8192, 256), rate) for rate in (3.0, 4.0, 5.0)),
+    *(_mixture((1024, 512), rate) for rate in (14.0, 18.0)),
     *(_trace(speed, seconds=100) for speed in (0.3, 0.5)),
     *(_shifting(num_cards) for num_cards in (2, 4)),
     *(_trace(0.4, seconds=60, num_cards=8, num_gateways=n) for n in (1, 2)),
@@ -151,7 +168,8 @@ def measure(point: Point, mode: str, num_prefill: int) -> dict[str, Any]:
     """One run's figures; times in ms."""
     y_s, began_s = point.y_ms / 1000, time.monotonic()
     engines = setups(mode, y_s * (1 - MARGIN), point.num_cards, num_prefill)
-    simulation = Simulation(H200_8B, engines, point.num_gateways)
+    ttft_s = TTFT_S if mode == AUTO else None
+    simulation = Simulation(point.cost, engines, point.num_gateways, ttft_s=ttft_s)
     calls = asyncio.run(run(simulation, point))
     ttfts_s = [call.times.ttft_s or 0.0 for call in calls]
     gaps_s = [gap for call in calls for gap in call.times.gaps_s]

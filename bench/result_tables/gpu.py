@@ -173,7 +173,7 @@ def sums() -> str:
     head = (
         "us",
         *("floor", "NCCL, two H200s", "peer memory"),
-        *("floor", "four H100s", "peer memory"),
+        *("floor", "four H200s", "peer memory"),
     )
     return table(head, rows) + f"\n{source('allreduce2')}\n{source('allreduce4')}"
 
@@ -181,7 +181,7 @@ def sums() -> str:
 def sending_products() -> str:
     """Products that write what ranks add up to where it is added up."""
     rows: list[Row] = []
-    for cards, file in (("two H200s", "allreduce2"), ("four H100s", "allreduce4")):
+    for cards, file in (("two H200s", "allreduce2"), ("four H200s", "allreduce4")):
         found = figures(file)
         for name, figure in found.items():
             if not name.endswith("product that sends itself"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .results import Row, load, number, pair, table
+from .results import Row, load, number, pair, source, table
 
 _LENGTHS = {"1k": "1024", "8k": "8192", "32k": "32768"}
 
@@ -63,20 +63,38 @@ def load_rows() -> str:
 def four_gpus() -> str:
     """Two engines of each role."""
     serve = load("serve")
-    found = serve["2+2"]
-    rows = [
-        _load_row("H200s, streams alone, f1404a7", found["streams alone, f1404a7"]),
-        _load_row(f"H200s, with 8k prompts, {found['commit']}", found["streams+8k"]),
-    ]
-    for one in serve["2+2 H100"]:
-        title = f"H100s, {one['callers']}"
-        rows.append(_load_row(f"{title}, streams alone", one["streams alone"]))
-        rows.append(_load_row(f"{title}, with 8k prompts, {one['commit']}", one["streams+8k"]))
+    rows = []
+    for cards in ("H200", "H100"):
+        for one in serve[f"2+2 {cards}"]:
+            title = f"{cards}s, {one['callers']}"
+            rows.append(_load_row(f"{title}, streams alone", one["streams alone"]))
+            rows.append(_load_row(f"{title}, with 8k prompts, {one['commit']}", one["streams+8k"]))
     head = (
         *("128 streams, 8k prompts at 7.4/s", "measured for", "TBT p50 / p99, ms"),
         *("TTFT p50 / p99, ms", "FIFO replay, ms", "hand-off gap p50, ms", "tokens/s"),
     )
     return table(head, rows)
+
+
+def mixture_on_four() -> str:
+    """A mixture's experts whole on each side's two ranks: one request at a time."""
+    rows = [
+        (
+            f"{int(length):,}",
+            number(one["ttft_ms"]),
+            number(one["prefill_ms"]),
+            f"{one['outside_prefill_ms']:.1f}",
+            f"{one['stages_ms']['first_token to transfer_ended']:.2f}",
+            number(one["decode_step_ms"]),
+            f"{one['gap_over_step_ms']:.1f}",
+        )
+        for length, one in load("serve_30b-a3b")["idle"].items()
+    ]
+    head = (
+        *("prompt, ms", "TTFT", "prefill's steps", "outside them", "first token to KV in place"),
+        *("decode step", "first gap - one step"),
+    )
+    return table(head, rows) + "\n" + source("serve_30b-a3b")
 
 
 def _load_row(title: str, run: dict[str, Any]) -> Row:
