@@ -142,6 +142,11 @@ class ChatSample(Sample):
         self._num_calls += sum(isinstance(d, ToolDelta) and d.name is not None for d in kept)
         return [*before, *kept]
 
+    def is_cut(self, result: RequestResult) -> bool:
+        """Whether there would have been more: it ended at its limit, or amid a call."""
+        is_in_call = self._parser is not None and self._parser.is_in_call
+        return is_in_call or result.finish_reason is not FinishReason.STOP
+
     def _told_apart(self, chunk: OutputChunk) -> tuple[str, str]:
         """Reasoning, and all other text."""
         parser = self._reasoning
@@ -174,7 +179,7 @@ class ChatSample(Sample):
 
     def _add_ending(self, choice: ChatDelta | ChatChoice, result: RequestResult | None) -> None:
         if result is not None:
-            is_call = self._num_calls and result.finish_reason is FinishReason.STOP
+            is_call = self._num_calls and not self.is_cut(result)
             choice.finish_reason = "tool_calls" if is_call else result.finish_reason.value
             choice.stop_reason = result.matched_stop
 

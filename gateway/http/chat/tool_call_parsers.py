@@ -51,6 +51,11 @@ class ToolCallParser(ABC):
         self._is_behind_call = False
         self._has_content = False
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the last call has begun, and not ended."""
+        return self._scanner is not None and self._is_named
+
     def feed(self, text: str) -> list[Delta]:
         self._text += text
         deltas: list[Delta] = []

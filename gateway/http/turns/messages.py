@@ -118,7 +118,7 @@ class _Message(Turn):
                 piece = BlockPiece(type="input_json_delta", partial_json=text)
         return [BlockDelta(type="content_block_delta", index=block.index, delta=piece)]
 
-    def block_ended(self, block: Block) -> Sequence[Struct]:
+    def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
         return [BlockStop(type="content_block_stop", index=block.index)]
 
     def ended(self, result: RequestResult) -> Sequence[Struct]:
@@ -145,7 +145,8 @@ class _Message(Turn):
             return Stop("stop_sequence", result.matched_stop)
         if result.finish_reason is FinishReason.LENGTH:
             return Stop("max_tokens", None)
-        is_call = any(block.kind is BlockKind.CALL for block in self.blocks)
+        has_call = any(block.kind is BlockKind.CALL for block in self.blocks)
+        is_call = has_call and not self.sample.is_cut(result)
         return Stop("tool_use" if is_call else "end_turn", None)
 
     def _message_usage(self) -> MessageUsage:

@@ -158,11 +158,11 @@ class _Response(Turn):
             event.logprobs = ()
         return [event]
 
-    def block_ended(self, block: Block) -> Sequence[Struct]:
+    def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
         done = ItemEvent(
             type="response.output_item.done",
             output_index=block.index,
-            item=self._item(block, "completed"),
+            item=self._item(block, "incomplete" if is_cut else "completed"),
         )
         where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
@@ -194,7 +194,7 @@ class _Response(Turn):
         body = self._body("incomplete" if is_cut else "completed")
         body.incomplete_details = Incomplete() if is_cut else None
         body.output = [self._item(block, "completed") for block in self.blocks]
-        if is_cut and body.output:
+        if body.output and self.sample.is_cut(result):
             body.output[-1].status = "incomplete"
         body.usage = self._response_usage()
         if self._found.get("store", True):

@@ -66,8 +66,8 @@ class Turn(Chat):
         """More text of the block that began last."""
 
     @abstractmethod
-    def block_ended(self, block: Block) -> Sequence[Struct]:
-        """No more of it comes."""
+    def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
+        """No more of it comes; `is_cut`: it is not whole."""
 
     @abstractmethod
     def ended(self, result: RequestResult) -> Sequence[Struct]:
@@ -91,7 +91,8 @@ class Turn(Chat):
         for delta in self.sample.deltas(chunk):
             events += self._grow(delta)
         if chunk.result is not None:
-            events += [*self._end_block(), *self.ended(chunk.result)]
+            is_cut = self.sample.is_cut(chunk.result)
+            events += [*self._end_block(is_cut=is_cut), *self.ended(chunk.result)]
         return "".join(map(self._written, events))
 
     def _written(self, event: Struct) -> str:
@@ -117,11 +118,11 @@ class Turn(Chat):
             events += self.block_grew(self.blocks[-1], text)
         return events
 
-    def _end_block(self) -> Sequence[Struct]:
+    def _end_block(self, *, is_cut: bool = False) -> Sequence[Struct]:
         if not self._is_open:
             return ()
         self._is_open = False
-        return self.block_ended(self.blocks[-1])
+        return self.block_ended(self.blocks[-1], is_cut=is_cut)
 
     async def _end_stream(self) -> web.StreamResponse:
         return await self._stream.end()

@@ -172,6 +172,9 @@ async def test_a_response(world: World) -> None:
     cut = await respond(world, max_output_tokens=13, store=False)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (cut.output_text, cut.output[-1].status) == ("he", "incomplete")
+    stream = await respond(world, max_output_tokens=13, store=False, stream=True)
+    items = [event.item async for event in stream if event.type == "response.output_item.done"]
+    assert [item.status for item in items] == ["completed", "incomplete"]
 
 
 async def test_the_events_of_a_response(world: World) -> None:

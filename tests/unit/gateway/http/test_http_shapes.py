@@ -186,6 +186,17 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
     assert sum(json.loads(event)["finish_reason"] is not None for event in events) == 1
 
 
+@pytest.mark.parametrize("text", [CALLS[:-24], CALLS.replace("f", "g")[:40]])
+def test_a_stop_string_amid_a_call_is_no_call(text: str) -> None:
+    """What a client would take for its arguments is a part of them."""
+    whole = chat(parser=HERMES.parser([])).choice(OutputChunk(text, (A,), 0, result()))
+    assert whole.finish_reason == "stop"
+    choice = chat(parser=HERMES.parser([]))
+    events = choice.events(OutputChunk(text, (A,), 0))
+    events += choice.events(OutputChunk("", (A,), 1, result()))
+    assert json.loads(events[-1])["finish_reason"] == "stop"
+
+
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
     opening = HERMES.opening("f", is_constrained=False)
     choice = chat(parser=HERMES.parser([]), opening=opening)
