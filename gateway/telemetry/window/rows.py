@@ -8,6 +8,8 @@ come from histograms, which add up, and SLOs from a sample of the calls. Knows n
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -20,7 +22,7 @@ MAX_JUDGED = 200  # that a row keeps for SLOs
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """`calls` are those that ended, or of `number` that did an even sample."""
+    """`calls` are those that ended, or of `number` that did a random sample."""
 
     number: int = 0
     calls: tuple[JudgedCall, ...] = ()
@@ -31,20 +33,21 @@ class Judged:
         return self.number / len(self.calls) if self.calls else 1.0
 
     def joined(self, other: Judged, most: int) -> Judged:
-        """Both, of at most `most` calls, which all stand for equally many."""
+        """Both, of at most `most` calls, which all stand for equally many. The same two always give
+        the same sample."""
         number = self.number + other.number
         weight = max(self.weight, other.weight, number / most)
-        return Judged(number, (*self._thinned(weight), *other._thinned(weight)))
+        # One number rounds both shares, one up as often as the other down: even a part that is
+        # smaller than the weight has its share of the sample, in the long run.
+        chance = random.Random(number)
+        up = chance.random()
+        added = _sample(other.calls, math.floor(other.number / weight + up), chance)
+        kept = min(math.floor(self.number / weight + 1 - up), most - len(added))
+        return Judged(number, _sample(self.calls, kept, chance) + added)
 
     def num_good(self, targets: SloTargets) -> int:
         """Within the targets; an estimate where `calls` is a sample."""
         return round(sum(map(targets.are_met, self.calls)) * self.weight)
-
-    def _thinned(self, weight: float) -> tuple[JudgedCall, ...]:
-        calls, kept = self.calls, round(self.number / weight)
-        if kept >= len(calls):
-            return calls
-        return tuple(calls[index * len(calls) // kept] for index in range(kept))
 
 
 @dataclass(slots=True)
@@ -109,3 +112,16 @@ class Rows:
             self._growing.discard(number)
             if number in self.rows:
                 self.rows[number].pack()
+
+
+def _sample(
+    calls: tuple[JudgedCall, ...], most: int, chance: random.Random
+) -> tuple[JudgedCall, ...]:
+    """Draws those that stay or those that go, whichever are fewer: mostly some of 200 go."""
+    if most >= len(calls):
+        return calls
+    left, num_drawn = list(calls), min(most, len(calls) - most)
+    for index in range(num_drawn):
+        drawn = index + int(chance.random() * (len(left) - index))
+        left[index], left[drawn] = left[drawn], left[index]
+    return tuple(left[:most] if num_drawn == most else left[num_drawn:])

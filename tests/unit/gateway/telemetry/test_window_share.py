@@ -297,10 +297,10 @@ def test_a_sample_of_calls_stands_for_all(parts: list[tuple[int, float]]) -> Non
     total = sum(number for number, _ in parts)
     good = sum(round(number * share) for number, share in parts)
     assert joined.number == total
-    assert len(joined.calls) <= MAX_JUDGED + len(parts)
+    assert len(joined.calls) <= MAX_JUDGED
     if total <= MAX_JUDGED:
         assert joined.num_good(TARGETS) == good
-    assert joined.num_good(TARGETS) == pytest.approx(good, abs=0.15 * total)
+    assert joined.num_good(TARGETS) == pytest.approx(good, abs=0.2 * total)  # 5 sigma
 
 
 async def test_a_store_that_hangs_holds_up_no_call() -> None:
