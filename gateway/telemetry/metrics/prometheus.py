@@ -228,9 +228,5 @@ class Exporter:
 
     def _forget(self, name: _NodeName) -> None:
         del self._last_known_s[name]
-        for metric in (
-            *(metric for metric, _ in _FAILURES),
-            table.EXPERT_TOKENS,
-            *(metric for metric, _ in _COUNTERS),
-        ):
+        for metric, _ in (*_COUNTERS, *_FAILURES, *_BY_PLACE):
             self._store.forget(metric, *name)

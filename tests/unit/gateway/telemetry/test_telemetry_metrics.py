@@ -315,8 +315,12 @@ def test_an_engine_s_counters_go_on_over_a_link_that_breaks(is_read_between: boo
 
 def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
     world = World()
-    failed = EngineCounters(failed_transfers={"node_lost": 1})
-    world.link("1", "d0", replace(LOAD, counters=failed))
+    failures = {"node_lost": 1}
+    counters = EngineCounters(
+        failed_transfers=failures, failed_fetches=failures,
+        expert_tokens=(3, 4), accepted_drafts=(2, 1),
+    )  # fmt: skip
+    world.link("1", "d0", replace(LOAD, counters=counters))
     node = {"role": "decode", "node": "d0"}
     assert world.value("baton_node_up", **node) == 1
     world.unlink("1")
