@@ -11,6 +11,7 @@ from ..calls.call_record import CallFigures, CallRecord, description
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+UnixSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 _MAX_EVENTS = 100
 _MAX_CHARS = 256
 
@@ -42,8 +43,8 @@ class RecentCall(msgspec.Struct, frozen=True):
     attempts: _Count
     max_gap_s: _Seconds
     e2e_s: _Seconds
-    arrived_unix_s: float
-    ended_unix_s: float
+    arrived_unix_s: UnixSeconds
+    ended_unix_s: UnixSeconds
     ttft_s: _Seconds | None
     tpot_s: _Seconds | None
     prefill_node: _Text | None

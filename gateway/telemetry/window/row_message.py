@@ -20,7 +20,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 
 from ..metrics.tally import BOUNDS, Histogram, Key, Tally
-from .recent_call import RecentCall
+from .recent_call import RecentCall, UnixSeconds
 from .rows import MAX_JUDGED, Judged, Row
 from .window import KEPT, MAX_SHARED_CALLS, OwnSecond
 
@@ -70,7 +70,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 1"):
     buckets: str
     row_s: _Second
     second: _Second
-    unix_s: float
+    unix_s: UnixSeconds
     counts: list[tuple[_Key, _Count]]
     histograms: list[tuple[_Key, _Number, list[_Count]]]
     num_judged: _Count

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import zlib
 from typing import Any
 
+import msgspec
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.calls import PlayedCall, feed_of
@@ -279,6 +281,23 @@ def test_a_row_comes_back_as_it_was() -> None:
     for other in (("b" * 32, 1, 7), ("a" * 32, 30, 7), ("a" * 32, 1, 8)):
         with pytest.raises(BadRow, match="another"):
             unpack_row(packed, *other)
+
+
+@pytest.mark.parametrize("unix_s", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("where", ["unix_s", "arrived_unix_s", "ended_unix_s"])
+def test_a_row_of_no_time_is_no_row(where: str, unix_s: float) -> None:
+    """It would be no JSON, and no page would show anything."""
+    clock = FakeClock()
+    window = TelemetryWindow(clock)
+    window.outbox = {}
+    PlayedCall(clock, feed_of(clock, window=window)).end(EngineFailed("broke"))
+    [own] = window.outbox.values()
+    assert unpack_row(pack_row("a" * 32, 1, 7, 1.8e9, own), "a" * 32, 1, 7)[0].recent
+    if where != "unix_s":
+        own.calls = [msgspec.structs.replace(call, **{where: unix_s}) for call in own.calls]
+    packed = pack_row("a" * 32, 1, 7, unix_s if where == "unix_s" else 1.8e9, own)
+    with pytest.raises(BadRow, match="Expected `float`"):
+        unpack_row(packed, "a" * 32, 1, 7)
 
 
 def test_a_packed_bomb_is_not_unpacked() -> None:
