@@ -186,9 +186,13 @@ class _Seen:
     since_unix_s: float
     restarts: int = 0
     kept: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
-
     drafts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
     hits: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER + 1))
+
+    def forget_steps(self) -> None:
+        """It does not report any more: what it did lately is not known."""
+        for looks in (self.kept, self.drafts, self.hits):
+            looks.clear()
 
     @property
     def draft_means(self) -> tuple[float, float] | None:
@@ -253,7 +257,9 @@ class EngineRoster:
             if state != seen.state:
                 seen.state, seen.since_unix_s = state, now_unix_s
             engine = self._table.engines.get(incarnation)
-            if engine is not None and engine.load is not None:
+            if engine is None:
+                seen.forget_steps()
+            elif engine.load is not None:
                 counters = engine.load.counters
                 seen.kept.append((counters.num_promised_steps, counters.num_kept_steps))
                 accepted = sum(counters.accepted_drafts)
@@ -292,6 +298,7 @@ class EngineRoster:
             "role": member.role.value,
             **{name: getattr(member, name) for name in _OF_MEMBER},
             **{name: getattr(seen, name) for name in ("state", "since_unix_s", "restarts")},
+            "pool_blocks": engine.pool_blocks if engine is not None else None,
             **{name: getattr(load, name, None) for name in _OF_LOAD},
             "kept_share": seen.kept_share,
             "draft_means": seen.draft_means,

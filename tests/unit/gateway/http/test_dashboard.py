@@ -132,6 +132,36 @@ def test_what_an_engine_has_cached_and_where_hits_came_from(cluster: Cluster) ->
     assert cluster.roster.rows()[0]["cached"] is None
 
 
+@pytest.mark.parametrize("state", ["unlinked", "gone"])
+def test_what_an_engine_did_lately_ends_with_its_link(cluster: Cluster, state: str) -> None:
+    names = ("kept_share", "draft_means", "hit_tokens")
+    cluster.join("a", "1")
+    for steps in (1, 2):
+        cluster.table.engines["1" * 32].load = replace(
+            IDLE,
+            counters=EngineCounters(
+                num_promised_steps=steps, num_kept_steps=steps, prefix_query_tokens=9 * steps,
+                num_drafts=steps, num_draft_tokens=3 * steps, accepted_drafts=(steps,),
+            ),
+        )  # fmt: skip
+        cluster.tick()
+    assert None not in [cluster.roster.rows()[0][name] for name in names]
+    cluster.unlink("1") if state == "unlinked" else cluster.leave("1")
+    assert cluster.states() == {"a": (state, 0)}
+    assert [cluster.roster.rows()[0][name] for name in names] == [None, None, None]
+
+
+def test_an_idle_engine_s_whole_pool_is_free(cluster: Cluster) -> None:
+    """Two of its blocks are no request's (Member.num_blocks has them): the page divides by pool."""
+    cluster.join("a", "1", load=replace(IDLE, free_blocks=98))
+    cluster.roster.look()
+    [row] = cluster.roster.rows()
+    assert row["free_blocks"] == row["pool_blocks"] == row["num_blocks"] - 2
+    assert "free_blocks / engine.pool_blocks" in static_files()["js/cluster.js"].body.decode()
+    cluster.unlink("1")
+    assert cluster.roster.rows()[0]["pool_blocks"] is None
+
+
 def test_two_engines_of_one_name_are_two(cluster: Cluster) -> None:
     cluster.join("same", "1")
     cluster.join("same", "2")

@@ -84,7 +84,7 @@ function updateEngine(card, engine, state) {
   for (const [key, [, value]] of Object.entries(parts.facts)) {
     setText(value, factText(engine, key));
   }
-  const used = engine.free_blocks === null ? null : 1 - engine.free_blocks / engine.num_blocks;
+  const used = engine.free_blocks === null ? null : 1 - engine.free_blocks / engine.pool_blocks;
   const inHost = engine.host_blocks ? `, and ${count(engine.host_blocks)} blocks in host memory` : "";
   setText(parts.fillText, used === null ? "unknown" : joined(percent(Math.max(0, used))) + inHost);
   setStyle(parts.fill, "--share", (used ?? 0).toFixed(4));
