@@ -33,8 +33,9 @@ class MetricStore(Collector):
         for metric in self._metrics:
             if metric.buckets and not metric.labels:
                 self._histograms[metric.name][()] = Histogram()
-            elif metric.kind == "counter" and not metric.labels:
-                self._numbers[metric.name][()] = 0.0
+            elif metric.kind == "counter":
+                begun = [(value,) for value in metric.known] if metric.labels else [()]
+                self._numbers[metric.name] = dict.fromkeys(begun, 0.0)
 
     def take(self, tally: Tally) -> None:
         """Add what was counted."""

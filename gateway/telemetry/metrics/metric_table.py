@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from ....core import errors
+from ....core.request.request import FinishReason
+
 _LONG_S = (0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, *_LONG_S)
 GAP_S = (
@@ -24,14 +27,31 @@ LOOKUP_S = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
+# Codes of what calls fail with that no caller is to blame for, and are refused with for their load.
+_FAULTS = tuple(
+    error.code
+    for error in (
+        *(errors.BatonError, errors.EngineFailed, errors.HostLost, errors.NodeLost),
+        *(errors.Unavailable, errors.PromiseRefused, errors.TrialRefused, errors.DeadlineExceeded),
+        *(errors.HandoffFailed, errors.StaleBlocks, errors.LeaseExpired, errors.UnknownTransfer),
+    )
+)
+_REFUSALS = tuple(e.code for e in (errors.Overloaded, errors.RateLimited, errors.Unavailable))
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`kind`: "counter" (its name ends in _total), "gauge", or "histogram" if it has buckets."""
+    """`kind`: "counter" (its name ends in _total), "gauge", or "histogram" if it has buckets.
+
+    `known`: values of a counter's only label whose series begin at 0, before the first event: no
+    rate sees the step from no series to the first count.
+    """
 
     name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    known: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -102,14 +122,23 @@ COALESCED_TOKENS = Metric(
     "coalesced_tokens_total",
     "Delivered tokens that came together with the one before: the client reads slower than we.",
 )
-SUCCESSES = Metric("request_success_total", "Finished calls.", ("finished_reason",))
+SUCCESSES = Metric(
+    "request_success_total",
+    "Finished calls.",
+    ("finished_reason",),
+    known=tuple(reason.value for reason in FinishReason),
+)
 FAILURES = Metric(
     "request_failure_total",
     "Calls that were admitted and did not finish, by error code; cancelled: by their client.",
     ("reason",),
+    known=_FAULTS,
 )
 REJECTIONS = Metric(
-    "request_rejections_total", "Calls that were not admitted, by error code.", ("reason",)
+    "request_rejections_total",
+    "Calls that were not admitted, by error code.",
+    ("reason",),
+    known=_REFUSALS,
 )
 CONNECTIONS_REFUSED = Metric(
     "http_connections_refused_total",
