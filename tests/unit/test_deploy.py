@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +83,19 @@ def test_recorded_names_that_alerts_use_are_recorded() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     used = {n for rule in rules() for n in re.findall(r"\w+:baton_\w+:\w+", rule["expr"])}
     assert used <= recorded
+
+
+def test_an_alert_of_a_role_outlives_its_engines_series() -> None:
+    """They end ten minutes after the engine, or never began: nothing is served all the same."""
+    [rule] = [rule for rule in rules() if rule.get("alert") == "BatonRoleDown"]
+    asked, _, excepted = rule["expr"].partition(" unless ")
+    assert "baton_node_up" in excepted and "baton_node_up" not in asked
+    assert {role.value for role in Role} <= set(re.findall(r'"(\w+)"', asked))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus' own tool is not here")
+def test_alerts_fire_when_they_should() -> None:
+    subprocess.run(["promtool", "test", "rules", RULES.with_name("alerts_test.yml")], check=True)
 
 
 def test_board_is_fresh_and_its_panels_do_not_overlap() -> None:
