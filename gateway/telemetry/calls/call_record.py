@@ -9,6 +9,8 @@ own, so a client that reads slowly does not make the gaps look small. The stages
 `kv_transfer` is the part of the pull that the client waits for: a pull begins beside the prefill.
 The second token counts when it is delivered. All stamps are on the gateway's clock
 (engines/wire.py): no stage depends on two hosts' wall clocks. A stage that would be negative is 0.
+A call that one engine serves whole has the first three. An engine that refuses it for its promise
+is no attempt: `prefill_queue` has the time until others were found.
 """
 
 from __future__ import annotations
@@ -194,9 +196,13 @@ def times_of(timeline: Sequence[Stamp]) -> Times:
     return Times(routed[0] if routed else None, by_event)
 
 
-def stage_seconds(times: Times, second_token_ns: int | None) -> dict[str, float]:
-    """Stages by name, those of which both ends are known."""
+def stage_seconds(
+    times: Times, second_token_ns: int | None, *, attempts: int = 1
+) -> dict[str, float]:
+    """Stages by name, those of which both ends are known; of several attempts, the last one's."""
     bounds_ns = [times.by_event.get(event) for event in _BOUNDS] + [second_token_ns]
+    if attempts == 1:
+        bounds_ns[_BOUNDS.index(Event.ROUTED)] = times.routed_ns
     found = {
         name: _seconds(start_ns, end_ns)
         for name, start_ns, end_ns in zip(STAGES, bounds_ns[:-1], bounds_ns[1:], strict=True)
@@ -216,7 +222,7 @@ def call_figures(record: CallRecord) -> CallFigures:
     if first is not None:
         # After a retry the second token may be older than the decode that went on.
         second_ns = _second_token_ns(record, 0) if first.attempts == 1 else None
-        stages = stage_seconds(times_of(first.timeline), second_ns)
+        stages = stage_seconds(times_of(first.timeline), second_ns, attempts=first.attempts)
     return CallFigures(
         outcome=results[0].finish_reason.value if record.error is None else record.error.code,
         is_finished=is_finished,

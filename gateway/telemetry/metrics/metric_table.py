@@ -105,7 +105,8 @@ INFERENCE = Metric(
 )
 STAGE = Metric(
     "request_stage_seconds",
-    "One stage of a finished call, as in the dashboard: their sum is the time to the second token.",
+    "One stage of a finished call, as in the dashboard: their sum is the time to the second token, "
+    "or to the first of a call without a hand-off, which has three stages.",
     ("stage",),
     STAGE_S,
 )

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -288,6 +289,27 @@ def test_stages_and_transfers_of_a_call() -> None:
     assert snapshot["prefix"]["puller_cached_tokens"] == 16
     assert snapshot["slo"]["attainment"] == 1.0
     assert recent["timeline"][0] == ("arrived", 0.0, "gateway")
+
+
+@pytest.mark.parametrize(("attempts", "prefill_queue_s"), [(1, 0.010), (2, 0.003)])
+def test_time_between_two_routings_of_one_attempt_is_in_its_stages(
+    attempts: int, prefill_queue_s: float
+) -> None:
+    """An engine that refuses for its promise makes the gateway choose again, and is no attempt."""
+    clock = FakeClock()
+    window, feed = watched(clock)
+    call = PlayedCall(clock, feed)
+    clock.advance(0.112)
+    call.deliver(1)
+    result = call.result(0, 0, attempts)
+    arrived, routed, *rest = result.timeline
+    again = replace(routed, unix_ns=arrived.unix_ns + 8_000_000)
+    stamps = (arrived, routed, again, *rest)
+    call.deliver(0, result=replace(result, timeline=stamps))
+    call.end(None)
+    [recent] = window_snapshot(window, SloTargets(0.5, 0.05))["recent"]
+    assert recent["stages"]["gateway_queue"] == pytest.approx(0.001)
+    assert recent["stages"]["prefill_queue"] == pytest.approx(prefill_queue_s)
 
 
 def test_memory_does_not_grow_with_load() -> None:
