@@ -190,8 +190,9 @@ LORA = Metric(
 )
 DECISIONS = Metric(
     "router_decisions_total",
-    "Pairs that were chosen: cached_prefix (the prefill engine has some of the prompt), "
-    "least_loaded, retry (after a failed attempt); unavailable: none could be.",
+    "Engines that were chosen: local (one for the whole request), or a pair: cached_prefix (the "
+    "prefill engine has some of the prompt), least_loaded; retry (either, after a failed attempt "
+    "or an engine's refusal); unavailable: none could be.",
     ("reason",),
 )
 MOVES = Metric(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from bisect import bisect_right
 from dataclasses import replace
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from baton.cli import reference
 from baton.core.errors import Cancelled, EngineFailed, Overloaded
 from baton.core.membership import Member, Role
+from baton.gateway.engines import prompt_router
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
@@ -248,6 +250,12 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     assert world.value("baton_index_up") == 1
     world.index_up = False
     assert world.value("baton_index_up") == 0
+
+
+def test_the_help_has_every_reason_of_a_decision() -> None:
+    counted = set(re.findall(r'decisions\["(\w+)"\]', inspect.getsource(prompt_router)))
+    assert len(counted) == 5
+    assert counted <= set(re.findall(r"\w+", metric_table.DECISIONS.help))
 
 
 def test_drafts_and_what_was_accepted_of_them() -> None:
