@@ -73,13 +73,14 @@ ACCEPTED = (
     f"(rate(baton_spec_decode_num_accepted_tokens_per_pos_total{OF_NODES}[$__rate_interval]))"
 )
 ADAPTERS = (
-    "max by (max_lora, running_lora_adapters, waiting_lora_adapters) (baton_lora_requests_info)"
+    "max by (max_lora, running_lora_adapters, waiting_lora_adapters) "
+    f"(baton_lora_requests_info{CALLS})"
 )
 STALE = f"{rate('index_stale_hits_total')} / {rate('index_hits_total')}"
 MEAN_STAGE = " / ".join(
     rate(f"request_stage_seconds_{what}", " by (stage)") for what in ("sum", "count")
 )
-CERTIFICATES = "min by (file) (baton_certificate_expires_timestamp_seconds) * 1000"
+CERTIFICATES = f"min by (file) (baton_certificate_expires_timestamp_seconds{CALLS}) * 1000"
 UP = f"sum by (role) (max by (role, node) (baton_node_up{OF_NODES}))"
 
 IN_FLIGHT = [
@@ -95,13 +96,18 @@ RETRIES = [
     (rate("request_moves_total", "", MOVED), "moves/s"),
     (rate("coalesced_tokens_total"), "coalesced tokens/s"),
 ]
+# Each gateway has its own queue and the engines' in its number: theirs count once.
+AT_ENGINES = f"baton_deployment_requests_waiting{CALLS} - baton_num_requests_queued{CALLS}"
 DEPLOYMENT = [
-    ("max (baton_deployment_requests_running)", "running"),
-    ("max (baton_deployment_requests_waiting)", "waiting"),
+    (f"sum (max by (model_name) (baton_deployment_requests_running{CALLS}))", "running"),
+    (
+        f"sum (baton_num_requests_queued{CALLS}) + sum (max by (model_name) ({AT_ENGINES}))",
+        "waiting",
+    ),
 ]
-KV_OF_ALL = [("max (baton_deployment_kv_cache_usage_perc)", "")]
+KV_OF_ALL = [(f"max (baton_deployment_kv_cache_usage_perc{CALLS})", "")]
 CACHE = [
-    ("max by (block_size, num_gpu_blocks) (baton_cache_config_info)",
+    (f"max by (block_size, num_gpu_blocks) (baton_cache_config_info{CALLS})",
      "{{num_gpu_blocks}} of {{block_size}} tokens")
 ]  # fmt: skip
 INDEX_UP = [(f"min by (instance) (baton_index_up{CALLS})", "{{instance}}")]
@@ -116,7 +122,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Goodput", "reqps", [(rate("slo_good_requests_total"), "")], "stat"),
         ("Failed/s", "reqps", [(rate("request_failure_total", "", FAILED), "")], "stat"),
         ("In flight, and of them waiting at the gateway", "short", IN_FLIGHT, "stat"),
-        ("In all engines", "short", DEPLOYMENT, "stat"),
+        ("In all engines, and waiting anywhere", "short", DEPLOYMENT, "stat"),
         ("KV use of all engines", "percentunit", KV_OF_ALL, "stat"),
         ("KV blocks for prompts", "short", CACHE, "stat"),
         ("Engines up", "short", [(UP, "{{role}}")], "stat"),

@@ -79,6 +79,21 @@ def test_every_label_in_a_query_is_one_of_its_metric() -> None:
             assert set(re.findall(r"(\w+)\s*[=!]", matchers)) <= labels[stem], query
 
 
+def test_every_query_of_the_board_is_of_the_chosen_model() -> None:
+    for query in board_queries():
+        for matchers in re.findall(r"\bbaton_\w+(\{[^}]*\})?", query):
+            assert 'model_name=~"$model"' in matchers, query
+
+
+def test_the_board_adds_up_what_waits_at_each_gateway() -> None:
+    """And takes what waits at engines, which all gateways report, once."""
+    [waiting] = [query for query in board_queries() if "deployment_requests_waiting" in query]
+    own, _, engines = re.sub(r"\{[^}]*\}", "", waiting).partition(" + ")
+    assert own == "sum (baton_num_requests_queued)"
+    of_engines = "baton_deployment_requests_waiting - baton_num_requests_queued"
+    assert engines == f"sum (max by (model_name) ({of_engines}))"
+
+
 def test_recorded_names_that_alerts_use_are_recorded() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     used = {n for rule in rules() for n in re.findall(r"\w+:baton_\w+:\w+", rule["expr"])}
