@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +23,15 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
-from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed, View, definitions
+from baton.gateway.http.dashboard.snapshot import (
+    MAX_RECENT,
+    EngineRoster,
+    SnapshotFeed,
+    View,
+    definitions,
+)
 from baton.gateway.http.protocol.errors import Refusal
-from baton.gateway.telemetry.calls.call_record import SloTargets
+from baton.gateway.telemetry.calls.call_record import STAGES, SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import Contents
@@ -201,6 +209,19 @@ def test_targets_are_judged(text: str) -> None:
     with pytest.raises(InvalidRequest):
         routes.target_s(text, "ttft_ms")
     assert routes.target_s("250", "ttft_ms") == 0.25
+
+
+def test_the_docs_name_what_is_served(cluster: Cluster) -> None:
+    text = (Path(__file__).resolve().parents[4] / "docs" / "dashboard.md").read_text()
+    [paragraph] = re.findall(r"^\*\*series\*\*: (.*?)\n\n", text, re.M | re.S)
+    places = {"<stage>": STAGES, "<latency>": ("ttft", "tbt", "handoff_gap")}
+    named = {
+        re.sub(r"<\w+>", each, name)
+        for name in re.findall(r"`([\w<>]+)`", paragraph)
+        for each in places.get("".join(re.findall(r"<\w+>", name)), [""])
+    } - {*places["<latency>"]}
+    assert named == json.loads(cluster.feed.whole(View(TARGETS)))["series"].keys()
+    assert f"| `recent` | up to {MAX_RECENT} calls" in text
 
 
 def test_definitions_are_the_ones_of_the_code() -> None:
