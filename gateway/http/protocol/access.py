@@ -82,7 +82,7 @@ class Access:
 
     def caller(self, request: web.Request) -> Caller:
         """Raises Unauthenticated, PermissionDenied. A browser's session reads, and nothing else."""
-        scope = scope_of(request.path, exists=request.match_info.http_exception is None)
+        scope = _scope(request)
         if scope is None:
             return anyone("http")
         if not self._gate.requires_keys:
@@ -115,9 +115,14 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
     except (Unauthenticated, PermissionDenied) as error:
         if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
             return web.Response(status=303, headers={"Location": LOGIN_PATH})
-        request.app[APP_STATE].door.turned_away("http", error)
+        if _scope(request) == INFER:  # others are no calls: a scrape, a page, a probe
+            request.app[APP_STATE].door.turned_away("http", error)
         raise
     return await handler(request)
+
+
+def _scope(request: web.Request) -> str | None:
+    return scope_of(request.path, exists=request.match_info.http_exception is None)
 
 
 def scope_of(path: str, *, exists: bool) -> str | None:

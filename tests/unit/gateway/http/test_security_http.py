@@ -160,7 +160,8 @@ async def test_who_is_turned_away_is_counted(access: Access, keys: dict[str, str
     await ask(access, "/v1/models", door=door)
     await ask(access, "/v1/models", door=door, Authorization=f"Bearer {keys[METRICS]}")
     await ask(access, "/live", door=door)
-    await ask(access, "/dashboard", door=door)
+    for path in ("/dashboard", "/metrics", "/api/snapshot", "/admin/keys", "/nothing"):
+        await ask(access, path, door=door)  # no calls
     assert door.turned == ["http unauthenticated", "http permission_denied"]
 
 
