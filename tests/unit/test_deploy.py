@@ -103,9 +103,11 @@ def test_recorded_names_that_alerts_use_are_recorded() -> None:
 def test_an_alert_of_a_role_outlives_its_engines_series() -> None:
     """They end ten minutes after the engine, or never began: nothing is served all the same."""
     [rule] = [rule for rule in rules() if rule.get("alert") == "BatonRoleDown"]
-    asked, _, excepted = rule["expr"].partition(" unless ")
-    assert "baton_node_up" in excepted and "baton_node_up" not in asked
-    assert {role.value for role in Role} <= set(re.findall(r'"(\w+)"', asked))
+    decode, prefill = rule["expr"].split(" or ")
+    for asked, role in ((decode, Role.DECODE), (prefill, Role.PREFILL)):
+        series, _, excepted = asked.partition(" unless ")
+        assert f'"{role.value}"' in series and excepted.startswith("max by (model_name, role)")
+    assert "baton_index_up" in decode and "max_over_time" in prefill
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus' own tool is not here")
