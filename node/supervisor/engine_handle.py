@@ -290,7 +290,7 @@ class EngineSlot:
         started_s = self._clock.monotonic_s()
         async with self._presence(self.engine):
             error = await self._run_engine(self.engine)
-            self._replace(None)
+        self._replace(None)
         if not self._is_stopping:
             self._report(f"engine lost: {error.message if error else 'the process ended'}")
         return self._clock.monotonic_s() - started_s
@@ -304,17 +304,18 @@ class EngineSlot:
                 engine.kill()
         return running.result()
 
-    def drain(self) -> None:
-        """Take nothing new; the engine ends when it holds nothing, and is not replaced."""
+    def drain(self, running: asyncio.Task[None]) -> None:
+        """Take nothing new; the engine ends when it holds nothing, and is not replaced: so does
+        `running`, the task of `run`."""
         self._is_stopping = True
-        if self.engine is not None:
+        if self.engine is None:
+            running.cancel()  # between two lives: nothing to end but the waiting, or a start
+        else:
             self.engine.drain()
 
     async def stop(self, running: asyncio.Task[None], grace_s: float) -> None:
         """End the engine and the task of `run`: in order, then by force."""
-        self._is_stopping = True
-        if self.engine is None:
-            running.cancel()  # between two lives: nothing to end but the waiting
+        self.drain(running)
         for order in (EngineHandle.shut_down, EngineHandle.kill):
             if self.engine is not None and not running.done():
                 order(self.engine)

@@ -236,8 +236,8 @@ class Supervisor:
         report("draining")
         for engine in self.engines():
             await self._directory.withdraw(engine.incarnation)
-        for slot in self._slots:
-            slot.drain()
+        for slot, task in zip(self._slots, running, strict=True):
+            slot.drain(task)
         hurrying = asyncio.create_task(hurry.wait())
         drained = asyncio.gather(*running, return_exceptions=True)
         await _first_done(drained, hurrying, timeout_s=DRAIN_S)

@@ -1,0 +1,132 @@
+"""A slot between two lives of its engine: what ends it, and what only delays the next start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fakes.clock import FakeClock
+
+from baton.node.supervisor import engine_handle
+from baton.node.supervisor.engine_handle import EngineCommand, EngineSlot
+
+COMMAND = EngineCommand("baton.none", "{}", {}, heartbeat_s=0.25)
+GRACE_S = 0.01
+
+
+class FakeEngine:
+    """`EngineHandle`, which ends when the test or an order says so."""
+
+    incarnation, silent_s, is_progressing = "a" * 32, 0.0, True
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.orders: list[str] = []
+
+    async def run(self, on_over: Callable[[], None]) -> None:
+        await self.over.wait()
+        on_over()
+
+    def drain(self) -> None:
+        self.orders.append("drain")
+        self.over.set()
+
+
+class World:
+    """A slot whose engines are started by `may_start`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.engines: list[FakeEngine] = []
+        self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
+        self.may_start.set()
+        self.may_leave.set()
+        self.num_cut_off = 0  # starts
+        self.num_left = 0
+        monkeypatch.setattr(engine_handle, "start_engine", self._start)
+        self.slot = EngineSlot(COMMAND, self.said.append, lambda: None, self._presence, FakeClock())
+
+    async def _start(self, *_: Any) -> Any:
+        try:
+            await self.may_start.wait()
+        except asyncio.CancelledError:
+            self.num_cut_off += 1
+            raise
+        self.engines.append(FakeEngine())
+        return self.engines[-1]
+
+    @asynccontextmanager
+    async def _presence(self, _: Any) -> AsyncIterator[None]:
+        yield
+        await self.may_leave.wait()
+        self.num_left += 1
+
+    async def begin(self) -> asyncio.Task[None]:
+        await self.slot.start()
+        running = asyncio.create_task(self.slot.run())
+        await turns()
+        return running
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+async def turns() -> None:
+    """All that can happen by itself."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def end_of(running: asyncio.Task[None]) -> None:
+    done, _ = await asyncio.wait({running}, timeout=0.2)
+    assert done, "the slot goes on"
+
+
+async def test_an_engine_that_drains_is_not_replaced(world: World) -> None:
+    running = await world.begin()
+    world.slot.drain(running)
+    await end_of(running)
+    assert world.engines[0].orders == ["drain"] and len(world.engines) == world.num_left == 1
+
+
+async def test_a_slot_that_waits_for_its_next_start_drains_at_once(world: World) -> None:
+    running = await world.begin()
+    world.engines[0].over.set()
+    await turns()
+    assert world.said[-1] == "starting the engine again in 0.5 s"
+    world.slot.drain(running)
+    await end_of(running)
+    await world.slot.stop(running, GRACE_S)
+    assert len(world.engines) == 1
+
+
+async def test_an_engine_that_is_being_started_is_not_wanted_by_a_slot_that_drains(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_handle, "FIRST_DELAY_S", 0.0)
+    running = await world.begin()
+    world.may_start.clear()
+    world.engines[0].over.set()
+    await turns()
+    world.slot.drain(running)
+    await end_of(running)
+    assert world.num_cut_off == len(world.engines) == 1
+
+
+async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(
+    world: World,
+) -> None:
+    running = await world.begin()
+    world.may_leave.clear()
+    world.engines[0].over.set()
+    await turns()
+    world.slot.drain(running)
+    await turns()
+    world.may_leave.set()
+    await end_of(running)
+    assert world.num_left == len(world.engines) == 1
