@@ -109,7 +109,10 @@ class Child:
                 self.ready.set_result(self.addresses[-1])
             if line.startswith((READY, TRY)):
                 self.startup_lines.append(line)
-            report(self.name, line)
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # whoever hears of it, the pipe is emptied
+                report(self.name, line)
             if line.startswith(TRY):
                 self.are_startup_lines_complete.set()
         self.are_startup_lines_complete.set()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ...core.config import ClusterConfig
 from ...core.process.event_loop import StopSignals
+from ...core.process.logs import print_line
 from .child import Child, Report
 
 _RESTART_S, _RESTART_MAX_S = 0.2, 5.0  # longer each time: a port may take a moment to be free
@@ -123,7 +124,7 @@ async def run(
             return 1
         ended.cancel()
         await asyncio.wait({ended})
-        print("stopping: requests in flight may end; Ctrl-C again cuts them off", flush=True)
+        print_line("stopping: requests in flight may end; Ctrl-C again cuts them off")
         return 0
     finally:
         hurrying = asyncio.create_task(_hurry(signals, kept))

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed
-from ...core.process.logs import set_up_logging
+from ...core.process.logs import print_line, set_up_logging
 from ...gateway.process.startup_message import READY, TRY
 from . import child_group
 from .child import GATEWAY
@@ -98,12 +98,12 @@ async def _announce(group: ChildGroup) -> None:
     """Where each of them is found, and where all are."""
     for child in group.children:
         own_url, *shared = child.addresses
-        print(f"{child.name} alone: {own_url}", flush=True)
-    print("ready: gateway gateway", *shared, flush=True)
+        print_line(f"{child.name} alone: {own_url}")
+    print_line(" ".join(("ready: gateway gateway", *shared)))
 
 
 def _report(name: str, line: str) -> None:
     if not line.startswith((READY, TRY)):
         log.info("%s: %s", name, line)
     elif name == f"{GATEWAY}-0":  # one such message is enough
-        print(line, flush=True)
+        print_line(line)

@@ -8,6 +8,7 @@ from typing import Any
 from ...core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
+from ...core.process.logs import print_line
 from ...gateway.process.startup_message import READY, TRY
 from ..host.certs import ca_of
 from ..host.gpu_choice import choose_here
@@ -30,28 +31,30 @@ def start(
             "--nnodes is for launch_prefill and launch_decode: `baton up` starts this host's parts"
         )
     choice = choose_here(up, engine, node)
-    print(choice.line, flush=True)
+    print_line(choice.line)
     deployment = Deployment(choice.up, choice.engine, node, gateway, _print_line, cluster)
     return child_group.run(deployment, _print_topology)
 
 
 def _print_line(name: str, line: str) -> None:
     if not line.startswith((READY, TRY)):  # shown once all is ready
-        print(f"{name:>10} | {line}", flush=True)
+        print_line(f"{name:>10} | {line}")
 
 
 async def _print_topology(deployment: Deployment) -> None:
     async with deployment.client() as client:
         info = await client.model_info()
-    print(f"\n{info.model}, context {info.max_model_len}")
+    print_line(f"\n{info.model}, context {info.max_model_len}")
     for node in info.nodes:
         tokens = node.num_blocks * node.block_size
-        print(f"  {node.role:8} {node.name:12} {node.num_blocks} KV blocks = {tokens} tokens")
+        print_line(f"  {node.role:8} {node.name:12} {node.num_blocks} KV blocks = {tokens} tokens")
     for child in deployment.gateways:
         if len(child.addresses) > 2:
-            print(f"  {GATEWAY:8} {child.name:12} {child.addresses[0]} alone")
+            print_line(f"  {GATEWAY:8} {child.name:12} {child.addresses[0]} alone")
     ca_file = ca_of(deployment.up.certs)
-    print()
+    print_line("")
     for line in deployment.startup_lines:
-        print(line if ca_file is None else line.replace("curl ", f"curl --cacert {ca_file} ", 1))
-    print("Ctrl-C stops everything", flush=True)
+        print_line(
+            line if ca_file is None else line.replace("curl ", f"curl --cacert {ca_file} ", 1)
+        )
+    print_line("Ctrl-C stops everything")

@@ -1,4 +1,5 @@
-"""How every process of ours logs: to stderr, for people or as JSON lines, and never in floods.
+"""How every process of ours logs: to stderr, for people or as JSON lines, and never in floods; and
+how it tells people on stdout how it is.
 
 A record may carry values for machines (`extra=fields(...)`): they become keys of its JSON line.
 Knows no record. Who logs must not put prompts, keys or secrets into it.
@@ -10,12 +11,20 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _TEXT = "%(levelname).1s %(name)s: %(message)s"
 MAX_ALIKE = 20  # records of one kind...
 ALIKE_S = 10.0  # ...within so long
 _MAX_KINDS = 1000
+
+
+def print_line(line: str) -> None:
+    """A line for people, on stdout, at once and in one piece: `baton up` reads it through a pipe,
+    into which engines write their logs."""
+    with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
+        print(f"{line}\n", end="", flush=True)
 
 
 def set_up_logging(process: str, *, as_json: bool) -> None:

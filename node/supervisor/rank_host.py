@@ -30,7 +30,7 @@ from ...core.errors import NodeLost, PermissionDenied, StartupFailed, Unauthenti
 from ...core.membership import Role
 from ...core.process.children import bound_to_us
 from ...core.process.event_loop import StopSignals
-from ...core.process.logs import set_up_logging
+from ...core.process.logs import print_line, set_up_logging
 from ...engine.hosts.joining import HostSettings, JoinRequest, dial_head, request_of
 from .placement import engine_configs, engine_environment, engine_tls
 
@@ -139,8 +139,7 @@ class RankHost:
         """To people, once."""
         if line != self._said:
             self._said = line
-            with contextlib.suppress(OSError):
-                print(line, flush=True)
+            print_line(line)
 
     async def _dial(self, request: JoinRequest, opened: contextlib.ExitStack) -> socket.socket:
         """A connection as a rank uses it. Raises as `dial_head`."""

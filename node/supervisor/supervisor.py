@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -33,7 +32,7 @@ from ...core.model_dir import resolve_model_dir
 from ...core.ports import Directory, SystemClock
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
-from ...core.process.logs import set_up_logging
+from ...core.process.logs import print_line, set_up_logging
 from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
@@ -92,7 +91,7 @@ def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, 
         if node.port == 0 or node.advertise is not None:
             raise
         server, port = make_server(node.host, 0, tls)
-        report(f"{error.message}; listening on port {port} instead")
+        print_line(f"{error.message}; listening on port {port} instead")
         return server, port
 
 
@@ -161,7 +160,7 @@ class Supervisor:
         )
         return EngineSlot(
             command,
-            report=lambda line: report(line if index is None else f"[{index}] {line}"),
+            report=lambda line: print_line(line if index is None else f"[{index}] {line}"),
             on_change=self._health.changed.set,
             presence=self._presence,
             clock=SystemClock(),
@@ -203,7 +202,7 @@ class Supervisor:
         try:
             if await self._start_engines(stopping):
                 running = [asyncio.create_task(slot.run()) for slot in self._slots]
-                report(f"ready: {self._role.value} {self._node.name} {self._address}")
+                print_line(f"ready: {self._role.value} {self._node.name} {self._address}")
                 await _first_done(stopping, *running)
                 await self._drain(signals.hurry, running)
         finally:
@@ -233,7 +232,7 @@ class Supervisor:
         self._health.changed.set()
         if hurry.is_set():
             return
-        report("draining")
+        print_line("draining")
         for engine in self.engines():
             await self._directory.withdraw(engine.incarnation)
         for slot, task in zip(self._slots, running, strict=True):
@@ -323,11 +322,3 @@ def _listed_engine(member: Member) -> engine_pb2.ListedEngine:
         model=member.model,
         fingerprint=member.fingerprint,
     )
-
-
-def report(line: str) -> None:
-    """A line for people, on stdout, at once and in one piece: `baton up` reads it through a pipe,
-    into which engines write their logs."""
-    with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()

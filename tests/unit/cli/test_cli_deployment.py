@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from baton.cli.deployment import gateways, up
 from baton.cli.deployment.child import Child, lines_of
 from baton.cli.deployment.child_group import ChildGroup
 from baton.cli.deployment.deployment import Deployment
@@ -17,6 +19,8 @@ from baton.cli.deployment.gateways import shared_ports
 from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
+from baton.core.process.logs import print_line
+from baton.gateway.process.startup_message import READY
 
 
 def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any = None) -> Child:
@@ -234,3 +238,43 @@ async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:
     lines = [line async for line in lines_of(stream)]
     assert (lines[0], *lines[-2:]) == ("one", "two", "\ufffd")
     assert any("too long" in line for line in lines)
+
+
+class Broken:
+    """A stdout that nobody reads any more, or on a disk that is full."""
+
+    def write(self, text: str) -> None:
+        raise BrokenPipeError
+
+    flush = write
+
+
+def test_lines_that_nobody_reads_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Broken())
+    print_line("ready: prefill p")
+    up._print_line("p-0", "a line")
+    gateways._report("gateway-0", f"{READY}http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "", 0, 1, "")])
+async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Exception) -> None:
+    """One whose pipe is full would stand still."""
+    heard: list[str] = []
+
+    def report(name: str, line: str) -> None:
+        heard.append(line)
+        raise error
+
+    async def wait() -> int:
+        return 1
+
+    part = child("p-0")
+    stream = asyncio.StreamReader()
+    stream.feed_data(b"one\ntwo\nready: prefill p 127.0.0.1:1\n")
+    stream.feed_eof()
+    part.process = cast(Any, SimpleNamespace(returncode=1, stdout=stream, wait=wait))
+    part.ready = asyncio.get_running_loop().create_future()
+    part.watch = cast(Any, SimpleNamespace(close=lambda: None))
+    part.reader = asyncio.create_task(part._read(report))
+    await part.close()
+    assert heard[:2] == ["one", "two"] and part.ready.result() == "127.0.0.1:1"
