@@ -74,9 +74,20 @@ class ChildGroup:
                 return
             self.report(child.name, f"ended with code {child.process.returncode}: starts again")
             await asyncio.sleep(min(_RESTART_S * (num_ends - 1), _RESTART_MAX_S))
-            self.children.remove(child)
-            await child.close()
-            child = await self.launch(child.name, child.configs_again(), child.cluster)
+            child = await self._start_again(child)
+
+    async def _start_again(self, child: Child) -> Child:
+        """The one in its place; itself, ended once more, where this host has no descriptors,
+        processes or memory left: later it may."""
+        await child.close()
+        try:
+            again = await self.launch(child.name, child.configs_again(), child.cluster)
+        except OSError as error:
+            self.report(child.name, f"cannot be started: {error}")
+            child.began_s = time.monotonic()
+            return child
+        self.children.remove(child)
+        return again
 
     def hurry(self) -> None:
         """While they stop: whatever is still there need not end in order."""

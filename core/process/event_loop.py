@@ -81,7 +81,10 @@ class LoopWatch:
             last = count
 
     def close(self) -> None:
-        os.close(self.fd)
+        """Harmless when it is closed already."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     def __enter__(self) -> LoopWatch:
         return self

@@ -168,16 +168,12 @@ async def start_engine(
 ) -> EngineHandle:
     """Start an engine process and wait until it is ready; `report` gets its progress lines.
 
-    Raises StartupFailed with the engine's own text. A cancel kills the process.
+    Raises StartupFailed with the engine's own text, or the system's. A cancel kills the process.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", command.module, str(theirs.fileno())),
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **command.environment},
-        )
+    try:
+        process, ours = await _spawn(command)
+    except OSError as error:  # no descriptor, process or memory is left: later there may be
+        raise StartupFailed(f"the engine process cannot be started: {error}") from error
     reader, writer = await asyncio.open_connection(sock=ours)
     first = engine_pb2.EngineInput(configure=command.configuration)
     writer.write(encode_payload(first.SerializeToString()))
@@ -190,6 +186,21 @@ async def start_engine(
         await process.wait()
         raise
     return EngineHandle(process, reader, writer, ready, command.heartbeat_s, clock)
+
+
+async def _spawn(command: EngineCommand) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """The process, and our end of its socket. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as unless_it_runs, theirs:
+        unless_it_runs.enter_context(ours)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", command.module, str(theirs.fileno())),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **command.environment},
+        )
+        unless_it_runs.pop_all()
+    return process, ours
 
 
 async def _wait_ready(

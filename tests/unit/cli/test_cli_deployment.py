@@ -231,6 +231,43 @@ async def test_a_part_that_keeps_ending_is_started_later_each_time(
     assert len({*delays_s}) > 10
 
 
+async def test_a_moment_without_descriptors_only_delays_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each start that fails counts as an end."""
+    said: list[str] = []
+    delays_s: list[float] = []
+    parts: list[Mortal] = []
+    num_failures = 3
+
+    async def start(name: str, *_: object, **__: object) -> Mortal:
+        nonlocal num_failures
+        if parts and num_failures:
+            num_failures -= 1
+            raise OSError(24, "Too many open files")
+        parts.append(Mortal(name))
+        return parts[-1]
+
+    async def sleep(delay_s: float) -> None:
+        delays_s.append(delay_s)
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr("baton.cli.deployment.child_group.asyncio.sleep", sleep)
+    group = ChildGroup(lambda name, line: said.append(line), max_ends=4)
+    await group.launch("gateway-0", (), ClusterConfig())
+    parts[0].began_s -= 1000.0
+    parts[0].over.set()
+    keeping = asyncio.create_task(group.keep())
+    while len(parts) < 2:
+        await asyncio.wait({keeping}, timeout=0.001)
+        assert not keeping.done()
+    assert cast(Any, group.children) == [parts[1]]
+    assert delays_s == sorted({*delays_s}) and len(delays_s) == 4
+    assert sum(line == "cannot be started: [Errno 24] Too many open files" for line in said) == 3
+    parts[1].over.set()
+    assert await asyncio.wait_for(keeping, 1.0) == "gateway-0", "the fifth, one soon after another"
+
+
 async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:
     stream = asyncio.StreamReader(limit=8)
     stream.feed_data(b"one\n" + b"x" * 40 + b"\ntwo\n\xff\n")

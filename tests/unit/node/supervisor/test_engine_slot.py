@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from fakes.clock import FakeClock
 
+from baton.core.errors import StartupFailed
 from baton.node.supervisor import engine_handle
-from baton.node.supervisor.engine_handle import EngineCommand, EngineSlot
+from baton.node.supervisor.engine_handle import EngineCommand, EngineSlot, start_engine
 
 COMMAND = EngineCommand("baton.none", "{}", {}, heartbeat_s=0.25)
-GRACE_S = 0.01
 
 
 class FakeEngine:
@@ -41,6 +41,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
         self.engines: list[FakeEngine] = []
+        self.failures: list[StartupFailed] = []  # of the next starts
         self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
         self.may_start.set()
         self.may_leave.set()
@@ -55,6 +56,8 @@ class World:
         except asyncio.CancelledError:
             self.num_cut_off += 1
             raise
+        if self.failures:
+            raise self.failures.pop()
         self.engines.append(FakeEngine())
         return self.engines[-1]
 
@@ -101,7 +104,6 @@ async def test_a_slot_that_waits_for_its_next_start_drains_at_once(world: World)
     assert world.said[-1] == "starting the engine again in 0.5 s"
     world.slot.drain(running)
     await end_of(running)
-    await world.slot.stop(running, GRACE_S)
     assert len(world.engines) == 1
 
 
@@ -130,3 +132,34 @@ async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(
     world.may_leave.set()
     await end_of(running)
     assert world.num_left == len(world.engines) == 1
+
+
+@pytest.mark.parametrize("what", ["socket.socketpair", "asyncio.create_subprocess_exec"])
+async def test_an_engine_without_descriptors_or_processes_did_not_start(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is tried again; and no socket of it is left."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(f"baton.node.supervisor.engine_handle.{what}", fail)
+    with pytest.raises(StartupFailed, match=r"cannot be started: .* temporarily unavailable"):
+        await start_engine(COMMAND, lambda line: None, FakeClock())
+
+
+async def test_a_start_that_fails_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_handle, "FIRST_DELAY_S", 0.0)
+    running = await world.begin()
+    world.failures.append(StartupFailed("no memory"))
+    world.engines[0].over.set()
+    await turns()
+    assert world.said[-2:] == [
+        "the engine did not start: no memory",
+        "starting the engine again in 0 s",
+    ]
+    assert len(world.engines) == 2 and world.slot.is_ready
+    world.slot.drain(running)
+    await end_of(running)
