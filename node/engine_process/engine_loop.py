@@ -279,6 +279,8 @@ class EngineLoop:
         match message.WhichOneof("body"):
             case "dispatch":
                 dispatch = message.dispatch
+                if self._requests.refuses_now(gateway, dispatch):
+                    return
                 has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
                 if not has_constraint or self._gate.admits(gateway, dispatch):
                     self._dispatch(gateway, dispatch)

@@ -45,14 +45,21 @@ class RequestIO:
         try:
             return self._open(gateway, dispatch)
         except BatonError as error:
-            log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
-            for request_id in {dispatch.request_id, *dispatch.fork_request_ids}:
-                self._send_error(gateway, request_id, dispatch.attempt, error)
+            self._refuse(gateway, dispatch, error)
             return None
 
-    def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
+    def refuses_now(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether one that has just come is too late, which is reported: no more is begun here."""
         if self.is_draining:
-            raise Unavailable(f"{self.node_name} is draining")
+            self._refuse(gateway, dispatch, Unavailable(f"{self.node_name} is draining"))
+        return self.is_draining
+
+    def _refuse(self, gateway: str, dispatch: node_pb2.Dispatch, error: BatonError) -> None:
+        log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
+        for request_id in {dispatch.request_id, *dispatch.fork_request_ids}:
+            self._send_error(gateway, request_id, dispatch.attempt, error)
+
+    def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
         request = codec.request_from_wire(dispatch)
         known = np.frombuffer(dispatch.prompt_token_ids + dispatch.output_token_ids, "<u4")
         if known.max(initial=0) >= self._vocab_size:

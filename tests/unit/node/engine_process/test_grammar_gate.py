@@ -17,7 +17,8 @@ from baton.core.request.request import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
 from baton.node.engine_process.dispatch_gates import AdapterGate, GrammarGate
 from baton.node.engine_process.engine_loop import EngineLoop
-from baton.proto.v1 import common_pb2, node_pb2
+from baton.node.requests.request_io import RequestIO
+from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
 
 NEW, KNOWN, BAD = (common_pb2.SamplingParams(regex=name) for name in ("new", "known", "bad"))
 PLAIN = common_pb2.SamplingParams()
@@ -44,12 +45,14 @@ class SlowGrammars:
 class Role:
     """Hears what the loop tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, desk: RequestIO) -> None:
+        self.desk = desk
         self.dispatched: list[str] = []
         self.deadlines_us: list[int] = []
         self.fails = False
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
+        assert self.desk.accept(gateway, dispatch) is not None
         self.dispatched.append(f"{gateway}:{dispatch.request_id}")
         self.deadlines_us.append(dispatch.deadline_remaining_us)
         if self.fails:
@@ -76,17 +79,23 @@ class World:
     """An engine loop with its gate, and nothing real around it."""
 
     def __init__(self) -> None:
-        self.grammars, self.role = SlowGrammars(), Role()
+        self.refused: list[tuple[str, str]] = []  # with what
+        outbox: Any = SimpleNamespace(
+            flush=lambda: None,
+            to_gateway=lambda _, output: self.refused.append(
+                (output.request_id[-1:], output.error.code)
+            ),
+        )
+        self.desk = RequestIO(outbox, FakeClock(), "n", 1000)
+        self.grammars, self.role = SlowGrammars(), Role(self.desk)
         self.inbox = FakeInbox()
         self.gate = GrammarGate(self.grammars, self.inbox.put)  # type: ignore[arg-type]
-        self.desk = SimpleNamespace(is_draining=False)
         pulse = SimpleNamespace(
             turn_started=lambda: None, turn_ended=lambda: None, count=lambda numbers: None
         )
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         engine: Any = SimpleNamespace(has_work=False)
-        outbox: Any = SimpleNamespace(flush=lambda: None)
         self.loop = EngineLoop(
             engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
@@ -98,8 +107,9 @@ class World:
         self, request_id: str, sampling: common_pb2.SamplingParams, gateway: str = "g"
     ) -> None:
         dispatch = node_pb2.Dispatch(
-            request_id=request_id, sampling=sampling, deadline_remaining_us=10**9
-        )
+            request_id=request_id, sampling=sampling, deadline_remaining_us=10**9,
+            prompt_token_ids=bytes(4),
+        )  # fmt: skip
         message = node_pb2.GatewayMessage(dispatch=dispatch)
         self.inbox.put(FromGateway(self.link(gateway), message))
 
@@ -154,12 +164,15 @@ def test_what_lost_its_gateway_never_arrives(world: World) -> None:
     assert world.role.dispatched == ["g:b"]
 
 
-def test_a_node_that_drains_waits_for_it(world: World) -> None:
+def test_a_node_that_drains_serves_what_had_come_and_nothing_else(world: World) -> None:
     world.dispatch("a", NEW)
     world.turn()
-    world.desk.is_draining = True
+    world.inbox.put(engine_pb2.EngineInput(drain=True))
+    for name, sampling in (("b", NEW), ("c", PLAIN)):
+        world.dispatch(name, sampling)
     world.turn()
-    assert not world.loop._is_over
+    assert world.refused == [("b", "unavailable"), ("c", "unavailable")]
+    assert not world.loop._is_over and world.gate.num_waiting == 1
     world.grammars.may_compile.set()
     world.wait()
     assert world.role.dispatched == ["g:a"] and world.loop._is_over
