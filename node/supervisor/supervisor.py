@@ -233,14 +233,15 @@ class Supervisor:
         if hurry.is_set():
             return
         print_line("draining")
-        for engine in self.engines():
-            await self._directory.withdraw(engine.incarnation)
+        leaves = (self._directory.withdraw(engine.incarnation) for engine in self.engines())
+        leaving = asyncio.gather(*leaves)
         for slot, task in zip(self._slots, running, strict=True):
             slot.drain(task)
         hurrying = asyncio.create_task(hurry.wait())
-        drained = asyncio.gather(*running, return_exceptions=True)
+        drained = asyncio.gather(leaving, *running, return_exceptions=True)
         await _first_done(drained, hurrying, timeout_s=DRAIN_S)
         hurrying.cancel()
+        leaving.cancel()
 
     async def _stop_engines(self, running: list[asyncio.Task[None]]) -> None:
         """End what is left; raises what a slot's task raised."""
