@@ -67,7 +67,11 @@ class RedisServer:
         return server
 
     def start_again(self) -> None:
-        """After its end: an empty one at the same url, which will answer soon."""
+        """End what is left of it; an empty one at the same url, which will answer soon. Raises
+        OSError."""
+        self.process.kill()
+        self.process.wait()
+        self._runtime.restore()
         self.process = _spawn(self._program, self.folder)
 
     @property
@@ -75,8 +79,12 @@ class RedisServer:
         return self._runtime.path
 
     @property
+    def socket_path(self) -> Path:
+        return self.folder / "redis.sock"
+
+    @property
     def url(self) -> str:
-        return f"unix://{self.folder / 'redis.sock'}"
+        return f"unix://{self.socket_path}"
 
     def stop(self) -> None:
         """End the server and remove its folder; harmless when it is already gone."""
@@ -100,7 +108,7 @@ class RedisServer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             try:
-                probe.connect(str(self.folder / "redis.sock"))
+                probe.connect(str(self.socket_path))
                 probe.sendall(b"PING\r\n")
                 return probe.recv(7) == b"+PONG\r\n"
             except OSError:

@@ -182,14 +182,16 @@ class Deployment(ChildGroup):
         """An empty one at the same address: nodes announce themselves and their caches again."""
         began_s, delay_s = time.monotonic(), _REDIS_RESTART_S
         while True:
-            while (code := redis.process.poll()) is None:  # noqa: ASYNC110 (of a Popen)
-                await asyncio.sleep(_LOOK_AGAIN_S)
+            end = await _end_of(redis)
             if time.monotonic() - began_s > _REDIS_WELL_S:
                 delay_s = _REDIS_RESTART_S
-            self.report("redis", f"ended with code {code}: starts again, empty")
+            self.report("redis", f"{end}: starts again, empty")
             await asyncio.sleep(delay_s)
-            redis.start_again()
             began_s, delay_s = time.monotonic(), min(2 * delay_s, _REDIS_RESTART_MAX_S)
+            try:
+                redis.start_again()
+            except OSError as error:
+                self.report("redis", f"cannot be started: {error}")
 
     async def stop(self) -> None:
         """End every child, the gateways first, and Redis last; what will not end is killed."""
@@ -199,6 +201,18 @@ class Deployment(ChildGroup):
         if self._redis is not None:
             self._redis.stop()
             self._redis = None
+
+
+async def _end_of(redis: RedisServer) -> str:
+    """Wait until it has ended, or nobody can reach it any more; returns which."""
+    was_there = False
+    while (code := redis.process.poll()) is None:
+        is_there = redis.socket_path.exists()
+        if was_there and not is_there:
+            return f"{redis.socket_path} is gone"
+        was_there = is_there
+        await asyncio.sleep(_LOOK_AGAIN_S)
+    return f"ended with code {code}"
 
 
 def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:

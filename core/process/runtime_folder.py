@@ -33,11 +33,22 @@ class RuntimeFolder:
         while True:
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
             with contextlib.suppress(FileNotFoundError):  # swept before it was locked
-                lock = os.open(path, _OPEN)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if os.fstat(lock).st_nlink > 0:
-                    return cls(path, lock)
-                os.close(lock)
+                return cls(path, _locked(path))
+
+    def restore(self) -> None:
+        """Make it again if it was removed, with what a session had or by who cleans /tmp. Raises
+        OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.lstat(), os.fstat(self._lock)):
+                return
+        self.path.mkdir(mode=0o700, parents=True)  # nobody else's: that would be there
+        try:
+            lock = _locked(self.path)
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)  # the next try makes it
+            raise
+        os.dup2(lock, self._lock, inheritable=False)
+        os.close(lock)
 
     def remove(self) -> None:
         """With all that is in it; harmless when it is gone already."""
@@ -51,6 +62,16 @@ class RuntimeFolder:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+
+def _locked(path: Path) -> int:
+    """Its lock. Raises FileNotFoundError if it was swept before."""
+    lock = os.open(path, _OPEN)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if os.fstat(lock).st_nlink > 0:
+        return lock
+    os.close(lock)
+    raise FileNotFoundError(path)
 
 
 def _sweep(root: Path, prefix: str) -> None:

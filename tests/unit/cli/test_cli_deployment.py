@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -315,3 +316,48 @@ async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Ex
     part.reader = asyncio.create_task(part._read(report))
     await part.close()
     assert heard[:2] == ["one", "two"] and part.ready.result() == "127.0.0.1:1"
+
+
+class LoneRedis:
+    """`RedisServer`, whose socket is there or not as the test says."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self.socket_path = socket_path
+        self.code: int | None = None
+        self.num_starts, self.num_failures = 0, 0
+        self.process = SimpleNamespace(poll=lambda: self.code)
+
+    def start_again(self) -> None:
+        self.num_starts += 1
+        self.code = 1 if self.num_starts <= self.num_failures else None
+        if self.code is not None:
+            raise PermissionError(13, "Permission denied")
+
+
+async def test_a_redis_is_started_again_once_nobody_can_reach_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not as long as its socket is only not there yet; and what fails is tried again."""
+    module = "baton.cli.deployment.deployment"
+    for constant in ("_LOOK_AGAIN_S", "_REDIS_RESTART_S"):
+        monkeypatch.setattr(f"{module}.{constant}", 0.001)
+    redis = LoneRedis(tmp_path / "redis.sock")
+    redis.num_failures = 2
+    said: list[str] = []
+    configs = (EngineConfig(), NodeConfig(), GatewayConfig())
+    deployment = Deployment(UpConfig(), *configs, lambda name, line: said.append(line))
+    keeping = asyncio.create_task(deployment._keep_redis(cast(Any, redis)))
+    await asyncio.sleep(0.02)
+    assert not redis.num_starts, "it is not there yet"
+    redis.socket_path.touch()
+    await asyncio.sleep(0.02)
+    redis.socket_path.unlink()
+    async with asyncio.timeout(5):
+        while redis.num_starts < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    assert keeping.cancelled() and redis.num_starts == 3
+    assert said[0] == f"{redis.socket_path} is gone: starts again, empty"
+    assert said.count("cannot be started: [Errno 13] Permission denied") == 2

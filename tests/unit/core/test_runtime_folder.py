@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,23 @@ def test_a_killed_process_s_folder_goes_with_the_next_that_is_made(root: Path) -
     with RuntimeFolder.make("baton-x-") as one, RuntimeFolder.make("baton-x-") as other:
         assert names(root) == {one.path.name, other.path.name}
         assert one.path.stat().st_mode & 0o777 == 0o700
+    assert names(root) == set()
+
+
+def test_a_folder_that_was_removed_is_made_again_and_is_nobody_else_s(root: Path) -> None:
+    with RuntimeFolder.make("baton-x-") as one:
+        (one.path / "redis.sock").touch()
+        one.restore()
+        assert names(one.path) == {"redis.sock"}, "it was there"
+        shutil.rmtree(root)
+        one.restore()
+        assert one.path.stat().st_mode & 0o777 == 0o700
+        with RuntimeFolder.make("baton-x-"):
+            assert one.path.exists(), "it is locked again"
+        one.path.rmdir()
+        one.path.mkdir(mode=0o700)
+        with pytest.raises(FileExistsError):
+            one.restore()  # whoever made that may look into it
     assert names(root) == set()
 
 
