@@ -133,6 +133,7 @@ class NodeInfo:
     num_blocks: int
     block_size: int
     links: tuple[str, ...]  # incarnations of the engines that it can pull from
+    address: str  # host:port of its node
 
 
 @dataclass(frozen=True, slots=True)

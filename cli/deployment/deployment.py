@@ -146,7 +146,8 @@ class Deployment(ChildGroup):
                 task.cancel()
 
     async def wait_linked(self) -> None:
-        """Wait until the gateway sees every engine, each decode engine linked to all sources."""
+        """Wait until the gateway sees every engine of ours, each decode engine linked to all of our
+        sources: others may use the same Redis."""
         num_engines = self.num_engines()
         async with self.client() as client:
             while True:
@@ -157,9 +158,11 @@ class Deployment(ChildGroup):
                         f"the gateway does not answer at {self.address}: {error.message}",
                         hint="with TLS: does --tls-cert name this address? (baton certs --hosts)",
                     ) from error
-                sources = {node.incarnation for node in nodes if node.role == "prefill"}
-                pullers = [node for node in nodes if node.role == "decode"]
-                num_ready = sum(node.is_ready for node in nodes)  # has said how it is
+                addresses = {each.addresses[-1] for each in self.children if each.addresses}
+                ours = [node for node in nodes if node.address in addresses]
+                sources = {node.incarnation for node in ours if node.role == "prefill"}
+                pullers = [node for node in ours if node.role == "decode"]
+                num_ready = sum(node.is_ready for node in ours)  # has said how it is
                 if num_ready == num_engines and all(sources <= set(node.links) for node in pullers):
                     return
                 await asyncio.sleep(_LOOK_AGAIN_S)

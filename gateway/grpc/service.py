@@ -206,4 +206,5 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             num_blocks=member.num_blocks,
             block_size=member.block_size,
             links=() if engine is None or engine.load is None else sorted(engine.load.links),
+            address=member.address,
         )

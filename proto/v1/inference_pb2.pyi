@@ -121,7 +121,7 @@ class ModelInfo(_message.Message):
     def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "is_ready", "num_blocks", "block_size", "links")
+    __slots__ = ("name", "role", "incarnation", "is_ready", "num_blocks", "block_size", "links", "address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class NodeInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
@@ -136,7 +137,8 @@ class NodeInfo(_message.Message):
     num_blocks: int
     block_size: int
     links: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., is_ready: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., links: _Optional[_Iterable[str]] = ...) -> None: ...
+    address: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., is_ready: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., links: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")

@@ -226,6 +226,7 @@ async def test_the_blocking_client(world: World) -> None:
                 ("d2", "decode"),
                 ("p1", "prefill"),
             ]
+            assert all(n.address == world.nodes[n.name].member.address for n in info.nodes)
             with pytest.raises(InvalidRequest) as caught:
                 client.generate(PROMPT, top_k=-1)
             assert caught.value.param == "top_k"

@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 
 from baton.cli.deployment import gateways, up
-from baton.cli.deployment.child import Child, lines_of
+from baton.cli.deployment.child import Child, lines_of, role_of
 from baton.cli.deployment.child_group import ChildGroup
 from baton.cli.deployment.deployment import Deployment
 from baton.cli.deployment.gateways import shared_ports
+from baton.client import NodeInfo
 from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
@@ -143,6 +144,57 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
     async with asyncio.timeout(5):
         with pytest.raises(StartupFailed, match="p-0: no memory"):
             await deployment._until_linked()
+
+
+class PlayedGateway:
+    """A client of one that sees engines of ours and of others."""
+
+    def __init__(self, *nodes: NodeInfo) -> None:
+        self.nodes = nodes
+
+    async def __aenter__(self) -> PlayedGateway:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def model_info(self) -> SimpleNamespace:
+        return SimpleNamespace(nodes=self.nodes)
+
+
+def engine(name: str, node: int, *links: str) -> NodeInfo:
+    """At a node's address; its incarnation is its name."""
+    role = role_of(name)
+    return NodeInfo(name, role, name, True, 1, 1, links, f"127.0.0.1:{node}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_whole"),
+    [
+        ((engine("prefill-0", 1), engine("decode-0", 2, "prefill-0")), True),
+        (
+            (
+                *(engine("prefill-0", 1), engine("decode-0", 2, "prefill-0")),
+                *(engine("prefill-a", 8), engine("decode-a", 9)),
+            ),
+            True,
+        ),
+        ((engine("prefill-0", 1), engine("decode-a", 9, "prefill-0")), False),
+        ((engine("prefill-0", 1), engine("decode-0", 2), engine("decode-a", 9)), False),
+    ],
+    ids=["alone", "beside others", "others alone", "not linked"],
+)
+async def test_others_on_the_same_redis_are_not_waited_for_and_do_not_count(
+    nodes: tuple[NodeInfo, ...], *, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = (EngineConfig(), NodeConfig(), GatewayConfig())
+    deployment = Deployment(UpConfig(mode="disaggregated"), *configs, lambda name, line: None)
+    parts = (("gateway", 7), ("prefill-0", 1), ("decode-0", 2))
+    deployment.children = [child(name, addresses=(f"127.0.0.1:{at}",)) for name, at in parts]
+    monkeypatch.setattr(deployment, "client", lambda: PlayedGateway(*nodes))
+    linking = asyncio.create_task(deployment.wait_linked())
+    done, _ = await asyncio.wait({linking}, timeout=0.1)
+    linking.cancel()
+    assert bool(done) == is_whole
 
 
 class Mortal:
