@@ -83,6 +83,10 @@ class NodeConfig:
         choices=("auto", "kernel", "copy-engine"),
     )
 
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.heartbeat_s <= 5:
+            raise StartupFailed("--heartbeat-s must lie in [0.01, 5]")
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:

@@ -9,6 +9,7 @@ import pickle
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     flags.add_flags(parser, GatewayConfig)
     with pytest.raises(SystemExit):
         parser.parse_args([])
+
+
+BAD_NODES: list[tuple[str, dict[str, Any]]] = [
+    ("heartbeat-s", {"heartbeat_s": 0.0}), ("heartbeat-s", {"heartbeat_s": 35.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "fields"), BAD_NODES, ids=str)
+def test_bad_nodes(flag: str, fields: dict[str, Any]) -> None:
+    """What can be parsed all the same is a line that names the flag."""
+    with pytest.raises(StartupFailed, match=f"--{flag}"):
+        NodeConfig(**fields)
 
 
 def test_unknown_settings_are_named() -> None:
