@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import StartupFailed
-from .flags import flag
+from .flags import MAX_PORT, flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,21 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_s <= 5:
             raise StartupFailed("--heartbeat-s must lie in [0.01, 5]")
+        if self.lease_s <= 0:
+            raise StartupFailed("--lease-s must be more than 0")
+        if not 0 < self.credit_fraction <= 1:
+            raise StartupFailed("--credit-fraction must lie in (0, 1]")
+        if self.engine_port > MAX_PORT:
+            raise StartupFailed(f"--engine-port: the last engine's is beyond {MAX_PORT}")
+        _check_addresses("--advertise", self.advertise)
+        _check_addresses("--advertise-engine", self.advertise_engine)
+
+
+def _check_addresses(name: str, addresses: str | None) -> None:
+    for address in addresses.split(",") if addresses else ():
+        port = address.rpartition(":")[2]
+        if not re.fullmatch(r"\S+:[0-9]{1,5}", address) or not 0 < int(port) <= MAX_PORT:
+            raise StartupFailed(f"{name} {address}: not host:port, with a port of 1 to {MAX_PORT}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from .errors import StartupFailed
 
 T = TypeVar("T")
 
-_MAX_PORT = 65535
+MAX_PORT = 65535
 
 # The URL may carry a password.
 SECRET_FIELDS = frozenset({"cluster_secret", "cluster_secret_also", "redis_url"})
@@ -126,8 +126,8 @@ def _reader(name: str, base_type: type) -> Callable[[str], Any]:
             value = base_type(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:64]!r} is no {base_type.__name__}") from None
-        if (name == "port" or name.endswith("_port")) and not 0 <= value <= _MAX_PORT:
-            raise argparse.ArgumentTypeError(f"a port is 0 to {_MAX_PORT}, not {value}")
+        if (name == "port" or name.endswith("_port")) and not 0 <= value <= MAX_PORT:
+            raise argparse.ArgumentTypeError(f"a port is 0 to {MAX_PORT}, not {value}")
         if base_type is float and not 0 <= value < math.inf:  # NaN compares false
             raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {value}")
         if base_type is int and name.startswith(("num_", "max_")) and value < 1:

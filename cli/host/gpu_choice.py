@@ -153,9 +153,9 @@ def _ids(flag: str, text: str | None, engine: EngineConfig, host: HostGpus) -> _
 
 def _parsed(flag: str, text: str, host: HostGpus) -> _Ids:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+    found, count = tuple(int(word) for word in words if word.isdecimal()), len(host.gpus)
+    if len(set(found)) < len(words):
         raise StartupFailed(f"{flag} {text}: not a list of different GPUs", hint=f"{flag} 0,1")
-    found, count = tuple(map(int, words)), len(host.gpus)
     for index in found:
         if count and index >= count:
             has = "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"

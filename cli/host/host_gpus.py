@@ -59,18 +59,20 @@ def usable(
 
 
 def _visible(devices: Sequence[HostGpu], wanted: str) -> list[HostGpu]:
-    """Those that are named, by number or by the beginning of a UUID, up to the first mistake."""
+    """Those that are named, by number or by the beginning of a UUID, up to the first mistake; of
+    one that is named twice CUDA makes none at all."""
     found: list[HostGpu] = []
     for word in (word.strip() for word in wanted.split(",")):
         if word.startswith("MIG-"):
-            found.append(HostGpu("MIG device", uuid=word))
-            continue
-        if word.isdecimal():
+            matches: Sequence[HostGpu] = [HostGpu("MIG device", uuid=word)]
+        elif word.isdecimal():
             matches = devices[int(word) : int(word) + 1]
         else:
             matches = [d for d in devices if word.startswith("GPU-") and d.uuid.startswith(word)]
         if len(matches) != 1:
             break
+        if matches[0].uuid and matches[0] in found:
+            return []
         found += matches
     return found
 

@@ -28,8 +28,9 @@ def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]
         if num_engines < 1:
             raise StartupFailed("--num-engines must be at least 1")
         return _one_of([engine] * num_engines)
-    gpus = [gpu.strip() for gpu in node.gpus.split(",")]
-    if not all(gpu.isdecimal() for gpu in gpus) or len(set(gpus)) < len(gpus):
+    words = [word.strip() for word in node.gpus.split(",")]
+    gpus = [str(int(word)) for word in words if word.isdecimal()]  # 00 is 0
+    if len(set(gpus)) < len(words):
         raise StartupFailed(f"--gpus {node.gpus}: not a list of different GPUs", hint="--gpus 0,1")
     if engine.device == "cpu":
         raise StartupFailed("--gpus and --device cpu exclude each other")

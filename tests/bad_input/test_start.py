@@ -24,6 +24,7 @@ from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.targets import Target
 from baton.engine.model.weights.weight_files import weight_files
 from baton.gateway.validation.served_model import ServedModel
+from baton.node.supervisor.supervisor import _node_of_engine
 
 _PARSER_OF = {
     "gateway": (GatewayConfig, ClusterConfig),
@@ -72,6 +73,12 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 BAD_NODES: list[tuple[str, dict[str, Any]]] = [
     ("heartbeat-s", {"heartbeat_s": 0.0}), ("heartbeat-s", {"heartbeat_s": 35.0}),
+    ("lease-s", {"lease_s": 0.0}), ("credit-fraction", {"credit_fraction": 7.0}),
+    ("credit-fraction", {"credit_fraction": 0.0}), ("advertise foo", {"advertise": "foo"}),
+    ("advertise b:", {"advertise": "a:1,b:"}), ("advertise :1", {"advertise": ":1"}),
+    ("advertise  b:1", {"advertise": "a:1, b:1"}), ("advertise a:0", {"advertise": "a:0"}),
+    ("advertise-engine foo", {"advertise_engine": "foo"}),
+    ("advertise-engine a:65536", {"advertise_engine": "a:65536"}),
 ]  # fmt: skip
 
 
@@ -80,6 +87,24 @@ def test_bad_nodes(flag: str, fields: dict[str, Any]) -> None:
     """What can be parsed all the same is a line that names the flag."""
     with pytest.raises(StartupFailed, match=f"--{flag}"):
         NodeConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("flag", "fields"),
+    [
+        ("engine-port", {"engine_port": 65535}),
+        ("advertise-engine", {"advertise_engine": "a:65535"}),
+    ],
+)
+def test_the_last_engine_s_port_is_one(flag: str, fields: dict[str, Any]) -> None:
+    node = NodeConfig(num_engines=2, **fields)
+    _node_of_engine(node, "n.0", 0)
+    with pytest.raises(StartupFailed, match=f"--{flag}"):
+        _node_of_engine(node, "n.1", 1)
+
+
+def test_addresses_may_be_several_and_ipv6() -> None:
+    NodeConfig(advertise="a.example:1,[fe80::1]:65535", advertise_engine="")
 
 
 def test_unknown_settings_are_named() -> None:

@@ -198,6 +198,7 @@ def test_one_flag_leaves_the_rest_to_the_other_role() -> None:
             UpConfig(mode="disaggregated", decode_gpus="0,0"),
             "--decode-gpus 0,0: not a list of different GPUs",
         ),
+        (UpConfig(mode="disaggregated", decode_gpus="0,00"), "--decode-gpus 0,00: not a list"),
         (UpConfig(mode="disaggregated", decode_gpus=""), "--decode-gpus : not a list"),
         (UpConfig(mode="disaggregated", num_decode_nodes=2), "--num-decode-nodes 2 is for CPUs"),
     ],
@@ -285,6 +286,10 @@ def test_a_driver_without_its_tools(tmp_path: Path) -> None:
         ("", []),
         ("-1", []),
         ("GPU-", []),
+        ("0,0", []),
+        ("1,GPU-b", []),
+        ("MIG-1,MIG-1", []),
+        ("MIG-1,MIG-2", ["MIG device", "MIG device"]),
     ],
 )
 def test_the_environment_hides_gpus_and_renumbers_them(

@@ -203,6 +203,8 @@ class TestPlacement:
     def test_one_engine_for_each_gpu(self) -> None:
         configs = engine_configs(EngineConfig(), NodeConfig(gpus="0, 3"))
         assert [config.device for config in configs] == ["cuda:0", "cuda:3"]
+        (config,) = engine_configs(EngineConfig(), NodeConfig(gpus="01"))
+        assert config.device == "cuda:1"
 
     def test_ranks_of_an_engine_are_neighbours_in_the_list(self) -> None:
         engine = EngineConfig(tensor_parallel_size=2)
@@ -215,7 +217,7 @@ class TestPlacement:
         assert len(engine_configs(EngineConfig(), NodeConfig())) == 1
         assert len(engine_configs(EngineConfig(), NodeConfig(num_engines=3))) == 3
 
-    @pytest.mark.parametrize("gpus", ["", "0,0", "a", "0,-1"])
+    @pytest.mark.parametrize("gpus", ["", "0,0", "0,00", "a", "0,-1"])
     def test_nonsense_is_refused(self, gpus: str) -> None:
         with pytest.raises(StartupFailed):
             engine_configs(EngineConfig(), NodeConfig(gpus=gpus))
