@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -265,15 +266,35 @@ def run(
         gateway = GatewayConfig(
             grpc_port=0, http_port=0, model=engine.model, served_model_name=engine.served_model_name
         )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what stops the parts
+        give_up = _ended_by_signals()
         deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)
-        with running_in_background(deployment) as own:
+        with running_in_background(deployment, give_up) as own:
             return _talk(own, conversation, params, None, ca_of(up.certs))
     except StartupFailed as error:
         report_failure(error)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _ended_by_signals() -> Callable[[str], None]:
+    """SIGTERM ends this thread, by way of what stops the parts, whatever it waits for; so does a
+    call of what is returned, on any thread, with the name of a part that keeps ending."""
+    ended: list[str] = []
+    thread = threading.get_ident()
+
+    def end(*_: object) -> None:
+        if not ended:
+            sys.exit(143)
+        print(f"\nerror: {ended[0]} ended", file=sys.stderr)
+        sys.exit(1)
+
+    def give_up(name: str) -> None:
+        ended.append(name)
+        signal.pthread_kill(thread, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    return give_up
 
 
 def _talk(

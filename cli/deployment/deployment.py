@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -228,10 +228,13 @@ def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:
 
 
 @contextmanager
-def running_in_background(deployment: Deployment) -> Iterator[str]:
+def running_in_background(
+    deployment: Deployment, give_up: Callable[[str], None] = lambda name: None
+) -> Iterator[str]:
     """Start it on a thread of its own, yield the gateway's address, stop it. Raises StartupFailed.
 
-    Its children die with the thread that started them: it lives as long as this context.
+    Its children die with the thread that started them: it lives as long as this context. `give_up`
+    is called there with the name of one that keeps ending, once all have ended.
     """
     started: Future[str] = Future()
 
@@ -239,7 +242,8 @@ def running_in_background(deployment: Deployment) -> Iterator[str]:
         try:
             async with deployment:
                 started.set_result(deployment.address)
-                await deployment.keep()
+                name = await deployment.keep()
+            give_up(name)
         except asyncio.CancelledError:
             return  # the context is left
         except Exception as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,9 +18,11 @@ from baton.cli.chat import (
     Conversation,
     Shell,
     TextConversation,
+    _ended_by_signals,
     conversation_with,
     describe,
 )
+from baton.cli.deployment.deployment import running_in_background
 from baton.client import Chunk, FinishReason, Result
 from baton.client.messages import GenerateParams
 from baton.core.errors import BatonError, Cancelled, ContextLengthExceeded, InvalidRequest
@@ -218,3 +222,47 @@ def test_errors_are_shown_and_their_prompt_is_forgotten() -> None:
 def test_a_full_context_says_how_to_go_on() -> None:
     world = World([FakeGeneration([" x"]), FakeGeneration([], ContextLengthExceeded("too long"))])
     assert "/reset" in world.run("a", "b")
+
+
+class DyingDeployment:
+    """`Deployment`, of which a part keeps ending."""
+
+    address = "127.0.0.1:1"
+    is_stopped = False
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_stopped = True
+
+    async def keep(self) -> str:
+        return "decode-0"
+
+
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_a_deployment_that_gives_up_ends_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it waits for, and once all parts have ended."""
+    deployment: Any = DyingDeployment()
+    with (
+        pytest.raises(SystemExit) as ended,
+        running_in_background(deployment, _ended_by_signals()) as address,
+    ):
+        assert address == "127.0.0.1:1"
+        time.sleep(10)
+    assert ended.value.code == 1 and deployment.is_stopped
+    assert "error: decode-0 ended" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_a_chat_that_is_to_end_ends() -> None:
+    _ended_by_signals()
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
