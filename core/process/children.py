@@ -35,11 +35,6 @@ def bound_to_us(command: Sequence[str], signal_number: signal.Signals) -> list[s
     return [*bind, *command]
 
 
-def end_with_parent(signal_number: signal.Signals) -> None:
-    """The kernel is to send us this signal when our parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
-
-
 def end_waits_on_time() -> None:
     """Of this thread and those that it starts from now on: else Linux may add 50 us to each, so as
     to wake several threads at once."""

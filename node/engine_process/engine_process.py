@@ -26,7 +26,7 @@ from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
 from ...core.ports import SystemClock, SystemEntropy
-from ...core.process.children import end_waits_on_time, end_with_parent
+from ...core.process.children import end_waits_on_time
 from ...core.process.collector import settle
 from ...core.process.logs import set_up_logging
 from ...engine.engine import Engine
@@ -84,7 +84,6 @@ _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
 
 def main(plan: RolePlan) -> int:
     """Run until the supervisor ends it or is gone; returns the exit code."""
-    end_with_parent(signal.SIGKILL)
     end_waits_on_time()
     # A pull's thread wants the interpreter for some microseconds, many times a copy; the loop's
     # thread would keep it for 5 ms each time.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from ...core.channels.frames import encode_payload, read_frame
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
+from ...core.process.children import bound_to_us
 from ...prefix_index.journal import CacheJournal
 from ...prefix_index.messages import split_hashes
 from ...proto import codec
@@ -191,10 +193,11 @@ async def start_engine(
 async def _spawn(command: EngineCommand) -> tuple[asyncio.subprocess.Process, socket.socket]:
     """The process, and our end of its socket. Raises OSError."""
     ours, theirs = socket.socketpair()
+    argv = [sys.executable, "-m", command.module, str(theirs.fileno())]
     with contextlib.ExitStack() as unless_it_runs, theirs:
         unless_it_runs.enter_context(ours)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", command.module, str(theirs.fileno())),
+            *bound_to_us(argv, signal.SIGKILL),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, **command.environment},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from fakes.clock import FakeClock
 
 from baton.core.errors import StartupFailed
+from baton.core.process.children import bound_to_us
 from baton.node.supervisor import engine_handle
 from baton.node.supervisor.engine_handle import EngineCommand, EngineSlot, start_engine
 
@@ -146,6 +148,25 @@ async def test_an_engine_without_descriptors_or_processes_did_not_start(
     monkeypatch.setattr(f"baton.node.supervisor.engine_handle.{what}", fail)
     with pytest.raises(StartupFailed, match=r"cannot be started: .* temporarily unavailable"):
         await start_engine(COMMAND, lambda line: None, FakeClock())
+
+
+async def test_an_engine_ends_with_its_supervisor_while_it_still_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tests/unit/core/test_children.py has that such a command does."""
+    commands: list[list[str]] = []
+
+    def fail(*command: str, **_: Any) -> Any:
+        commands.append([*command])
+        raise OSError
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    with pytest.raises(StartupFailed):
+        await start_engine(COMMAND, lambda line: None, FakeClock())
+    (command,) = commands
+    own = command[command.index("-m") - 1 :]
+    assert own[1:3] == ["-m", COMMAND.module]
+    assert command == bound_to_us(own, signal.SIGKILL)
 
 
 async def test_a_start_that_fails_is_tried_again(
