@@ -190,7 +190,7 @@ class Supervisor:
                 engine.send(engine_pb2.EngineInput(members=members))
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
-        """Run the node until it is to stop. Raises StartupFailed."""
+        """Run the node until it is to stop. Raises StartupFailed, and what broke it."""
         callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
         _add_services(server, self, callers, self._health)
         await server.start()
@@ -203,8 +203,12 @@ class Supervisor:
             if await self._start_engines(stopping):
                 running = [asyncio.create_task(slot.run()) for slot in self._slots]
                 print_line(f"ready: {self._role.value} {self._node.name} {self._address}")
-                await _first_done(stopping, *running)
+                await _first_done(stopping, looking, *running)
+                if looking.done():  # a node that no longer looks around must not go on
+                    print_line(f"the node ends: {looking.exception()!r}")
                 await self._drain(signals.hurry, running)
+                if looking.done():
+                    looking.result()
         finally:
             await self._stop_engines(running)
             looking.cancel()
