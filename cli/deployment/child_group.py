@@ -113,22 +113,25 @@ K = TypeVar("K", bound=ChildGroup)
 
 
 async def run(
-    context: AbstractAsyncContextManager[K], announce: Callable[[K], Awaitable[None]]
+    group: K,
+    running: AbstractAsyncContextManager[object],
+    announce: Callable[[K], Awaitable[None]],
 ) -> int:
-    """Enter it, announce and keep what it gives, and leave it on SIGINT or SIGTERM. Returns the
-    exit code."""
+    """Enter what has the group run, announce and keep it, and leave on SIGINT or SIGTERM; a second
+    one hurries its end. Returns the exit code."""
     signals = StopSignals()
-    starting = asyncio.create_task(context.__aenter__())
+    hurrying = asyncio.create_task(_hurry(signals, group))
+    starting = asyncio.create_task(running.__aenter__())
     stopping = asyncio.create_task(signals.stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.wait({starting})
         return 130
-    kept = await starting
+    await starting
     try:
-        await announce(kept)
-        ended = asyncio.create_task(kept.keep())
+        await announce(group)
+        ended = asyncio.create_task(group.keep())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             print(f"error: {ended.result()} ended", file=sys.stderr)
@@ -138,11 +141,10 @@ async def run(
         print_line("stopping: requests in flight may end; Ctrl-C again cuts them off")
         return 0
     finally:
-        hurrying = asyncio.create_task(_hurry(signals, kept))
-        await context.__aexit__(None, None, None)
+        await running.__aexit__(None, None, None)
         hurrying.cancel()
 
 
-async def _hurry(signals: StopSignals, kept: ChildGroup) -> None:
+async def _hurry(signals: StopSignals, group: ChildGroup) -> None:
     await signals.hurry.wait()
-    kept.hurry()
+    group.hurry()

@@ -75,23 +75,25 @@ def _held(config: GatewayConfig, port: int, flag: str) -> Iterator[int]:
 
 
 @asynccontextmanager
-async def _running(config: GatewayConfig, cluster: ClusterConfig) -> AsyncIterator[ChildGroup]:
-    """They never end for good: one that ends is started again, however often."""
-    group = ChildGroup(_report, inherits_stderr=True)
+async def _running(
+    group: ChildGroup, config: GatewayConfig, cluster: ClusterConfig
+) -> AsyncIterator[None]:
     with shared_ports(config) as configs:
         try:
             for name, each in configs.items():
                 await group.launch(name, (each,), cluster)
             await group.until_ready()
-            yield group
+            yield
         finally:
             await group.end([*group.children], config.shutdown_timeout_s + _STOP_GRACE_S)
 
 
 async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
-    """The process of `launch_gateway`: until SIGINT or SIGTERM. Returns the exit code."""
+    """The process of `launch_gateway`: until SIGINT or SIGTERM. Returns the exit code. Gateways
+    never end for good: one that ends is started again, however often."""
     set_up_logging(GATEWAY, as_json=config.log_json)
-    return await child_group.run(_running(config, cluster), _announce)
+    group = ChildGroup(_report, inherits_stderr=True)
+    return await child_group.run(group, _running(group, config, cluster), _announce)
 
 
 async def _announce(group: ChildGroup) -> None:

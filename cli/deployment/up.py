@@ -33,7 +33,7 @@ def start(
     choice = choose_here(up, engine, node)
     print_line(choice.line)
     deployment = Deployment(choice.up, choice.engine, node, gateway, _print_line, cluster)
-    return child_group.run(deployment, _print_topology)
+    return child_group.run(deployment, deployment, _print_topology)
 
 
 def _print_line(name: str, line: str) -> None:

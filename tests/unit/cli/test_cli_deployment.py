@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from baton.cli.deployment import gateways, up
+from baton.cli.deployment import child_group, gateways, up
 from baton.cli.deployment.child import Child, lines_of, role_of
 from baton.cli.deployment.child_group import ChildGroup
 from baton.cli.deployment.deployment import Deployment
@@ -413,3 +416,31 @@ async def test_a_redis_is_started_again_once_nobody_can_reach_it(
     assert keeping.cancelled() and redis.num_starts == 3
     assert said[0] == f"{redis.socket_path} is gone: starts again, empty"
     assert said.count("cannot be started: [Errno 13] Permission denied") == 2
+
+
+async def test_a_second_signal_hurries_a_start_that_is_given_up() -> None:
+    """Parts that would be asked one after the other all are."""
+    is_given_up, is_asked = asyncio.Event(), asyncio.Event()
+    group = ChildGroup(lambda name, line: None)
+    part = SimpleNamespace(ask_to_stop=is_asked.set)
+    group.children = [cast(Any, part)]
+
+    @asynccontextmanager
+    async def starting() -> AsyncIterator[None]:
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            is_given_up.set()
+            await is_asked.wait()
+
+    async def announce(_: ChildGroup) -> None: ...
+
+    running = asyncio.create_task(child_group.run(group, starting(), announce))
+    await asyncio.sleep(0)
+    signal.raise_signal(signal.SIGINT)
+    async with asyncio.timeout(2):
+        await is_given_up.wait()
+        assert not is_asked.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert await running == 130
