@@ -109,9 +109,7 @@ class Child:
                 self.ready.set_result(self.addresses[-1])
             if line.startswith((READY, TRY)):
                 self.startup_lines.append(line)
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # whoever hears of it, the pipe is emptied
+            with contextlib.suppress(OSError, ValueError):  # the pipe is emptied all the same
                 report(self.name, line)
             if line.startswith(TRY):
                 self.are_startup_lines_complete.set()
