@@ -38,6 +38,9 @@ _NUM_RECORDED = 512  # steps that the percentile is of
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
 _FLAT_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
+# What parts weigh in the fit: base, a row, bends, pairs, keys. Sizes between which nothing was seen
+# are joined by a straight line.
+_BENDS = np.array([0.0, 0.0, *[1e-3] * (len(KNOTS) - 1 + len(_FLAT_AFTER)), 0.0, 0.0])
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
 
@@ -162,7 +165,7 @@ class StepCostEstimator:
             return None
         seconds = np.array([seconds for _, seconds in points])
         features = _features([shape for shape, _ in points])
-        parts = _non_negative_least_squares(features / seconds[:, None])
+        parts = _non_negative_least_squares(features / seconds[:, None], _BENDS)
         base_s, more_s, until_s = parts[0], parts[1:][: len(KNOTS)], parts[1 + len(KNOTS) : -2]
         return StepCost(
             base_s=base_s,
@@ -226,11 +229,13 @@ def _features(shapes: list[StepShape]) -> np.ndarray:
     return np.column_stack([np.ones_like(rows), beyond, until, pairs, keys])
 
 
-def _non_negative_least_squares(features: np.ndarray) -> list[float]:
-    """argmin over x >= 0 of |features @ x - 1|^2, by active sets (Lawson and Hanson 1974)."""
+def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> list[float]:
+    """argmin over x >= 0 of |features @ x - 1|^2 and the squares of x by their weights, features
+    scaled to be 1 at most; by active sets (Lawson and Hanson 1974)."""
     scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
     scaled = features / scale
     gram, product = scaled.T @ scaled, scaled.sum(axis=0)
+    gram[np.diag_indices_from(gram)] += weights
     found = np.zeros(len(product))
     is_free = np.zeros(len(product), bool)
     for _ in range(3 * len(product)):

@@ -9,7 +9,8 @@ from baton.proto.v1 import node_pb2
 def linear_cost(step_s: float, token_s: float) -> StepCost:
     """So much for a step and for each of its tokens. Less by what sums are rounded: a step may be
     as long as a promise."""
-    return StepCost(step_s - 1e-12, (token_s,) * len(KNOTS), max_rows=1 << 20)
+    step_s -= 1e-12 if step_s > 0 else 0.0
+    return StepCost(step_s, (token_s,) * len(KNOTS), max_rows=1 << 20)
 
 
 def linear_cost_message(step_s: float, token_s: float) -> node_pb2.StepCost:

@@ -257,8 +257,8 @@ async def test_published_blocks_are_those_on_the_device() -> None:
     hashes = [BlockHash(i.to_bytes(16, "little")) for i in range(1, 5001)]
     journal.record([], hashes, hashes[:10])
     journal.record([], [], hashes[:10])
-    await link.publish(P, encode_contents(journal.contents(0)), [])
-    await link.publish(D, b"junk", [])
+    await link.write_contents(P, encode_contents(journal.contents(0)))
+    await link.write_contents(D, b"junk")
     assert await count_published(link, [P]) == {P: 4990}
     assert await count_published(link, [P, D]) == {P: 4990}
     link.is_away = True

@@ -31,7 +31,7 @@ def member(incarnation: str, role: Role, name: str) -> Member:
 async def stored(link: FakeIndexLink, journal: CacheJournal, unix_s: int) -> None:
     pages = journal.stored.encode(range(journal.stored.num_pages), unix_s)
     await link.write_pages(journal.incarnation, pages)
-    await link.publish(journal.incarnation, encode_contents(journal.contents(unix_s)), [])
+    await link.write_contents(journal.incarnation, encode_contents(journal.contents(unix_s)))
 
 
 async def test_blocks_are_listed_by_engine_tenant_and_tier(tmp_path: Path) -> None:

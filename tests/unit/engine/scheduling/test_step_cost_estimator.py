@@ -89,6 +89,13 @@ def test_prompts_alone_and_decodes_alone_say_what_both_take_together() -> None:
     assert p90_error(estimator.estimate(), gpu_s, mixed) < 0.1
 
 
+def test_what_lies_between_two_sizes_is_on_the_line_between_them() -> None:
+    cost = played([StepShape(num_decodes=n) for n in (8, 64)] * 4).estimate()
+    assert cost is not None
+    for shape in (StepShape(num_decodes=n) for n in (1, 16, 32, 48)):
+        assert cost.seconds(shape) == pytest.approx(linear_s(shape))
+
+
 def test_it_is_absent_before_there_are_samples_of_two_sizes() -> None:
     assert StepCostEstimator().estimate() is None
     large, small = prompt(2048), prompt(16)
