@@ -114,7 +114,7 @@ async def test_redis_and_the_gateway_are_started_again_too(deployment: Deploymen
 async def test_a_node_that_lived_long_may_end_once_more(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without processes in test_cli_deployment.py. The last, as it leaves a node dead."""
+    """Without processes in test_cli_restarts.py. The last, as it leaves a node dead."""
     deployment.max_ends = 1
     monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 0.0)
     keeping = asyncio.create_task(deployment.keep())
