@@ -254,10 +254,11 @@ def running_in_background(
     loop = asyncio.new_event_loop()
     serving = loop.create_task(serve())
     thread = threading.Thread(target=loop.run_until_complete, args=(serving,), name="deployment")
-    thread.start()
     try:
+        thread.start()  # a signal's exception may come from here, too
         yield started.result()
     finally:
         loop.call_soon_threadsafe(serving.cancel)  # no error if it has ended
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         loop.close()
