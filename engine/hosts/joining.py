@@ -39,7 +39,7 @@ from ...core.model_dir import resolve_model_dir
 from ...core.version import version
 from ..model.weights.weight_files import weights_identity
 
-PURPOSE = b"ranks 1"  # of the handshake; the number is the version of all that ranks send
+PURPOSE = b"ranks 2"  # of the handshake; the number is the version of all that ranks send
 _MAX_REQUEST_BYTES = 64 << 10
 # What each host has for itself; the rest must be the same on all.
 _OF_ONE_HOST = frozenset({"model", "served_model_name", "device", "num_threads", "node_rank"})

@@ -33,10 +33,12 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """One rank's part in host memory: `rows` [rank, row size], of the model's type."""
+    """One rank's part in host memory: `rows` [rank, row size], of the model's type. `order`: by
+    which the other ranks have read theirs, if there are any."""
 
     digest: str
     rows: Tensor
+    order: int = 0
 
     @property
     def rank(self) -> int:

@@ -37,6 +37,8 @@ class Adapters(Protocol):
 
     def keep(self, adapter: HostAdapter) -> None: ...
 
+    def forget(self, adapter: HostAdapter) -> None: ...
+
     def drop(self, digest: str) -> None: ...
 
     def load(self, slot: int, digest: str) -> None: ...
@@ -97,16 +99,17 @@ class AdapterRoom(Generic[U]):
         """Take an adapter into host memory, in the place of another if need be. Raises Overloaded
         if all that are there are in use."""
         if adapter.digest not in self._host and len(self._host) >= self._max_host_adapters:
-            self._evict()
+            self._evict_for(adapter)
         self._host[adapter.digest] = self._now()
         self._adapters.keep(adapter)
 
-    def _evict(self) -> None:
+    def _evict_for(self, adapter: HostAdapter) -> None:
         self._forget_holds()
         in_use = {*self._holds.values(), *(one.request.adapter_digest for one in self._parked)}
         in_use |= {slot.digest for slot in self._slots if slot.num_users}
         idle = [digest for digest in self._host if digest not in in_use]
         if not idle:
+            self._adapters.forget(adapter)
             raise Overloaded("all LoRA adapters in host memory are in use: --max-cpu-loras")
         oldest = min(idle, key=self._host.__getitem__)
         del self._host[oldest]

@@ -77,6 +77,9 @@ class RankAdapters:
         """In host memory, until `drop`."""
         self._host[adapter.digest] = adapter
 
+    def forget(self, adapter: HostAdapter) -> None:
+        """What was read and is not kept: here nobody but its reader has it."""
+
     def drop(self, digest: str) -> None:
         """Copies of it that are under way hold its memory."""
         self._host.pop(digest, None)

@@ -39,11 +39,13 @@ class MessageKind(enum.IntEnum):
     CLOSE_WINDOW = 9
     HOST_MEMORY = 10  # ranked_copies.py
     COPY_HOST = 11
-    READ_ADAPTER = 12  # lora/ranked_adapters.py
+    READ_ADAPTER = 12  # ranked_adapters.py
     LOAD_ADAPTER = 13
     DROP_ADAPTER = 14
     DRAFT = 15  # as STEP
     GENERATIONS = 16  # int64 ids [n], uint64 [n]; kv_transfer/ranks/mirrored_generations.py
+    KEEP_ADAPTER = 17
+    FORGET_ADAPTER = 18
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people

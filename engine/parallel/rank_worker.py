@@ -129,6 +129,8 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
         orders = AdapterOrders(runner.adapters, channel)
         handlers |= {
             MessageKind.READ_ADAPTER: orders.read,
+            MessageKind.KEEP_ADAPTER: orders.keep,
+            MessageKind.FORGET_ADAPTER: orders.forget,
             MessageKind.LOAD_ADAPTER: orders.load,
             MessageKind.DROP_ADAPTER: orders.drop,
         }

@@ -1,14 +1,18 @@
 """The adapters of all ranks of an engine: each has its part, in memory of its own.
 
-    READ_ADAPTER   JSON: path, digest     answered, once it is in host memory: JSON: digest or error
-    LOAD_ADAPTER   JSON: slot, digest     behind the steps that were sent before
-    DROP_ADAPTER   JSON: digest
+    READ_ADAPTER     JSON: path, digest     answered, once it is read: JSON: digest or error
+    KEEP_ADAPTER     JSON: order            what that one read is in host memory from now on
+    FORGET_ADAPTER   JSON: order            or is not wanted
+    LOAD_ADAPTER     JSON: slot, digest     behind the steps that were sent before
+    DROP_ADAPTER     JSON: digest
 
-An adapter that one rank refuses none has.
+An adapter that one rank refuses none keeps. Whatever changes host memory is sent by rank 0's engine
+thread, so that all ranks have the same adapters whenever a slot is loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 
@@ -30,16 +34,20 @@ class RankedAdapters:
         found = self._mine.read(path, digest)
         payload = json.dumps({"path": path, "digest": found.digest}).encode()
         payloads = [payload] * self._followers.num_ranks
-        _, answers = self._followers.order_and_wait(MessageKind.READ_ADAPTER, payloads)
+        order, answers = self._followers.order_and_wait(MessageKind.READ_ADAPTER, payloads)
+        found = dataclasses.replace(found, order=order)
         for rank, answer in enumerate(map(json.loads, answers), start=1):
             if "error" in answer:
-                self._send(MessageKind.DROP_ADAPTER, digest=found.digest)
+                self.forget(found)
                 raise AdapterRefused(f"rank {rank}: {answer['error']}")
         return found
 
     def keep(self, adapter: HostAdapter) -> None:
-        """The others have theirs."""
+        self._send(MessageKind.KEEP_ADAPTER, order=adapter.order)
         self._mine.keep(adapter)
+
+    def forget(self, adapter: HostAdapter) -> None:
+        self._send(MessageKind.FORGET_ADAPTER, order=adapter.order)
 
     def drop(self, digest: str) -> None:
         self._send(MessageKind.DROP_ADAPTER, digest=digest)
@@ -61,10 +69,12 @@ def adapters_of(
 
 
 class AdapterOrders:
-    """Another rank's: files are read on a thread of their own, beside its steps."""
+    """Another rank's: files are read on a thread of their own, beside its steps. What was read is
+    kept apart until rank 0 says what becomes of it."""
 
     def __init__(self, adapters: RankAdapters, channel: RankChannel) -> None:
         self._adapters, self._channel = adapters, channel
+        self._read: dict[int, HostAdapter] = {}  # by order
 
     def read(self, message: RankMessage) -> None:
         fields, order = json.loads(bytes(message.payload)), message.order
@@ -72,12 +82,19 @@ class AdapterOrders:
         def run() -> None:
             answer: dict[str, str] = {"digest": fields["digest"]}
             try:
-                self._adapters.keep(self._adapters.read(fields["path"], fields["digest"]))
+                self._read[order] = self._adapters.read(fields["path"], fields["digest"])
             except BatonError as error:
                 answer = {"error": error.message}
             self._channel.send(MessageKind.ANSWER, json.dumps(answer).encode(), order=order)
 
         threading.Thread(target=run, name="read-adapter", daemon=True).start()
+
+    def keep(self, message: RankMessage) -> None:
+        self._adapters.keep(self._read.pop(json.loads(bytes(message.payload))["order"]))
+
+    def forget(self, message: RankMessage) -> None:
+        """Where this rank refused it there is nothing."""
+        self._read.pop(json.loads(bytes(message.payload))["order"], None)
 
     def load(self, message: RankMessage) -> None:
         fields = json.loads(bytes(message.payload))

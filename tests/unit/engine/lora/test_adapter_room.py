@@ -27,10 +27,14 @@ class Copies:
 
     host: set[str] = field(default_factory=set)
     slots: dict[int, str] = field(default_factory=dict)
+    forgotten: list[str] = field(default_factory=list)
     num_loads: int = 0
 
     def keep(self, adapter: HostAdapter) -> None:
         self.host.add(adapter.digest)
+
+    def forget(self, adapter: HostAdapter) -> None:
+        self.forgotten.append(adapter.digest)
 
     def drop(self, digest: str) -> None:
         self.host.remove(digest)
@@ -115,6 +119,7 @@ def test_host_memory_gives_up_what_was_used_longest_ago_and_is_in_no_use() -> No
     room.hold("r/0", "d")
     with pytest.raises(Overloaded, match="--max-cpu-loras"):
         room.keep(host("e"))
+    assert copies.forgotten == ["e"], "nobody will ask for what was read"
     room.keep(host("d"))  # it is there
     open_requests.clear()
     room.keep(host("e"))
