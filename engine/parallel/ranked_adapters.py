@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import threading
 
 from ...core.errors import AdapterRefused, BatonError
@@ -21,6 +22,8 @@ from ..lora.adapter_files import HostAdapter
 from ..lora.rank_adapters import RankAdapters
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankGroup
+
+log = logging.getLogger(__name__)
 
 
 class RankedAdapters:
@@ -85,6 +88,9 @@ class AdapterOrders:
                 self._read[order] = self._adapters.read(fields["path"], fields["digest"])
             except BatonError as error:
                 answer = {"error": error.message}
+            except Exception as error:  # of this thread: rank 0 would wait for ever
+                log.exception("the adapter at %s cannot be read", fields["path"])
+                answer = {"error": f"{type(error).__name__}: {error}"}
             self._channel.send(MessageKind.ANSWER, json.dumps(answer).encode(), order=order)
 
         threading.Thread(target=run, name="read-adapter", daemon=True).start()

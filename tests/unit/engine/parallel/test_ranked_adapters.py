@@ -138,6 +138,15 @@ def test_one_that_is_refused_when_read_again_is_served_on(world: World) -> None:
     assert [memory.slots for memory in world.theirs] == [{0: "a"}] * 2
 
 
+def test_a_rank_that_cannot_read_says_so_whatever_went_wrong(world: World) -> None:
+    world.theirs[0].errors["a"] = PermissionError("not for you")
+    with pytest.raises(AdapterRefused, match="rank 1: PermissionError: not for you"):
+        world.read("a")
+    world.adapters.keep(world.read("b"))
+    world.settle()
+    assert [memory.host for memory in world.theirs] == [{"b"}] * 2
+
+
 def test_what_finds_no_room_is_left_in_no_rank_s_memory(world: World) -> None:
     room = AdapterRoom[Sequence](world.adapters, 1, 1)
     room.is_wanted = lambda key: True
