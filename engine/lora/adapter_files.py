@@ -9,6 +9,7 @@ thread: nothing here is shared.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,17 +58,16 @@ def read_adapter(
 ) -> HostAdapter:
     """Raises AdapterRefused, which names the file, and the field or tensor."""
     path = folder / FILE
-    if not path.is_file():
-        raise AdapterRefused(_no_weights(folder))
-    config = read_lora_config(folder, max_rank)
     with _open(path) as file:
+        config = read_lora_config(folder, max_rank)
         tensors = _check(path, file, config, layout)
         rows = empty_rows(layout, max_rank, dtype, is_pinned=is_pinned)[: config.rank].zero_()
         for module, halves in tensors.items():
             projection = layout.projections[module]
             for half, name in halves.items():
                 _read(path, file, name, rows, projection, config.scaling, is_a=half == "A")
-    return HostAdapter(_digest(path, config), rows)
+        digest = _digest(path, config)
+    return HostAdapter(digest, rows)
 
 
 def _check(
@@ -155,8 +155,21 @@ def _no_weights(folder: Path) -> str:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
+    """Its tensors; what is read meanwhile is of one content, or refused."""
     try:
+        if not path.is_file():
+            raise AdapterRefused(_no_weights(path.parent))
+        before = _stamp(path)
         with safe_open(path, framework="pt") as file:
             yield file
+        if _stamp(path) != before:
+            raise AdapterRefused(f"{path} has changed while it was read")
     except (OSError, SafetensorError) as error:
         raise AdapterRefused(f"cannot read {path}: {error}") from error
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Of what the file is now; opened, since NFS may answer for a name what was true before."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fakes.adapters import PREFIX, write_adapter
 from torch import Tensor
 
 from baton.core.errors import AdapterRefused
+from baton.engine.lora import adapter_files
 from baton.engine.lora.adapter_files import read_adapter
 from baton.engine.lora.layout import Layout
 from baton.engine.model.decoder import Decoder
@@ -144,6 +146,40 @@ def test_files(tmp_path: Path, base: Path) -> None:
     weights.write_bytes(whole)
     config.write_text("[")
     with pytest.raises(AdapterRefused, match=r"adapter_config\.json"):
+        read(folder, base)
+
+
+def replaced(path: Path, other: Path) -> None:
+    other.rename(path)
+
+
+def overwritten(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+def removed(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("change", [replaced, overwritten, removed])
+def test_a_file_that_changes_while_it_is_read(
+    tmp_path: Path,
+    base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, Path], None],
+) -> None:
+    """Its tensors would be those of before, under the digest of what came."""
+    folder = write_adapter(tmp_path / "one", base, seed=1)
+    other = write_adapter(tmp_path / "two", base, seed=2) / adapter_files.FILE
+    os.utime(folder / adapter_files.FILE, (1e9, 1e9))
+    digest = adapter_files._digest
+
+    def digest_of_changed(path: Path, *more: Any) -> str:
+        change(path, other)
+        return digest(path, *more)
+
+    monkeypatch.setattr(adapter_files, "_digest", digest_of_changed)
+    with pytest.raises(AdapterRefused, match=r"adapter_model\.safetensors"):
         read(folder, base)
 
 
