@@ -14,6 +14,7 @@ from .speculative_config import SpeculativeConfig, parse_speculative_config
 
 GPU_SWAP_GIB = 4.0  # as vLLM's default
 TBT_TARGET_MS = 25.0  # of engines that take whole requests, unless the operator says otherwise
+_MAX_RANK_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,14 @@ class EngineConfig:
             "pipeline_parallel_size",
             "nnodes",
             "prefill_chunk_tokens",
+            "num_threads",
         ):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("rank_timeout_s", "rank_start_timeout_s"):
+            if not 0 < getattr(self, name) <= _MAX_RANK_TIMEOUT_S:
+                flag_name = f"--{name.replace('_', '-')}"
+                raise StartupFailed(f"{flag_name} must be above 0, and no more than a day")
         if self.tbt_target_ms is not None and not 0 < self.tbt_target_ms < math.inf:
             raise StartupFailed("--tbt-target-ms must be above 0")
         if self.mixed_graph_tokens and not 64 <= self.mixed_graph_tokens <= 1024:

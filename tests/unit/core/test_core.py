@@ -196,6 +196,19 @@ def test_bad_settings_are_refused(wrong: dict[str, int]) -> None:
         EngineConfig(**wrong)  # type: ignore[arg-type]
 
 
+NO_TIMES = [0.0, -1.0, float("nan"), float("inf"), 1e10]
+WRONG_OF_RANKS = [
+    *((name, value) for name in ("rank_timeout_s", "rank_start_timeout_s") for value in NO_TIMES),
+    *(("num_threads", value) for value in (0, -1)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_OF_RANKS)
+def test_what_no_rank_can_run_with_is_refused_by_its_flag(name: str, value: float) -> None:
+    with pytest.raises(errors.StartupFailed, match=f"--{name.replace('_', '-')} must be"):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
 def test_every_error_survives_the_wire() -> None:
     for code, cls in errors._tree(errors.BatonError).items():
         rebuilt = errors.from_code(code, "why", None)
