@@ -55,8 +55,9 @@ class Ranks:
         self._end(at_once=True)
 
     def close(self) -> None:
-        """End the other ranks and wait for their end; behind a loss they are not asked to."""
-        self._end(at_once=self.followers is not None and self.followers.is_lost)
+        """End the other ranks and wait for their end; behind a loss, or where nothing leads them
+        yet, they are not asked to."""
+        self._end(at_once=self.followers is None or self.followers.is_lost)
 
     def _end(self, *, at_once: bool) -> None:
         if self.followers is not None:
@@ -92,19 +93,22 @@ def start_ranks(
         if trust is None:
             raise StartupFailed("--nnodes above 1 is for launch_prefill and launch_decode")
         joined = gather(trust, on_line)
-    started = [_start(module) for _ in configs[1:]]
-    channels = [channel for _, channel in started]
-    channels += [RankChannel(each.connection, each.host) for _, each in sorted(joined.items())]
-    followers = RankGroup(
-        channels,
-        config.rank_timeout_s,
-        config.rank_start_timeout_s,
-        on_lost,
-        on_line,
-        config.tensor_parallel_size,
-    )
-    processes = tuple(process for process, _ in started)
+    processes: tuple[subprocess.Popen[bytes], ...] = ()
+    channels = [RankChannel(each.connection, each.host) for _, each in sorted(joined.items())]
+    followers = None
     try:
+        for _ in configs[1:]:
+            process, channel = _start(module)
+            channels.insert(len(processes), channel)  # before those of other hosts
+            processes = (*processes, process)
+        followers = RankGroup(
+            channels,
+            config.rank_timeout_s,
+            config.rank_start_timeout_s,
+            on_lost,
+            on_line,
+            config.tensor_parallel_size,
+        )
         store, link = make_store(), None
         common: dict[str, Any] = {"store_port": store.port}
         if trust is not None and joined:
@@ -122,6 +126,8 @@ def start_ranks(
         communicator = make_communicator(configs[0], 0, store, followers.meet, link)
     except BaseException:  # a Ctrl-C too: nobody else would end the processes
         Ranks(configs[0], Communicator(), followers, processes).close()
+        for channel in channels:
+            channel.close()
         raise
     return Ranks(configs[0], communicator, followers, processes)
 

@@ -16,9 +16,10 @@ import pytest
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
 from baton.engine.model.communicator import Communicator
+from baton.engine.parallel import rank_processes
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from baton.engine.parallel.rank_group import RankGroup, RankProgress, pack_failure
-from baton.engine.parallel.rank_processes import Ranks
+from baton.engine.parallel.rank_processes import Ranks, start_ranks
 
 TIMEOUT_S = 0.2
 START_TIMEOUT_S = 0.6
@@ -160,6 +161,46 @@ def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
     processes = tuple(Process(rank) for rank in world.ranks)
     Ranks(EngineConfig(), Communicator(), world.followers, processes).kill()  # type: ignore[arg-type]
     assert world.lost.empty()
+
+
+@pytest.mark.parametrize("failing", ["_start", "RankGroup"])
+def test_no_rank_is_left_behind_by_a_start_that_fails(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The second process cannot be started; or nothing can be made that leads both."""
+    ends: list[socket.socket] = []
+    killed: list[int] = []
+
+    class Process:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def kill(self) -> None:
+            killed.append(self.number)
+
+        def wait(self, timeout_s: float) -> None:
+            assert self.number in killed, "nobody tells it to end"
+
+    def fail(*_: object) -> None:
+        raise OSError("too many open files")
+
+    def start(module: str) -> tuple[Process, RankChannel]:
+        if ends and failing == "_start":
+            fail()
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return Process(len(ends)), RankChannel(ours)
+
+    monkeypatch.setattr(rank_processes, "_start", start)
+    if failing == "RankGroup":
+        monkeypatch.setattr(rank_processes, failing, fail)
+    config = EngineConfig(device="cpu", tensor_parallel_size=3)
+    with pytest.raises(OSError, match="too many"):
+        start_ranks(config, "a module", lambda error: None, lambda line: None)
+    assert killed == ([1] if failing == "_start" else [1, 2])
+    for end in ends:
+        assert end.recv(1) == b"", "it is still connected"
+        end.close()
 
 
 def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
