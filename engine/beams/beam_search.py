@@ -200,12 +200,14 @@ class BeamSearches:
         return child
 
     def _crowd_out(self, search: BeamSearch, output: StepOutput) -> None:
-        """There is no room for all its sequences beside what others have, or in the whole pool."""
+        """There is no room for all its sequences beside what others have, or in the whole pool.
+        It would not find more if it came back before they give something up."""
         if self._scheduler.has_all(search):
             error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
             self.fail(search, error, output)
         else:
             self._scheduler.preemption.preempt_group(search)
+            self._scheduler.queues.refuse_head()
 
     def _finish(self, search: BeamSearch, output: StepOutput) -> None:
         first = search.request.sample_index

@@ -175,6 +175,11 @@ class Queues:
         if group is not None:
             self.groups.append(group)
 
+    def refuse_head(self) -> None:
+        """It does not fit: it stays the head, and is not tried again before anything is free."""
+        self.waiting.pin_head()
+        self.refused_at = self.opportunities
+
     def stall(self) -> None:
         """There was nothing to schedule."""
         self._stalled_at = self.opportunities

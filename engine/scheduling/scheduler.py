@@ -333,8 +333,7 @@ class Scheduler:
                 beside = self._admission.footprints(self.queues.owners())
             coming = [] if in_host is None else in_host.coming
             if not self._try_admit(sequence, matched, coming, beside):
-                self.queues.waiting.pin_head()
-                self.queues.refused_at = self.queues.opportunities
+                self.queues.refuse_head()
                 return
             self.queues.waiting.pop(num_tokens)
             self.queues.take_in(sequence.group)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import BatonError, InvalidRequest, PromptTooLarge
 from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -213,6 +214,37 @@ def test_crowded_out_beams_come_back_with_the_same_result(
     for request in requests:
         outcome.check(request)
     assert engine.totals().num_preemptions > 0
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_beams_that_lent_blocks_leave_no_room_for_wait_for_them(
+    runs_ahead: bool, is_aborted: bool
+) -> None:
+    """All that the pool has besides is the search's own: it is not computed again in vain."""
+    engine = new_engine(12, runs_ahead=runs_ahead)
+    prompt, once = (3,) * 17, SamplingParams(temperature=0.0, max_tokens=1)
+    engine.add(Request("lent", 0, prompt, once))
+    Outcome().run(engine)
+    lent = engine.prefixes.lend(block_hashes(root_hash("fake"), prompt, BLOCK_SIZE))
+    assert lent is not None
+    request, behind = beam_request("a", range(27), max_tokens=4), Request("b", 0, (1, 2, 3), once)
+    engine.add(request)
+    engine.add(behind)
+    outcome = Outcome().run(engine)
+    assert engine.totals().num_preemptions == 1
+    assert not outcome.beams and not outcome.failed
+    if is_aborted:
+        engine.abort(request.key)
+    else:
+        engine.prefixes.give_back(lent[0])
+    outcome.run(engine)
+    assert list(outcome.tokens) == [behind.key]
+    if is_aborted:
+        engine.prefixes.give_back(lent[0])
+    else:
+        outcome.check(request)
     assert_idle(engine)
 
 
