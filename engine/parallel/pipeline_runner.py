@@ -13,6 +13,7 @@ when its result has come: that means that all stages have written its KV.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -26,6 +27,8 @@ from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
 from .rank_group import RankGroup, pack_failure
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1  # how often who waits for a result looks whether there can be one
 
@@ -132,3 +135,7 @@ class ResultSender:
             self._channel.send(MessageKind.FAILED, pack_failure(error))
         except OSError:
             return  # rank 0 is gone
+        except Exception as error:  # of this thread: nobody else would see it
+            log.exception("results of steps are not sent any more")
+            failure = EngineFailed(f"{type(error).__name__}: {error}")
+            self._channel.send(MessageKind.FAILED, pack_failure(failure))

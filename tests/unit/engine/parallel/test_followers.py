@@ -17,6 +17,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
 from baton.engine.model.communicator import Communicator
 from baton.engine.parallel import rank_processes
+from baton.engine.parallel.pipeline_runner import ResultSender
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from baton.engine.parallel.rank_group import RankGroup, RankProgress, pack_failure
 from baton.engine.parallel.rank_processes import Ranks, start_ranks
@@ -135,6 +136,18 @@ def test_a_failure_carries_the_rank_s_message(
             act()
     unexplained = EngineFailed("a sum was cut off")
     assert world.followers.explain(unexplained) is found
+
+
+@pytest.mark.parametrize("error", [EngineFailed("the step is lost"), ZeroDivisionError("of it")])
+def test_a_step_whose_result_cannot_be_had_is_told(world: World, error: Exception) -> None:
+    class Step:
+        def collect(self) -> None:
+            raise error
+
+    ResultSender(world.ranks[1]).add(Step())  # type: ignore[arg-type]
+    found = world.lost.get(timeout=5)
+    text = str(error) if isinstance(error, EngineFailed) else "ZeroDivisionError: of it"
+    assert isinstance(found, EngineFailed) and found.message == f"rank 2: {text}"
 
 
 def test_a_rank_that_ends_is_lost(world: World) -> None:
