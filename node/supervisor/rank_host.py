@@ -132,6 +132,7 @@ class RankHost:
                             hint="the same BATON_CLUSTER_SECRET, and TLS on all hosts or on none",
                         ) from error
                 except OSError as error:
+                    num_hang_ups = 0
                     self._say(f"waiting for rank 0 at {self._config.master}: {error}")
             await asyncio.sleep(_AGAIN_S)
 
