@@ -180,6 +180,8 @@ class EngineConfig:
     def _check_disk(self) -> None:
         if not 0 < self.kv_disk_space < math.inf:
             raise StartupFailed("--kv-disk-space must be above 0")
+        if self.kv_disk_path == "":
+            raise StartupFailed("--kv-disk-path must name a directory")
         if self.kv_disk_path is not None and self.num_ranks > 1:
             raise StartupFailed(f"--kv-disk-path is not for engines with {self.size_flags}")
         if self.kv_disk_path is not None and self.swap_space == 0:

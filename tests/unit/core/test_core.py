@@ -209,6 +209,11 @@ def test_what_no_rank_can_run_with_is_refused_by_its_flag(name: str, value: floa
         EngineConfig(**{name: value})  # type: ignore[arg-type]
 
 
+def test_a_disk_without_a_name_is_refused() -> None:
+    with pytest.raises(errors.StartupFailed, match="--kv-disk-path must name a directory"):
+        EngineConfig(kv_disk_path="", swap_space=1.0)
+
+
 def test_every_error_survives_the_wire() -> None:
     for code, cls in errors._tree(errors.BatonError).items():
         rebuilt = errors.from_code(code, "why", None)
