@@ -6,7 +6,8 @@
 
 One task. Whatever Redis does, the engine never waits and memory stays bounded: deltas that cannot
 be sent are dropped, and the gap in their numbers makes gateways read the pages; pages that are not
-written are written later, as they are then. Redis that comes back may be empty or have what it had
+written are written later, as they are then. Where Redis stores nothing deltas are sent all the
+same. Redis that comes back may be empty or have what it had
 some time ago: where it has not the contents that were written last, all pages are written before
 new contents count them.
 """
@@ -34,7 +35,8 @@ class Publisher:
         self._link = link
         self._clock = clock
         self._renew_s = clock.monotonic_s() + _RENEW_S
-        self._stored: bytes | None = b""  # contents; None: Redis failed since
+        self._stored = self._tried = b""  # contents: that are stored, and that may be
+        self._uncounted: set[int] = set()  # pages that were written since
 
     async def run(self) -> None:
         while True:
@@ -62,7 +64,6 @@ class Publisher:
         try:
             await self._store(encode_contents(journal.contents(self._unix_s())))
         except IndexAway:
-            self._stored = None
             await self._link.publish(messages)  # no keys: where Redis is full, they go on
             raise
         await self._link.publish(messages)
@@ -73,11 +74,14 @@ class Publisher:
 
     async def _store(self, contents: bytes) -> None:
         incarnation = self._journal.incarnation
-        if await self._link.read_contents(incarnation) != self._stored:
+        if await self._link.read_contents(incarnation) not in (self._stored, self._tried):
             self._journal.lost_pages()
+        self._journal.stored.changed |= self._uncounted  # Redis that failed may have lost them
         await self._write_pages()
+        self._tried = contents
         await self._link.write_contents(incarnation, contents)
         self._stored = contents
+        self._uncounted.clear()
 
     async def _write_pages(self) -> None:
         stored = self._journal.stored
@@ -88,6 +92,7 @@ class Publisher:
         except BaseException:
             stored.changed |= written
             raise
+        self._uncounted |= written
 
     def _unix_s(self) -> int:
         return self._clock.unix_ns() // 1_000_000_000

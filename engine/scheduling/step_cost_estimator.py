@@ -37,10 +37,12 @@ _PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps woul
 _NUM_RECORDED = 512  # steps that the percentile is of
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
-_FLAT_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
+_FLATTER_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
+_STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to read the weights
 # What parts weigh in the fit: base, a row, bends, pairs, keys. Sizes between which nothing was seen
-# are joined by a straight line.
-_BENDS = np.array([0.0, 0.0, *[1e-3] * (len(KNOTS) - 1 + len(_FLAT_AFTER)), 0.0, 0.0])
+# are joined by a straight line, and pairs do not stand for bends.
+_BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
+_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0])
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
 
@@ -165,15 +167,17 @@ class StepCostEstimator:
             return None
         seconds = np.array([seconds for _, seconds in points])
         features = _features([shape for shape, _ in points])
-        parts = _non_negative_least_squares(features / seconds[:, None], _BENDS)
-        base_s, more_s, until_s = parts[0], parts[1:][: len(KNOTS)], parts[1 + len(KNOTS) : -2]
-        return StepCost(
-            base_s=base_s,
-            row_s=tuple(sum(more_s[: i + 1]) + sum(until_s[i:]) for i in range(len(KNOTS))),
-            pair_s=parts[-2],
-            key_s=parts[-1],
-            max_rows=max(rows),
+        base_s, *of_rows, pair_s, key_s = _non_negative_least_squares(
+            features / seconds[:, None], _WEIGHTS
         )
+        steeper = list(zip(_STEEPER_AFTER, of_rows, strict=False))
+        flatter = list(zip(_FLATTER_AFTER, of_rows[len(steeper) :], strict=True))
+
+        def slope_behind(knot: int) -> float:
+            more = sum(part for begin, part in steeper if begin <= knot)
+            return more + sum(part for end, part in flatter if knot < end)
+
+        return StepCost(base_s, tuple(map(slope_behind, KNOTS)), pair_s, key_s, max(rows))
 
 
 class StepRecord:
@@ -221,12 +225,12 @@ def _size_of(shape: StepShape) -> _Size:
 
 
 def _features(shapes: list[StepShape]) -> np.ndarray:
-    """[shapes, parts]: the base, rows beyond each knot, rows until each of _FLAT_AFTER, pairs and
-    keys."""
+    """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER, rows until each of
+    _FLATTER_AFTER, pairs and keys."""
     rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
-    beyond = np.maximum(0.0, rows[:, None] - KNOTS)
-    until = np.minimum(rows[:, None], _FLAT_AFTER)
-    return np.column_stack([np.ones_like(rows), beyond, until, pairs, keys])
+    behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER)
+    until = np.minimum(rows[:, None], _FLATTER_AFTER)
+    return np.column_stack([np.ones_like(rows), behind, until, pairs, keys])
 
 
 def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> list[float]:

@@ -144,7 +144,8 @@ class ChatSample(Sample):
 
     def is_cut(self, result: RequestResult) -> bool:
         """Whether there would have been more: it ended at its limit, or amid a call."""
-        is_in_call = self._parser is not None and self._parser.is_in_call
+        open_call = None if self._parser is None else self._parser.open_call
+        is_in_call = open_call is not None and open_call < self._max_calls
         return is_in_call or result.finish_reason is not FinishReason.STOP
 
     def _told_apart(self, chunk: OutputChunk) -> tuple[str, str]:

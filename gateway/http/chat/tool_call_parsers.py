@@ -52,9 +52,10 @@ class ToolCallParser(ABC):
         self._has_content = False
 
     @property
-    def is_in_call(self) -> bool:
-        """Whether the last call has begun, and not ended."""
-        return self._scanner is not None and self._is_named
+    def open_call(self) -> int | None:
+        """The number of the call that has begun and not ended; known once no more text comes."""
+        is_open = self._scanner is not None and self._is_named and not self._scanner.is_done
+        return self._num_calls if is_open else None
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -68,7 +69,9 @@ class ToolCallParser(ABC):
         deltas: list[Delta] = []
         if self._scanner is not None and not self._is_named:
             self._content(self._given_up(self._scanner), deltas)
-        elif self._scanner is None and not self._is_behind_call:  # there, at most a tag's beginning
+        elif self._scanner is not None:
+            self._scanner.feed("\0")  # that arguments are whole may be seen by what follows alone
+        elif not self._is_behind_call:  # there, at most a tag's beginning
             self._content(self._text, deltas)
         self._text = ""
         return deltas

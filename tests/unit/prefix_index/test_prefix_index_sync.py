@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,7 +16,7 @@ from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import Delta, Head, decode, encode
+from baton.prefix_index.messages import Delta, Head, IndexAway, decode, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import PAGE_BLOCKS, encode_contents
 from baton.prefix_index.publisher import Publisher
@@ -141,6 +141,30 @@ async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broke
         async with following(late, link):
             await until(lambda: all(m._copies[A].seq == journal.seq for m in (mirror, late)))
             assert mirrors(mirror, {2, 3}) and mirrors(late, {2, 3})
+
+
+async def test_redis_that_fails_once_gets_what_it_may_lack_and_no_more() -> None:
+    link, journal = FakeIndexLink(), CacheJournal(A)
+    journal.record([], [h(i) for i in range(3 * PAGE_BLOCKS)])
+    publisher = Publisher(journal, link, FakeClock())
+    await publisher._publish()
+    written: list[int] = []
+
+    async def write_pages(incarnation: str, pages: Iterator[tuple[int, bytes]]) -> None:
+        written.extend(index for index, _ in pages)
+
+    async def fail(incarnation: str, contents: bytes) -> None:
+        raise IndexAway("away")
+
+    working, link.write_pages, link.write_contents = link.write_contents, write_pages, fail  # type: ignore[method-assign]
+    journal.record([h(0)], [])
+    with pytest.raises(IndexAway):
+        await publisher._publish()
+    link.write_contents = working  # type: ignore[method-assign]
+    journal.record([h(PAGE_BLOCKS)], [])
+    for _ in range(2):
+        await publisher._publish()
+    assert written == [0, 0, 1]
 
 
 async def test_where_redis_is_full_deltas_go_on() -> None:

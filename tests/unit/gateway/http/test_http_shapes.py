@@ -197,6 +197,18 @@ def test_a_stop_string_amid_a_call_is_no_call(text: str) -> None:
     assert json.loads(events[-1])["finish_reason"] == "stop"
 
 
+def test_a_call_is_whole_whose_last_brace_is_missing() -> None:
+    for text in (CALLS[:-13], CALLS[: CALLS.index("</")][:-1]):
+        whole = chat(parser=HERMES.parser([])).choice(OutputChunk(text, (A,), 0, result()))
+        assert whole.finish_reason == "tool_calls"
+
+
+def test_a_call_that_is_left_out_may_be_cut() -> None:
+    choice = chat({"parallel_tool_calls": False}, parser=HERMES.parser([]))
+    whole = choice.choice(OutputChunk(CALLS[:-24], (A,), 0, result()))
+    assert whole.finish_reason == "tool_calls"
+
+
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
     opening = HERMES.opening("f", is_constrained=False)
     choice = chat(parser=HERMES.parser([]), opening=opening)
