@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
 from ..core.request.request import Constraint, ConstraintKind
+from .multiples import check_multiples
 from .schema_references import BadReference, check_references
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Grammars:
         if num_bytes > MAX_SOURCE_BYTES:
             raise _invalid(f"it has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are taken")
         try:
+            check_multiples(constraint)
             text = grammar_text(constraint)
         except ValueError as error:
             raise _invalid(_reference_fault(constraint) or str(error)) from None

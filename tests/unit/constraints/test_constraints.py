@@ -70,6 +70,26 @@ BAD: list[tuple[str, Constraint, str]] = [
     ("too large a product", Constraint(SCHEMA, json.dumps({
         "allOf": [{"properties": {f"p{i}": {"type": "string"}}} for i in range(1000)]
     })), "too large"),
+    ("a divisor", Constraint(SCHEMA, '{"type": "integer", "multipleOf": 9999991}'), "9999991"),
+    ("one with a point", Constraint(SCHEMA, '{"type": "integer", "multipleOf": 0.999983}'), "0.99"),
+    ("2 to the 24th", Constraint(SCHEMA, '{"type": "integer", "multipleOf": 16777216}'), "1677"),
+    ("two that are merged", Constraint(SCHEMA, json.dumps({
+        "allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]
+    })), "9973, 9967"),
+    ("one in many ranges", Constraint(SCHEMA, json.dumps({
+        "$defs": {"n": {"type": "integer", "multipleOf": 9973}},
+        "properties": {f"p{i}": {"$ref": "#/$defs/n", "minimum": i} for i in range(1000)},
+    })), "9973"),
+    ("many large ones", Constraint(SCHEMA, json.dumps({
+        "properties": {f"p{i}": {"type": "integer", "multipleOf": 9000 + i} for i in range(1000)},
+    })), "multipleOf 9"),
+    ("of what seems data", Constraint(SCHEMA, json.dumps({
+        "$ref": "#/default", "default": {"type": "integer", "multipleOf": 9999991}
+    })), "9999991"),
+    ("in a grammar", Constraint(
+        GRAMMAR, 'start: "%json {" a\na: %json\n{"title": "%json", "type": "integer", '
+        '"multipleOf": 9999991, "maximum": 1e9}'
+    ), "9999991"),
     ("bad pattern", Constraint(SCHEMA, '{"type": "string", "pattern": "("}'), "regex"),
     ("open bracket", Constraint(REGEX, "a("), "unclosed"),
     ("look-ahead", Constraint(REGEX, "(?=a)b"), "look-around"),
@@ -92,6 +112,24 @@ def test_what_cannot_be_followed_is_refused(
     assert (refused.value.code, refused.value.param) == ("invalid_schema", "constraint")
     assert why in refused.value.message and len(refused.value.message) < 300
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 1_000_000}, {"type": "integer", "multipleOf": 86400},
+        {"type": "number", "multipleOf": 0.01}, {"type": "number", "multipleOf": 1e-9},
+        {"type": "object", "required": ["a", "b"], "properties": {
+            "a": {"type": "number", "multipleOf": 0.001, "minimum": 0, "maximum": 1},
+            "b": {"type": "integer", "multipleOf": 3600, "minimum": 0},
+            "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        }},
+        {"properties": {"multipleOf": {"type": "integer"}}},
+    ],
+)  # fmt: skip
+def test_divisors_of_every_day_are_taken(grammars: Grammars, schema: dict[str, Any]) -> None:
+    constraint = Constraint(SCHEMA, json.dumps(schema))
+    assert grammars.compile(constraint).follow().compute_bitmask()
 
 
 BOMBS = [
