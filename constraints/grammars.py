@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
 from ..core.request.request import Constraint, ConstraintKind
-from .multiples import check_multiples
+from .multiples import count_remainders
 from .schema_references import BadReference, check_references
 
 if TYPE_CHECKING:
@@ -40,10 +42,18 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": True,
 }
 
-# Measured on llguidance 1.9.1, in resident memory: about 145 KB for the smallest grammars and 130
-# bytes a byte of a large schema. Taken for a little more.
+# Measured on llguidance 1.9.1, in resident memory: about 145 KB for the smallest grammars, 130
+# bytes a byte of a large schema, 84 to 150 a unit of lexer fuel. A repetition that is forced takes
+# 4 of these, large character classes 5,000, a schema up to 4.6 a byte. Taken for a little more.
 _GRAMMAR_BYTES = 160 << 10
 _BYTES_PER_SOURCE_BYTE = 160
+_BYTES_PER_REMAINDER = 520
+_BYTES_PER_FUEL = 170
+_FUEL_PER_REPETITION = 5
+_FUEL_OF_CLASSES = 6_000
+_LEXER_FUEL, _FUEL_PER_SOURCE_BYTE = 50_000, 5
+_REPETITION = re.compile(r"\{(\d{1,9})")
+_LARGE_CLASS = re.compile(r"\\[pPwW]")
 _MAX_LEXER_STATES = 10_000  # of each sample, of 1 to 2 KB
 _MAX_REASON_CHARS = 200
 _INSTALL = "pip install 'baton-serve[structured]'"
@@ -54,6 +64,7 @@ class Grammar:
     """A compiled constraint. It never changes: samples follow copies of its matcher."""
 
     _matcher: LLMatcher
+    num_bytes: int  # about
 
     def follow(self) -> LLMatcher:
         """A matcher at the beginning of the output."""
@@ -105,7 +116,7 @@ class Grammars:
             if (grammar := self._kept.get(constraint)) is not None:
                 self._kept.move_to_end(constraint)
                 return grammar
-        grammar = Grammar(self._compiled(constraint))
+        grammar = Grammar(self._compiled(constraint), _size_of(constraint))
         with self._lock:
             self._keep(constraint, grammar)
         return grammar
@@ -117,11 +128,11 @@ class Grammars:
         if num_bytes > MAX_SOURCE_BYTES:
             raise _invalid(f"it has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are taken")
         try:
-            check_multiples(constraint)
+            count_remainders(constraint)
             text = grammar_text(constraint)
         except ValueError as error:
             raise _invalid(_reference_fault(constraint) or str(error)) from None
-        matcher = LLMatcher(self._load_tokenizer(), text, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._load_tokenizer(), text, log_level=0, limits=_limits(constraint))
         # What the first token can be shows whether there is any output at all, and every sample's
         # copy has it computed.
         allows_some = not matcher.is_error() and any(matcher.compute_bitmask())
@@ -148,11 +159,11 @@ class Grammars:
 
     def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
         if constraint not in self._kept:
-            self.num_kept_bytes += _size_of(constraint)
+            self.num_kept_bytes += grammar.num_bytes
         self._kept[constraint] = grammar
         while self.num_kept_bytes > self._max_kept_bytes:
-            oldest, _ = self._kept.popitem(last=False)
-            self.num_kept_bytes -= _size_of(oldest)
+            _, oldest = self._kept.popitem(last=False)
+            self.num_kept_bytes -= oldest.num_bytes
 
 
 def accept(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
@@ -195,13 +206,22 @@ def _unsupported(reason: str) -> InvalidRequest:
 
 
 def _size_of(constraint: Constraint) -> int:
-    return _GRAMMAR_BYTES + len(constraint.source) * _BYTES_PER_SOURCE_BYTE
+    source = constraint.source
+    fuel = _FUEL_PER_REPETITION * math.prod(max(1.0, float(n)) for n in _REPETITION.findall(source))
+    fuel += _FUEL_OF_CLASSES * (_LARGE_CLASS.search(source) is not None)
+    num_bytes = _GRAMMAR_BYTES + len(source) * _BYTES_PER_SOURCE_BYTE
+    num_bytes += int(min(fuel, _LEXER_FUEL)) * _BYTES_PER_FUEL
+    return num_bytes + count_remainders(constraint) * _BYTES_PER_REMAINDER
 
 
-def _limits() -> LLParserLimits:
+def _limits(constraint: Constraint) -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(
+        max_lexer_states=_MAX_LEXER_STATES,
+        initial_lexer_fuel=_LEXER_FUEL + len(constraint.source) * _FUEL_PER_SOURCE_BYTE,
+        verbose_errors=False,
+    )
 
 
 def grammar_text(constraint: Constraint) -> str:

@@ -60,11 +60,15 @@ class _Numbers:
         return divisor * num_lows * (1 + len(self.highs | anywhere.highs))
 
 
-def check_multiples(constraint: Constraint) -> None:
-    """Raises TooManyRemainders. Passes over what is no JSON: the compiler reports that."""
+def count_remainders(constraint: Constraint) -> int:
+    """At most so many, of all schemas. Passes over what is no JSON: the compiler reports that.
+
+    Raises TooManyRemainders.
+    """
+    num_remainders = 0
     for schema in _schemas(constraint):
         places = _by_place(schema)
-        anywhere, num_remainders = places.get("", _Numbers()), 0
+        anywhere = places.get("", _Numbers())
         for numbers in places.values():
             num_remainders += numbers.num_remainders(anywhere)
             if num_remainders > _MAX_REMAINDERS:
@@ -73,6 +77,7 @@ def check_multiples(constraint: Constraint) -> None:
                     f"multipleOf {', '.join(f'{value:.15g}' for value in largest)}: there are more "
                     f"than {_MAX_REMAINDERS} remainders to go through"
                 )
+    return num_remainders
 
 
 def _schemas(constraint: Constraint) -> Iterator[Any]:

@@ -321,6 +321,44 @@ def test_distinct_schemas_in_a_row_fill_no_memory(model_dir: Path, count: int) -
     assert last - half < 16 << 20
 
 
+_SHORT_CODE = """
+import sys
+from pathlib import Path
+from baton.constraints.grammars import Grammars
+from baton.core.request.request import Constraint, ConstraintKind
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+grammars = Grammars(
+    Path(sys.argv[1]), int(sys.argv[2]), [int(sys.argv[3])], max_kept_bytes=1 << 40
+)
+kind, source = ConstraintKind(sys.argv[4]), sys.argv[5]
+for index in range(9):
+    grammars.compile(Constraint(kind, source.replace("NUMBER", str(int(sys.argv[6]) + index))))
+    if index == 0:
+        print(resident(), grammars.num_kept_bytes)
+print(resident(), grammars.num_kept_bytes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "number"),
+    [
+        (REGEX, "a{NUMBER}", 1_000_000), (REGEX, "a{NUMBER}", 10_000), (REGEX, "a{NUMBER}", 1000),
+        (REGEX, "((a{99}){99}){NUMBER}", 10), (REGEX, r"\p{L}\p{N}bNUMBER", 1),
+        (SCHEMA, '{"type": "integer", "multipleOf": 86400, "title": "NUMBER"}', 1),
+        (SCHEMA, '{"type": "integer", "multipleOf": NUMBER}', 19_980),
+    ],
+)  # fmt: skip
+def test_short_sources_of_large_grammars_are_counted_as_such(
+    model_dir: Path, kind: ConstraintKind, source: str, number: int
+) -> None:
+    arguments = (str(model_dir), str(VOCAB_SIZE), str(EOS_ID), kind.value, source, str(number))
+    first, first_counted, last, counted = _resident_bytes(_SHORT_CODE, *arguments)
+    assert last - first < counted - first_counted + (4 << 20)
+
+
 @pytest.mark.timeout(20)
 def test_the_largest_source_compiles_in_time(grammars: Grammars) -> None:
     properties: dict[str, Any] = {}
