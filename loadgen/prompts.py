@@ -84,6 +84,7 @@ class _Drawn:
             "".join(rng.choice(letters) for letters in (consonants, vowels) * rng.randint(1, 3))
             for _ in range(_NUM_WORDS)
         ]
+        self._num_tokens = _tokens_of_words(self._words, shape.count)
         self._prefix_ids = self._ids(shape.shared_prefix_len)
         self._prefix = self._text(shape.shared_prefix_len)
 
@@ -99,18 +100,24 @@ class _Drawn:
         return [] if size is None else [self._rng.randrange(_FIRST_ID, size) for _ in range(length)]
 
     def _text(self, length: int) -> str:
-        words = [self._rng.choice(self._words) for _ in range(length)]
-        count = self._shape.count
-        if count is None or not words:
-            return " ".join(words)
-        low, high = 1, length  # a word has at least a token: the most words within the length
-        while low < high:
-            middle = (low + high + 1) // 2
-            if count(" ".join(words[:middle])) <= length:
-                low = middle
-            else:
-                high = middle - 1
-        return " ".join(words[:low])
+        """At least a word; the last one is left out where it does not fit."""
+        words: list[str] = []
+        num_tokens = 0
+        while num_tokens < length:
+            word = self._rng.choice(self._words)
+            num_tokens += self._num_tokens.get(word, 1)
+            if num_tokens <= length or not words:
+                words.append(word)
+        return " ".join(words)
+
+
+def _tokens_of_words(words: Sequence[str], count: Callable[[str], int] | None) -> Mapping[str, int]:
+    """Counted once, behind another word: while a load runs nothing may keep its clock waiting."""
+    if count is None:
+        return {}
+    before = words[0]
+    num_before = count(before)
+    return {word: max(1, count(f"{before} {word}") - num_before) for word in words}
 
 
 def _lengths(shape: PromptShape, rng: random.Random) -> tuple[int, int]:

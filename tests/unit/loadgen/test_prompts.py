@@ -36,6 +36,20 @@ def test_words_by_a_tokenizer_are_as_many_tokens() -> None:
         assert 90 <= count(str(one.content)) <= 100
 
 
+def test_no_tokenizer_keeps_a_load_waiting() -> None:
+    counted: list[str] = []
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return len(text)
+
+    drawn = asked(PromptShape("words", 1000, 10, shared_prefix_len=50, count=count))
+    num_before = len(counted)
+    lengths = [len(str(one.content)) for one in islice(drawn, 20)]
+    assert len(counted) == num_before
+    assert all(1030 <= length <= 1051 for length in lengths)
+
+
 def test_what_all_prompts_share() -> None:
     for dataset, more in (("words", {}), ("token-ids", {"vocab_size": 99})):
         a, b = first(2, dataset, 5, 1, shared_prefix_len=20, **more)
