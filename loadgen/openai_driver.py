@@ -27,6 +27,14 @@ _FIELDS: Mapping[str, Any] = {
     "stream": True,
     "stream_options": CONTINUOUS,
 }
+_ODD_ANSWERS = (
+    aiohttp.ClientError,
+    TimeoutError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
 
 
 class HttpError(DriverError):
@@ -77,7 +85,7 @@ class OpenAiDriver:
                     usage = _usage(event)  # of the last one it is the whole request's
         except aiohttp.ClientConnectorError as error:
             raise Unreachable(str(error)) from error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except _ODD_ANSWERS as error:
             raise DriverError(f"{type(error).__name__}: {error}") from error
         if usage is not None:
             yield usage
@@ -141,7 +149,10 @@ def _usage(event: Mapping[str, Any]) -> Usage | None:
     found = event.get("usage")
     if not found:
         return None
-    return Usage(found.get("prompt_tokens"), found.get("completion_tokens"))
+    counts = [found.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    if not all(count is None or isinstance(count, int) for count in counts):
+        raise TypeError(f"a usage that does not count: {str(found)[:_SHOWN_CHARS]}")
+    return Usage(*counts)
 
 
 @asynccontextmanager

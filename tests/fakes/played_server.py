@@ -17,7 +17,8 @@ class PlayedServer:
     """`usage`: in every event (each), in the last (last) or not at all (none).
 
     `piece`: tokens an event; `refuses`: words of fields, for which it answers 400; `breaks_after`:
-    requests that it serves before it answers 500; `token_s`: seconds before each event.
+    requests that it serves before it answers 500; `token_s`: seconds before each event; `odd`: an
+    event that begins each answer behind the first one.
     """
 
     models: tuple[str, ...] = ("played",)
@@ -28,6 +29,7 @@ class PlayedServer:
     refuses: tuple[str, ...] = ()
     breaks_after: int | None = None
     content_type: str = "text/event-stream"
+    odd: Any = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_running: int = 0
     most_running: int = 0
@@ -57,6 +59,8 @@ class PlayedServer:
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": self.content_type})
         await response.prepare(request)
+        if self.odd is not None and len(self.bodies) > 1:
+            await response.write(f"data: {json.dumps(self.odd)}\n\n".encode())
         num_tokens, is_chat = body["max_tokens"], "messages" in body
         for start in range(0, num_tokens, self.piece):
             await asyncio.sleep(self.token_s)

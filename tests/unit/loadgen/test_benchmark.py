@@ -111,6 +111,23 @@ async def test_some_fail(tmp_path: Path, capsys: Any) -> None:
     assert "failed, 3 times: HTTP 500: broken" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"choices": [{"text": "x"}], "usage": {"completion_tokens": None}},
+        {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 7}},
+        {"choices": [{"text": "x"}], "usage": "many"},
+        {"choices": ["x"]},
+        {"choices": 5},
+        {"choices": [], "usage": {"completion_tokens": "5"}},
+    ],
+)
+async def test_a_request_with_an_odd_answer_has_failed(tmp_path: Path, odd: Any) -> None:
+    async with played(PlayedServer(odd=odd)) as url:
+        code, found = await bench(url, "--concurrency", "2", folder=tmp_path)
+    assert (code, found["num_completed"], found["num_failed"]) == (SOME_FAILED, 0, 6)
+
+
 async def test_what_is_wrong_with_a_target_is_said(tmp_path: Path) -> None:
     async with played(PlayedServer(key="k", models=("a", "b"))) as url:
         for argv, words, hint in (
