@@ -67,8 +67,7 @@ async def run(
                 for stream in streams
             ]
         await asyncio.sleep(max(0.0, start_s + duration_s - time.monotonic()))
-        if tasks:
-            await asyncio.wait(tasks, timeout=drain_s)
+        await _wait(tasks, drain_s)
         await _cancel((*tasks, *around))
     finally:
         unsettle()
@@ -132,7 +131,7 @@ class Load:
         async with _cancelled_at_the_end() as tasks:
             for _ in range(concurrency):
                 tasks.append(asyncio.create_task(self.one_by_one(asked, end_s, group)))
-            await asyncio.wait(tasks, timeout=_until(end_s + drain_s - self.now_s))
+            await _wait(tasks, _until(end_s + drain_s - self.now_s))
 
     async def open_loop(
         self, asked: Iterator[Asked], due_s: Iterator[float], drain_s: float, group: str
@@ -142,8 +141,7 @@ class Load:
             for at_s, one in zip(due_s, asked, strict=False):
                 await self._sleep_until(at_s)
                 tasks.append(asyncio.create_task(self._send(group, at_s, one)))
-            if tasks:
-                await asyncio.wait(tasks, timeout=_until(drain_s))
+            await _wait(tasks, _until(drain_s))
 
     async def _send(self, group: str, due_s: float, asked: Asked) -> None:
         record = Record(group, due_s, asked.num_prompt_tokens, asked.num_output_tokens)
@@ -189,10 +187,19 @@ class _cancelled_at_the_end(AbstractAsyncContextManager[list["asyncio.Task[None]
         await _cancel(self._tasks)
 
 
+async def _wait(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
+    """For all of them, or one that fails."""
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+
+
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raises what the first that failed did."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
 
 
 def _until(seconds: float) -> float | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
+import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from baton.core.errors import StartupFailed
 from baton.core.metrics import Slo, TokenTimes
 from baton.loadgen import benchmark
 from baton.loadgen.benchmark import INTERRUPTED, SOME_FAILED
+from baton.loadgen.driver import Usage
+from baton.loadgen.generator import Asked, Load
 from baton.loadgen.records import Record
 
 SHORT = ("--num-requests", "6", "--input-len", "4", "--output-len", "5")
@@ -126,6 +131,33 @@ async def test_a_request_with_an_odd_answer_has_failed(tmp_path: Path, odd: Any)
     async with played(PlayedServer(odd=odd)) as url:
         code, found = await bench(url, "--concurrency", "2", folder=tmp_path)
     assert (code, found["num_completed"], found["num_failed"]) == (SOME_FAILED, 0, 6)
+
+
+@pytest.mark.parametrize("loop", [("--concurrency", "3"), ("--request-rate", "500")])
+async def test_a_load_that_fails_itself_says_so(tmp_path: Path, loop: tuple[str, ...]) -> None:
+    lines = tmp_path / "lines"
+    chat = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+    lines.write_text("\n".join(['{"prompt": "a"}'] * 3 + [chat]))
+    async with played(PlayedServer(token_s=0.01)) as url:
+        with pytest.raises(StartupFailed, match="messages are no prompt"):
+            await bench(
+                url, "--dataset", "jsonl", "--dataset-path", str(lines), *loop, folder=tmp_path
+            )
+
+
+async def test_a_request_that_fails_by_our_own_fault_ends_the_load() -> None:
+    class Broken:
+        async def stream(self, content: Any, num_tokens: int) -> AsyncGenerator[int | Usage, None]:
+            yield 1
+            raise RuntimeError("broken")
+
+    asked = [Asked("x", 1, 5)] * 4
+    for work in (
+        Load(Broken(), time.monotonic()).closed_loop(iter(asked), 2, math.inf, math.inf, "g"),
+        Load(Broken(), time.monotonic()).open_loop(iter(asked), iter([0.0] * 4), math.inf, "g"),
+    ):
+        with pytest.raises(RuntimeError, match="broken"):
+            await work
 
 
 async def test_what_is_wrong_with_a_target_is_said(tmp_path: Path) -> None:
