@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,11 +25,11 @@ from typing import Any
 from tqdm import tqdm
 
 from ..core.errors import StartupFailed
-from ..core.metrics import Slo
+from ..core.metrics import Slo, TokenTimes
 from ..core.version import version
 from . import plots, prompts
 from .driver import Usage
-from .figures import ReportWindow, group_figures, row, spread, targets
+from .figures import ReportWindow, group_figures, row, spread, targets, tbt_samples
 from .generator import Asked, Load
 from .prompts import PromptShape
 from .records import Record
@@ -62,10 +62,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a load left. `duration_s`: to the last token or the end of the load."""
+    """What a load left. `duration_s`: to the last token or the end of the load; `ended_s`: when
+    what still ran was cut off."""
 
     records: Sequence[Record]
     duration_s: float
+    ended_s: float
     is_interrupted: bool
 
 
@@ -135,7 +137,8 @@ async def _load(plan: Plan, target: Reached, asked: Iterator[Asked]) -> Outcome:
         is_interrupted = task.cancelled()
     last_s = max((r.token_s[-1] for r in load.records if r.token_s), default=load.now_s)
     end_s = load.now_s if is_interrupted or math.isinf(plan.duration_s) else plan.duration_s
-    return Outcome(load.records, max(last_s, min(end_s, load.now_s)), is_interrupted)
+    ended_s = load.now_s
+    return Outcome(load.records, max(last_s, min(end_s, ended_s)), ended_s, is_interrupted)
 
 
 def _poisson(rate_per_s: float, duration_s: float, seed: int) -> Iterator[float]:
@@ -167,18 +170,22 @@ def _bar(plan: Plan) -> Iterator[Any]:
 
 
 def summarise(plan: Plan, outcome: Outcome, model: str, usage: Usage | None) -> dict[str, Any]:
-    """All figures as JSON: times in ms. Requests that were cut off at the end count for tokens
-    and TBT; they are neither completed nor failed."""
+    """All figures as JSON: times in ms. Requests that were cut off at the end count for tokens and
+    TBT, and where they were late by then as missed targets; they are neither completed nor failed.
+    """
     ended = [record for record in outcome.records if not record.is_cut_off]
     completed = [record for record in ended if not record.error]
     # The last token is inside: the window's end is open.
     window = ReportWindow(0.0, math.nextafter(outcome.duration_s, math.inf))
     figures = group_figures(ended, window, plan.slo)
+    gaps_s = tbt_samples(outcome.records, window)
+    figures["tbt_ms"] = {**spread(gaps_s), "mean": _mean_ms(gaps_s)}
     num_output = sum(len(record.token_s) for record in outcome.records)
     num_prompt = sum(record.num_prompt_tokens for record in completed)
     seconds = outcome.duration_s or 1.0
     errors = Counter(record.error for record in ended if record.error)
-    names = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
+    for name in ("ttft", "tpot", "e2e"):
+        figures[f"{name}_ms"]["mean"] = _mean_ms(getattr(r.times, f"{name}_s") for r in completed)
     has_usage = usage is not None and usage.num_output_tokens is not None
     return {
         "baton": version(),
@@ -200,41 +207,48 @@ def summarise(plan: Plan, outcome: Outcome, model: str, usage: Usage | None) -> 
         "requests_per_s": len(completed) / seconds,
         "output_tokens_per_s": num_output / seconds,
         "total_tokens_per_s": (num_output + num_prompt) / seconds,
-        **{name: {**figures[name], "mean": _mean(completed, name)} for name in names},
+        **{f"{name}_ms": figures[f"{name}_ms"] for name in ("ttft", "tbt", "tpot", "e2e")},
         "generator_lag_ms": spread(record.lag_s for record in outcome.records),
-        **_attainment(plan.slo, ended, seconds),
+        **_attainment(plan.slo, [*ended, *_late(plan, outcome)], seconds),
     }
 
 
-def _mean(completed: Sequence[Record], name: str) -> float | None:
-    of_times = f"{name.removesuffix('_ms')}_s"
-    samples = [
-        value
-        for record in completed
-        for value in (
-            record.times.gaps_s if name == "tbt_ms" else (getattr(record.times, of_times),)
-        )
-        if value is not None
-    ]
+def _mean_ms(seconds: Iterable[float | None]) -> float | None:
+    samples = [value for value in seconds if value is not None]
     return sum(samples) / len(samples) * 1e3 if samples else None
 
 
-def _attainment(slo: Slo, ended: Sequence[Record], seconds: float) -> dict[str, Any]:
-    """Shares of the requests that ended, failed ones among them; nothing without a target."""
+def _late(plan: Plan, outcome: Outcome) -> list[Record]:
+    """Those that were cut off and would have missed a target even if a token had come just then.
+    Without one for TTFT the first is expected within the time for the last."""
+    ttft_s = plan.drain_s or None if plan.slo.ttft_s is None else plan.slo.ttft_s
+    slo = replace(plan.slo, ttft_s=ttft_s, tpot_s=None)
+    return [
+        record
+        for record in outcome.records
+        if record.is_cut_off
+        and not slo.is_met_by(TokenTimes(record.sent_s, (*record.token_s, outcome.ended_s)))
+    ]
+
+
+def _attainment(slo: Slo, judged: Sequence[Record], seconds: float) -> dict[str, Any]:
+    """Shares of the requests that ended or were late; nothing without a target. Those that failed
+    or were cut off keep none."""
     wanted = targets(slo)
     if not wanted:
         return {}
 
     def share(one: Slo) -> float | None:
-        good = sum(not record.error and one.is_met_by(record.times) for record in ended)
-        return good / len(ended) if ended else None
+        ended = (record for record in judged if not record.error and not record.is_cut_off)
+        good = sum(one.is_met_by(record.times) for record in ended)
+        return good / len(judged) if judged else None
 
     each = {name: share(replace(Slo(), **{f"{name}_s": value})) for name, value in wanted.items()}
     whole = share(slo)
     return {
         "slo_ms": {name: value * 1e3 for name, value in wanted.items()},
         "slo_attainment": {**each, "all": whole},
-        "goodput_rps": (whole or 0.0) * len(ended) / seconds,
+        "goodput_rps": (whole or 0.0) * len(judged) / seconds,
     }
 
 

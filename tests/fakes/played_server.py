@@ -17,7 +17,8 @@ class PlayedServer:
     """`usage`: in every event (each), in the last (last) or not at all (none).
 
     `piece`: tokens an event; `refuses`: words of fields, for which it answers 400; `breaks_after`:
-    requests that it serves before it answers 500; `token_s`: seconds before each event; `odd`: an
+    requests that it serves before it answers 500; `hangs_after`, before it answers no more, or with
+    a first token alone (`hangs_late`); `token_s`: seconds before each event; `odd`: an
     event that begins each answer behind the first one.
     """
 
@@ -30,6 +31,8 @@ class PlayedServer:
     breaks_after: int | None = None
     content_type: str = "text/event-stream"
     odd: Any = None
+    hangs_after: int | None = None
+    hangs_late: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_running: int = 0
     most_running: int = 0
@@ -57,6 +60,7 @@ class PlayedServer:
             self.num_running -= 1
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        hangs = self.hangs_after is not None and len(self.bodies) > self.hangs_after
         response = web.StreamResponse(headers={"Content-Type": self.content_type})
         await response.prepare(request)
         if self.odd is not None and len(self.bodies) > 1:
@@ -64,6 +68,8 @@ class PlayedServer:
         num_tokens, is_chat = body["max_tokens"], "messages" in body
         for start in range(0, num_tokens, self.piece):
             await asyncio.sleep(self.token_s)
+            if hangs and start == self.piece * self.hangs_late:
+                await asyncio.sleep(1000)
             num_now = min(num_tokens, start + self.piece)
             choice = {"delta": {"content": "x"}} if is_chat else {"text": "x"}
             event: dict[str, Any] = {"choices": [choice]}

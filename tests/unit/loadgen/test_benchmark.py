@@ -133,6 +133,35 @@ async def test_a_request_with_an_odd_answer_has_failed(tmp_path: Path, odd: Any)
     assert (code, found["num_completed"], found["num_failed"]) == (SOME_FAILED, 0, 6)
 
 
+@pytest.mark.parametrize(
+    ("slo", "hangs_late", "share"),
+    [
+        ("ttft_ms=100", False, 0.5), ("tbt_ms=100", True, 0.5), ("e2e_ms=150", True, 0.5),
+        ("ttft_ms=100", True, 1.0), ("ttft_ms=9999", False, 1.0), ("tpot_ms=9999", False, 0.5),
+    ],
+)  # fmt: skip
+async def test_what_hangs_keeps_no_target(
+    tmp_path: Path, slo: str, hangs_late: bool, share: float
+) -> None:
+    """Half of the requests are cut off; whether they were late by then is what counts."""
+    server = PlayedServer(hangs_after=4, hangs_late=hangs_late)
+    async with played(server) as url:
+        given = ("--request-rate", "1000", "--drain-s", "0.2", "--slo", slo)
+        _, found = await bench(url, *given, folder=tmp_path)
+    assert (found["num_completed"], found["num_cut_off"]) == (3, 3)
+    assert found["slo_attainment"]["all"] == share
+    assert found["goodput_rps"] == pytest.approx(3 / found["duration_s"])
+
+
+async def test_gaps_of_what_is_cut_off_are_counted(tmp_path: Path) -> None:
+    async with played(PlayedServer(token_s=0.02)) as url:
+        given = ("--num-requests", "1", "--output-len", "12", "--duration-s", "0.1")
+        _, found = await bench(url, *given, "--drain-s", "0", folder=tmp_path)
+    assert found["num_cut_off"] == 1 and found["num_output_tokens"] > 1
+    assert found["tbt_ms"]["n"] == found["num_output_tokens"] - 1
+    assert 15 < found["tbt_ms"]["mean"] < 60
+
+
 @pytest.mark.parametrize("loop", [("--concurrency", "3"), ("--request-rate", "500")])
 async def test_a_load_that_fails_itself_says_so(tmp_path: Path, loop: tuple[str, ...]) -> None:
     lines = tmp_path / "lines"
