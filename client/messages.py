@@ -7,10 +7,12 @@ failures into the errors of core/errors.py.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf.message import Message
@@ -29,6 +31,8 @@ Call: TypeAlias = tuple[str, Message, Callable[[Any], T]]
 
 # Fields of a GenerateRequest that are no parameters by their own name.
 _SET_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
+
+_MAX_TIMEOUT_S = 365 * 86400.0
 
 
 class GenerateParams(TypedDict, total=False):
@@ -156,7 +160,7 @@ def build_request(
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
-    timeout_s: float | None = fields.pop("timeout_s", None)
+    timeout_s = _timeout_s(fields.pop("timeout_s", None))
     request = inference_pb2.GenerateRequest()
     for name in set(request.DESCRIPTOR.fields_by_name) - _SET_OTHERWISE:
         if name in fields:
@@ -193,6 +197,15 @@ def build_request(
         except (TypeError, OverflowError) as error:
             raise _cannot_be("prompt", prompt_token_ids, error) from error
     return request, timeout_s
+
+
+def _timeout_s(value: Any) -> float | None:
+    """For gRPC, which takes no end for one that is long over."""
+    if value is None or value == math.inf:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise InvalidRequest(f"timeout_s cannot be {value!r:.100}: it is a number", "timeout_s")
+    return min(float(value), _MAX_TIMEOUT_S)
 
 
 def _is_given(constraint: Any) -> bool:

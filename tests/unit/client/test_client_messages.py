@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 import grpc
+import numpy as np
 import pytest
 
 from baton.client import AsyncClient, Client, FinishReason
@@ -131,12 +133,24 @@ def test_early_stopping_may_be_a_boolean() -> None:
         ("x", {"logprobs": -1}, "logprobs"),
         ("x", {"min_tokens": -1}, "min_tokens"),
         ("x", {"n": -1}, "n"),
+        ("x", {"timeout_s": math.nan}, "timeout_s"),
+        ("x", {"timeout_s": "5"}, "timeout_s"),
+        ("x", {"timeout_s": [5]}, "timeout_s"),
+        ("x", {"timeout_s": True}, "timeout_s"),
     ],
 )
 def test_what_the_wire_cannot_say(prompt: Any, params: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(prompt, params)
     assert caught.value.param == param
+
+
+def test_a_timeout_that_is_far_off() -> None:
+    """gRPC takes one that it cannot count for one that is over."""
+    for timeout_s, expected in ((math.inf, None), (None, None), (0, 0.0), (np.float32(0.5), 0.5)):
+        assert build_request("x", {"timeout_s": timeout_s})[1] == expected  # type: ignore[typeddict-item]
+    for timeout_s in (1e12, 1e300):
+        assert 1e6 < (build_request("x", {"timeout_s": timeout_s})[1] or 0) < 1e9
 
 
 def test_unknown_parameters_are_the_callers_bug() -> None:
