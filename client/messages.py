@@ -342,4 +342,6 @@ def translate(error: Any) -> BatonError:
         if "retry-after-ms" in metadata:
             typed.retry_after_s = int(metadata["retry-after-ms"]) / 1000
         return typed
+    if "larger than max" in details:  # gRPC's own words, before anybody has read the message
+        return InvalidRequest(f"the request is too large: {details}")
     return from_grpc_status(error.code().name, details)

@@ -19,6 +19,7 @@ from baton.core.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    Overloaded,
     PromptTooLarge,
     Unavailable,
 )
@@ -206,6 +207,15 @@ class Failure:
         (Failure(grpc.StatusCode.UNAVAILABLE, "refused"), Unavailable, "refused", None),
         (Failure(grpc.StatusCode.DEADLINE_EXCEEDED), DeadlineExceeded, "DEADLINE_EXCEEDED", None),
         (Failure(grpc.StatusCode.UNKNOWN, "?"), BatonError, "?", None),
+        (Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), Overloaded, "full", None),
+        (
+            Failure(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)"
+            ),
+            InvalidRequest,
+            "the request is too large: Received message larger than max (5 vs. 4)",
+            None,
+        ),
         (
             Failure(grpc.StatusCode.INTERNAL, "m", baton_error_code="engine_failed"),
             EngineFailed,
