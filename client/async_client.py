@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar, Unpack
 
 import grpc
@@ -16,13 +17,25 @@ from .messages import Call, Chunk, GenerateParams, ModelInfo, Result, translate
 T = TypeVar("T")
 
 
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Of one call. gRPC also raises CancelledError where the call was cancelled, not our task."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise translate(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Cancelled("the request was cancelled") from None
+
+
 class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
     """One running request: `async for chunk in generation`, or `await generation.finish()`.
 
     Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
     """
-
-    _is_cancelled = False
 
     @property
     def result(self) -> Result:
@@ -43,22 +56,11 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
         return self.result
 
     async def __anext__(self) -> Chunk:
-        try:
+        with _typed_errors():
             message = await self._call.read()
-        except grpc.RpcError as error:
-            raise translate(error) from error
-        except asyncio.CancelledError:
-            if self._is_cancelled:  # the call, not our task
-                raise Cancelled("the request was cancelled") from None
-            raise
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return self._collector.add(message)
-
-    def cancel(self) -> None:
-        """End the request on the server; a request that is over stays as it ended."""
-        self._is_cancelled = True
-        super().cancel()
 
     async def aclose(self) -> None:
         """For contextlib.aclosing."""
@@ -103,10 +105,8 @@ class AsyncClient(Connection):
 
     async def _unary(self, call: Call[T]) -> T:
         method, request, read = call
-        try:
+        with _typed_errors():
             return read(await getattr(self._stub, method)(request, metadata=self._metadata))
-        except grpc.RpcError as error:
-            raise translate(error) from error
 
     async def __aenter__(self) -> AsyncClient:
         return self

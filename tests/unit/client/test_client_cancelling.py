@@ -1,0 +1,81 @@
+"""Who was cancelled: a call, or the task that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient
+from baton.core.errors import Cancelled
+from baton.proto.v1 import inference_pb2, inference_pb2_grpc
+
+
+class Silent(inference_pb2_grpc.InferenceServicer):
+    """Answers nobody."""
+
+    def __init__(self) -> None:
+        self.called = asyncio.Event()
+
+    async def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        self.called.set()
+        await asyncio.sleep(1000)
+        return inference_pb2.TokenizeResponse()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.called.set()
+        await asyncio.sleep(1000)
+        yield inference_pb2.GenerateChunk()
+
+
+Waiting = Callable[[AsyncClient], Awaitable[Any]]
+CALLS: list[Waiting] = [
+    lambda client: client.tokenize("x"),
+    lambda client: client.generate("x").finish(),
+]
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[tuple[Silent, AsyncClient]]:
+    server, servicer = grpc.aio.server(), Silent()
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        yield servicer, client
+    await server.stop(None)
+
+
+async def begun(silent: tuple[Silent, AsyncClient], call: Waiting) -> asyncio.Task[Any]:
+    servicer, client = silent
+
+    async def run() -> Any:
+        return await call(client)
+
+    task = asyncio.create_task(run())
+    await servicer.called.wait()
+    return task
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_client_that_is_closed_cancels_calls_but_no_tasks(
+    silent: tuple[Silent, AsyncClient], call: Waiting
+) -> None:
+    task = await begun(silent, call)
+    await silent[1].close()
+    with pytest.raises(Cancelled):
+        await task
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_task_that_is_cancelled_stays_so(
+    silent: tuple[Silent, AsyncClient], call: Waiting
+) -> None:
+    task = await begun(silent, call)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
