@@ -72,7 +72,8 @@ def percentile(samples: Sequence[float], q: float) -> float | None:
     if not samples:
         return None
     ordered = sorted(samples)
-    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)]
+    rank = math.ceil(round(q * len(ordered) / 100, 9))  # 99.9 * 1000 is a little more than 99900
+    return ordered[max(0, rank - 1)]
 
 
 def goodput_rps(times: Sequence[TokenTimes], duration_s: float, slo: Slo) -> float:

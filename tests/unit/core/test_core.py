@@ -115,6 +115,11 @@ def test_percentile_is_nearest_rank(samples: list[float], q: float) -> None:
     assert sum(s <= value for s in samples) >= q / 100 * len(samples) - 1e-9
 
 
+@pytest.mark.parametrize(("q", "rank"), [(99.9, 999), (99.0, 990), (50.0, 500), (100.0, 1000)])
+def test_percentiles_of_a_thousand(q: float, rank: int) -> None:
+    assert percentile([*range(1, 1001)], q) == rank
+
+
 def test_flags_round_trip() -> None:
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, EngineConfig, NodeConfig)
