@@ -154,7 +154,7 @@ def _entries(path: Path) -> Sequence[Any]:
         if text.lstrip().startswith("["):
             found: list[Any] = json.loads(text)
             return found
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         raise StartupFailed(f"{path} is no JSON, nor JSON lines: {error}") from error
 

@@ -78,6 +78,12 @@ def test_files(tmp_path: Path) -> None:
     assert found[1] == Asked("a b c", 3, 9)
 
 
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\r\n', encoding="utf-8")
+    assert {one.content for one in first(2, "jsonl", 9, 9, path=path)} == {"a\u2028b\x85c", "d"}
+
+
 @pytest.mark.parametrize(
     ("dataset", "text", "words"),
     [
