@@ -171,7 +171,7 @@ def _schema(tool: Tool) -> dict[str, object]:
     compiler would refuse in a schema that is not called strict is left out of account."""
     schema = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
     options = {**JSON_OPTIONS, "lenient": not tool.get("strict")}
-    return {"type": "object", **schema, "x-guidance": options}
+    return {**schema, "type": "object", "x-guidance": options}
 
 
 _FUNCTION = record(

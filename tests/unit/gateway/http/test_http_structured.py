@@ -185,6 +185,28 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
     assert isinstance(json.loads(arguments), dict)
 
 
+@pytest.mark.parametrize(
+    ("schema", "good"),
+    [
+        ({"type": ["object", "null"], "properties": {"a": {"type": "integer"}}}, '{"a": 1}'),
+        ({"type": "string"}, '{"a": "b"}'),
+        ({"anyOf": [{"type": "array"}, {"type": "object"}]}, "{}"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": ["object", "integer"]}}}, "{}"),
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_says(
+    grammars: Grammars, schema: dict[str, Any], good: str
+) -> None:
+    tools = TOOLS.read([tool("f", parameters=schema)], "tools")
+    source = grammar_of(tools, ToolChoice(True, True, "f"))
+    grammar = grammars.compile(Constraint(KIND.GRAMMAR, source))
+    end = HERMES.end
+    accept(grammar.follow(), [*f" {good}{end}".encode(), EOS_ID])
+    for bad in ("null", '"a"', "[1]", "7"):
+        with pytest.raises(InvalidRequest):
+            accept(grammar.follow(), [*f" {bad}{end}".encode(), EOS_ID])
+
+
 def test_a_strict_tools_schema_must_be_understood(grammars: Grammars) -> None:
     strict = TOOLS.read(
         [tool("f", strict=True, parameters=OFFERED[2]["function"]["parameters"])], "tools"
