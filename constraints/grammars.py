@@ -230,7 +230,10 @@ def grammar_text(constraint: Constraint) -> str:
 
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+            source = constraint.source
+            if source.strip() in ("true", "false"):  # schemas too, but options need an object
+                source = f'{{"allOf": [{source}]}}'
+            return LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.source)
         case ConstraintKind.CHOICE:

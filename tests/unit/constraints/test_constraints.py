@@ -64,6 +64,7 @@ BAD: list[tuple[str, Constraint, str]] = [
     ("no JSON", Constraint(SCHEMA, '{"type":'), ""),
     ("no schema", Constraint(SCHEMA, "3"), ""),
     ("unknown type", Constraint(SCHEMA, '{"type": "wat"}'), "wat"),
+    ("nothing by its name", Constraint(SCHEMA, "false"), "false"),
     ("nothing matches", Constraint(SCHEMA, '{"enum": []}'), "Unsatisfiable"),
     ("no value", Constraint(SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}'), "minimum"),
     ("unknown keyword", Constraint(SCHEMA, '{"not": {"type": "string"}}'), "not"),
@@ -177,6 +178,7 @@ MATCHES: list[tuple[Constraint, list[str], list[str]]] = [
         ["{}", '{"next": {"next": {}}}'],
         ['{"next": 1}', '{"other": {}}'],
     ),
+    (Constraint(SCHEMA, " true"), ["1", '"a"', '{"a": [null]}', "{\n}"], ["", "a", "{  }"]),
     (Constraint(REGEX, "[0-9]{3}-[a-f]+"), ["123-abc"], ["123-", "x123-abc", "123-abcg", ""]),
     (Constraint(GRAMMAR, 'start: "a" b*\nb: /[x-z]/'), ["a", "axyz"], ["", "ab", "ax "]),
 ]  # fmt: skip
