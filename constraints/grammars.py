@@ -55,6 +55,9 @@ _LEXER_FUEL, _FUEL_PER_SOURCE_BYTE = 50_000, 5
 _REPETITION = re.compile(r"\{(\d{1,9})")
 _LARGE_CLASS = re.compile(r"\\[pPwW]")
 _MAX_LEXER_STATES = 10_000  # of each sample, of 1 to 2 KB
+# Of one mask: about 10 us each. Schemas that a row has room for stay below; what is so ambiguous
+# that it needs more would keep all others of a step waiting.
+_MAX_STEP_ITEMS = 5000
 _MAX_REASON_CHARS = 200
 _INSTALL = "pip install 'baton-serve[structured]'"
 
@@ -219,6 +222,7 @@ def _limits(constraint: Constraint) -> LLParserLimits:
 
     return LLParserLimits(
         max_lexer_states=_MAX_LEXER_STATES,
+        step_max_items=_MAX_STEP_ITEMS,
         initial_lexer_fuel=_LEXER_FUEL + len(constraint.source) * _FUEL_PER_SOURCE_BYTE,
         verbose_errors=False,
     )

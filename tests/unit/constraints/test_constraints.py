@@ -15,6 +15,7 @@ import pytest
 from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from baton.constraints.grammars import MAX_SOURCE_BYTES, Grammars, accept
 from baton.core.errors import InvalidRequest
@@ -150,6 +151,35 @@ def test_a_regex_cannot_hold_a_step_up(grammars: Grammars, pattern: str) -> None
         matcher.compute_bitmask()
     except InvalidRequest as error:
         assert error.code == "invalid_schema"
+
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+AMBIGUOUS = 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/'
+WIDE = json.dumps({
+    "type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(450)},
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text", "follows"),
+    [
+        (Constraint(GRAMMAR, 'start: s\ns: s s | "a" |'), "a" * 400, False),
+        (Constraint(GRAMMAR, AMBIGUOUS), "1+" * 200, True),
+        (Constraint(SCHEMA, WIDE), '{"p1": 1, "p449": 2, ', True),
+    ],
+)
+def test_what_is_too_ambiguous_for_a_step_is_given_up(
+    constraint: Constraint, text: str, follows: bool
+) -> None:
+    vocab_size = json.loads((DEMO / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    matcher = Grammars(DEMO, vocab_size, [0]).compile(constraint).follow()
+    for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            break
+        accept(matcher, [token_id])
+    assert matcher.is_error() != follows
 
 
 MATCHES: list[tuple[Constraint, list[str], list[str]]] = [
