@@ -136,9 +136,11 @@ async def _load(plan: Plan, target: Reached, asked: Iterator[Asked]) -> Outcome:
             await task
         is_interrupted = task.cancelled()
     last_s = max((r.token_s[-1] for r in load.records if r.token_s), default=load.now_s)
-    end_s = load.now_s if is_interrupted or math.isinf(plan.duration_s) else plan.duration_s
     ended_s = load.now_s
-    return Outcome(load.records, max(last_s, min(end_s, ended_s)), ended_s, is_interrupted)
+    # The time that was given counts whole, also where nobody came at its end.
+    is_by_time = not is_interrupted and len(load.records) < plan.num_requests
+    end_s = plan.duration_s if is_by_time else min(plan.duration_s, ended_s)
+    return Outcome(load.records, max(last_s, end_s), ended_s, is_interrupted)
 
 
 def _poisson(rate_per_s: float, duration_s: float, seed: int) -> Iterator[float]:

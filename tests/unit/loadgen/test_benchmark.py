@@ -66,6 +66,17 @@ async def test_an_open_loop_waits_for_nobody(tmp_path: Path) -> None:
     assert found["load"]["rate_per_s"] == 200
 
 
+async def test_a_rate_is_of_the_whole_time_that_was_given(tmp_path: Path) -> None:
+    """The next request would have come behind its end."""
+    async with played(PlayedServer()) as url:
+        given = ("--request-rate", "0.01", "--duration-s", "0.5")
+        _, found = await bench(url, *given, folder=tmp_path)
+        assert (found["num_sent"], found["duration_s"], found["requests_per_s"]) == (1, 0.5, 2.0)
+        given = ("--request-rate", "1000", "--duration-s", "60")
+        _, found = await bench(url, *given, folder=tmp_path)
+    assert found["num_sent"] == 6 and found["duration_s"] < 10
+
+
 async def test_a_duration_ends_the_load(tmp_path: Path) -> None:
     """What still runs when the time for the last is over is cut off, and has not failed."""
     lines = tmp_path / "lines"
