@@ -146,7 +146,7 @@ def lark_of(constraint: SamplingFields, param: str) -> str:
             return f"%json {json.dumps(_with_options(source, param))}"
         case "regex":
             escaped = re.sub(r"\\.|[/\n]", _in_lark, source, flags=re.DOTALL)
-            return f"/(?:{escaped})/"
+            return f"/{escaped or '(?:)'}/"
         case "choice":
             return f"({' | '.join(map(json.dumps, source.values)) or 'NONE'})"
     return f"%lark {{\n{source}\n}}"

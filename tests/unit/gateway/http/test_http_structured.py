@@ -324,4 +324,30 @@ def test_forced_calls_of_formats_with_tags(grammars: Grammars, name: str) -> Non
     ],
 )
 def test_a_regex_between_slashes(source: str, inside: str) -> None:
-    assert lark_of({"regex": source}, "regex") == f"/(?:{inside})/"
+    assert lark_of({"regex": source}, "regex") == f"/{inside}/"
+
+
+@pytest.mark.parametrize(
+    ("source", "good", "bad"),
+    [
+        ("(?x) a # comment", "a", "a # comment"),
+        ("a|b", "b", "c"),
+        ("(?i)a|b", "B", "c"),
+        ("/|b", "/", "a"),
+        ("/*", "//", "*"),
+    ],
+)
+def test_a_regex_as_a_part_of_a_grammar(
+    grammars: Grammars, source: str, good: str, bad: str
+) -> None:
+    text = f'start: "<" r ">"\nr: {lark_of({"regex": source}, "regex")}'
+    grammar = grammars.compile(Constraint(KIND.GRAMMAR, text))
+    accept(grammar.follow(), [*f"<{good}>".encode(), EOS_ID])
+    with pytest.raises(InvalidRequest):
+        accept(grammar.follow(), [*f"<{bad}>".encode(), EOS_ID])
+
+
+@pytest.mark.parametrize("source", ["a)(b", ")|(", "a)"])
+def test_a_regex_that_is_none_is_none_in_a_grammar_either(grammars: Grammars, source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        grammars.compile(Constraint(KIND.GRAMMAR, f"start: {lark_of({'regex': source}, 'regex')}"))
