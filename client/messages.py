@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Number, Real
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf.message import Message
@@ -163,14 +163,17 @@ def build_request(
     timeout_s = _timeout_s(fields.pop("timeout_s", None))
     request = inference_pb2.GenerateRequest()
     for name in set(request.DESCRIPTOR.fields_by_name) - _SET_OTHERWISE:
-        if name in fields:
-            _set(request, name, fields.pop(name))
+        if (value := fields.pop(name, None)) is not None:
+            _set(request, name, value)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if isinstance(is_early := fields.get("early_stopping"), bool):
         fields["early_stopping"] = json.dumps(is_early)
-    if isinstance(fields.get("json_schema"), Mapping):
-        fields["json_schema"] = json.dumps(fields["json_schema"])
+    if isinstance(schema := fields.get("json_schema"), Mapping):
+        try:
+            fields["json_schema"] = json.dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _cannot_be("json_schema", schema, error) from error
     kinds = request.sampling.DESCRIPTOR.oneofs_by_name["constraint"].fields
     constraints = [kind.name for kind in kinds if _is_given(fields.get(kind.name))]
     if len(constraints) > 1:
@@ -218,7 +221,7 @@ def _set(message: Message, name: str, value: Any, param: str | None = None) -> N
     if name not in message.DESCRIPTOR.fields_by_name:
         raise TypeError(f"generate() has no parameter {name!r}")
     try:
-        if isinstance(value, str | bool | int | float):
+        if isinstance(value, str | Number):
             setattr(message, name, value)
         elif isinstance(value, Mapping):
             getattr(message, name).update(value)

@@ -56,6 +56,8 @@ def test_a_constraint_that_cannot_be_said_is_refused() -> None:
         build_request("hi", {"choice": [1]})  # type: ignore[list-item]
 
 
+LOOP: dict[str, Any] = {}
+LOOP["not"] = LOOP
 EXAMPLES: dict[str, Any] = {
     "number": 0.5, "integer": 7, "boolean": True, "string": "ours",
     "texts": ["END"], "early": "never", "array": [1, 2], "object": {4: -2.0},
@@ -134,6 +136,10 @@ def test_early_stopping_may_be_a_boolean() -> None:
         ("x", {"logprobs": -1}, "logprobs"),
         ("x", {"min_tokens": -1}, "min_tokens"),
         ("x", {"n": -1}, "n"),
+        ("x", {"json_schema": {"enum": {1}}}, "json_schema"),
+        ("x", {"json_schema": LOOP}, "json_schema"),
+        ("x", {"json_schema": [1]}, "json_schema"),
+        ("x", {"max_tokens": np.int64(-1)}, "max_tokens"),
         ("x", {"timeout_s": math.nan}, "timeout_s"),
         ("x", {"timeout_s": "5"}, "timeout_s"),
         ("x", {"timeout_s": [5]}, "timeout_s"),
@@ -144,6 +150,17 @@ def test_what_the_wire_cannot_say(prompt: Any, params: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(prompt, params)
     assert caught.value.param == param
+
+
+def test_none_is_not_given() -> None:
+    names = [*get_type_hints(GenerateParams)]
+    assert build_request("x", dict.fromkeys(names)) == build_request("x", {})  # type: ignore[arg-type]
+
+
+def test_numbers_may_be_numpys() -> None:
+    given: Any = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "n": np.int32(2)}
+    plain: Any = {"max_tokens": 3, "temperature": 0.5, "n": 2}
+    assert build_request("x", given) == build_request("x", plain)
 
 
 def test_a_timeout_that_is_far_off() -> None:
