@@ -101,12 +101,13 @@ class AsyncClient(Connection):
 
     async def close(self) -> None:
         """Cancel what is running and close the connection."""
+        self._is_closed = True
         await self._channel.close()
 
     async def _unary(self, call: Call[T]) -> T:
         method, request, read = call
         with _typed_errors():
-            return read(await getattr(self._stub, method)(request, metadata=self._metadata))
+            return read(await self._call(method, request))
 
     async def __aenter__(self) -> AsyncClient:
         return self

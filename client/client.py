@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
-from ..core.errors import BatonError, InvalidRequest
+from ..core.errors import BatonError, Cancelled, InvalidRequest
 from ..proto.v1 import inference_pb2_grpc
 from . import messages
 from .messages import Call, Chunk, Collector, GenerateParams, ModelInfo, Result, translate
@@ -45,6 +46,7 @@ class Connection:
     """What both clients have in common; arguments: see Client."""
 
     _grpc: Any  # grpc, or grpc.aio
+    _is_closed = False
 
     def __init__(
         self,
@@ -70,7 +72,12 @@ class Connection:
     def _start(self, prompt: str | None, params: GenerateParams) -> tuple[Any, Collector]:
         request, timeout_s = messages.build_request(prompt, params)
         collector = Collector()
-        return self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata), collector
+        return self._call("Generate", request, timeout_s), collector
+
+    def _call(self, method: str, request: Message, timeout_s: float | None = None) -> Any:
+        if self._is_closed:
+            raise Cancelled("the client is closed")
+        return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
 
 
 class RunningStream:
@@ -164,12 +171,13 @@ class Client(Connection):
 
     def close(self) -> None:
         """Cancel what is running and close the connection."""
+        self._is_closed = True
         self._channel.close()
 
     def _unary(self, call: Call[T]) -> T:
         method, request, read = call
         try:
-            return read(getattr(self._stub, method)(request, metadata=self._metadata))
+            return read(self._call(method, request))
         except grpc.RpcError as error:
             raise translate(error) from error
 

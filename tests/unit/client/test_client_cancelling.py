@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.client import AsyncClient
+from baton.client import AsyncClient, Client
 from baton.core.errors import Cancelled
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
@@ -79,3 +79,17 @@ async def test_a_task_that_is_cancelled_stays_so(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert task.cancelled()
+
+
+async def test_a_client_that_is_closed_takes_no_more_calls() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        pass
+    for call in CALLS:
+        with pytest.raises(Cancelled, match="closed"):
+            await call(client)
+    with Client("127.0.0.1:1") as other:
+        pass
+    with pytest.raises(Cancelled, match="closed"):
+        other.tokenize("x")
+    with pytest.raises(Cancelled, match="closed"):
+        other.generate("x")
