@@ -27,6 +27,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 5000),
 )
 
+_SCHEMES = frozenset({"dns", "ipv4", "ipv6", "unix", "vsock", "xds"})  # gRPC's own
+
 
 def target_of(address: str) -> str:
     """What gRPC dials: HOST:PORT, also behind grpc://, or a name as gRPC spells them.
@@ -34,10 +36,12 @@ def target_of(address: str) -> str:
     Raises InvalidRequest for what has no port, and for an HTTP address.
     """
     target = address.removeprefix("grpc://")
-    if target.startswith(("http://", "https://")):
+    scheme, separator, _ = target.partition("://")
+    if separator and scheme.lower() in ("http", "https"):
         raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", "address")
     host, _, port = target.rpartition(":")
-    if "://" not in target and not target.startswith("unix:") and not (host and port.isdigit()):
+    is_name = scheme in _SCHEMES if separator else target.startswith("unix:")
+    if not is_name and (separator or not (host and port.isdecimal() and port.isascii())):
         raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
     return target
 

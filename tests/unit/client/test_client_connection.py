@@ -20,7 +20,19 @@ def test_an_address_as_baton_prints_it() -> None:
     assert target_of("grpc://127.0.0.1:50051") == "127.0.0.1:50051"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "nonsense:::", ":50051", "", "grpc://host"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "nonsense:::",
+        ":50051",
+        "",
+        "grpc://host",
+        "ftp://h:1",
+        "grpcs://h:1",
+        "h:\u0663",
+    ],
+)
 def test_an_address_without_a_port_is_told_at_once(address: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(InvalidRequest, match="HOST:PORT") as caught:
@@ -29,5 +41,6 @@ def test_an_address_without_a_port_is_told_at_once(address: str) -> None:
 
 
 def test_the_http_side_is_another() -> None:
-    with pytest.raises(InvalidRequest, match="gRPC port"):
-        Client("http://127.0.0.1:8000")
+    for address in ("http://127.0.0.1:8000", "HTTPS://gateway:1"):
+        with pytest.raises(InvalidRequest, match="gRPC port"):
+            Client(address)
