@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--idle-s", type=float, default=20.0, help="running streams alone")
     parser.add_argument("--load-s", type=float, default=60.0, help="with prompts arriving")
-    parser.add_argument("--generators", type=int, default=4, help="of load; each is one caller")
+    parser.add_argument("--generators", type=int, default=4, help="of load; each is a caller")
     parser.add_argument("--one-caller", action="store_true", help="all generators show one key")
     parser.add_argument("--warmup-s", type=float, default=5.0)
     parser.add_argument("--label", default="", help="before the names of what is found")
