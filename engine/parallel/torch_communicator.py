@@ -12,7 +12,6 @@ of one stage of a pipeline; the stages' own are torch_stages.py. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 # Sends this rank's handle of its exchange memory (empty on a CPU) to the others; returns those of
 # all in their order, once all ranks have called it. Unlike the store no other process can read it.
 Meet = Callable[[bytes], list[bytes]]
-
-# A product of so many rows is computed in pieces, each summed while the next is computed.
-_LEAST_ROWS_IN_PIECES, _PIECE_ROWS = 4096, 2048
 
 
 def make_communicator(
@@ -179,14 +175,6 @@ class GlooCommunicator(Communicator):
         self._group = None
 
 
-@dataclass(frozen=True, slots=True)
-class _BeingSummed(Sent):
-    """A product whose pieces NCCL adds up in place, on its own stream."""
-
-    product: Tensor
-    sums: list[Any]  # c10d.Work
-
-
 class NcclCommunicator(Communicator):
     """Ranks on GPUs of one host. Operations are launched on the current stream, none is waited for,
     and they can be captured in CUDA graphs. Sums of small tensors do not depend on their shape."""
@@ -209,7 +197,6 @@ class NcclCommunicator(Communicator):
         handles = self._meet(handle)
         set_up_nccl(self._device)
         options = c10d.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True  # sums beside products, whose blocks never end
         try:
             self._group = c10d.ProcessGroupNCCL(self._store, self.rank, self.size, options)
             self.least(0)  # connects now, where nothing is captured yet
@@ -224,27 +211,16 @@ class NcclCommunicator(Communicator):
         return self.sum_by_nccl(x)
 
     def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
-        if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
-            return ops.linear(x, weight, bias)  # no kernel sends one with a quantised weight
-        if self._peers is not None and self._peers.send_product(x, weight, bias):
+        peers = self._peers
+        # There is no kernel that sends a product with a weight in FP8.
+        if (
+            peers is not None
+            and isinstance(x, Tensor)
+            and isinstance(weight, Tensor)
+            and peers.send_product(x, weight, bias)
+        ):
             return Sent()
-        if len(x) >= _LEAST_ROWS_IN_PIECES:
-            return self._linear_in_pieces(x, weight, bias)
         return ops.linear(x, weight, bias)
-
-    def _linear_in_pieces(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
-        product = x.new_empty(len(x), len(weight))
-        options = c10d.AllreduceOptions()
-        options.asyncOp = True
-        sums = []
-        for first in range(0, len(x), _PIECE_ROWS):
-            rows = slice(first, first + _PIECE_ROWS)
-            if bias is None:  # else of rank 0 alone
-                torch.mm(x[rows], weight.t(), out=product[rows])
-            else:
-                torch.addmm(bias, x[rows], weight.t(), out=product[rows])
-            sums.append(self._group.allreduce([product[rows]], options))
-        return _BeingSummed(product, sums)
 
     def add_rms_norm(
         self,
@@ -255,10 +231,6 @@ class NcclCommunicator(Communicator):
         eps: float,
         reader: Fp8Weight | None = None,
     ) -> Activations:
-        if isinstance(x, _BeingSummed):
-            for each in x.sums:
-                each.wait()  # the stream waits, the host does not
-            return ops.add_rms_norm(x.product, residual, weight, eps, reader)
         if isinstance(x, Sent):
             assert self._peers is not None
             return self._peers.add_rms_norm(None, residual, weight, eps)
