@@ -33,7 +33,7 @@ from ..kv.kv_memory import (
     choose_num_cpu_blocks,
     choose_num_gpu_blocks,
 )
-from ..kv.limits import MAX_NUM_SEQS, seqs_for_pool, spare_tokens
+from ..kv.limits import MAX_NUM_SEQS, decode_graph_rows, seqs_for_pool, spare_tokens
 from ..lora.rank_adapters import RankAdapters
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
@@ -171,11 +171,11 @@ class ModelRunner:
 
     @property
     def _most_step_tokens(self) -> int:
-        """Without padding."""
+        """Without padding of prompts; with that of decodes in graphs."""
         config = self._config
         most = config.max_num_batched_tokens
         most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
-        return max(most, config.max_num_seqs or MAX_NUM_SEQS)
+        return max(most, decode_graph_rows(config.max_num_seqs or MAX_NUM_SEQS, config.max_drafts))
 
     def _start_cpu(self, model: Decoder, drafting: Decoder | Head | None) -> None:
         config = self._config

@@ -115,6 +115,7 @@ def _verifying_slice(
         start,
         sequence.block_ids,
         specs.pop(),
+        adapter_slot=sequence.adapter_slot,
         draft_samples=specs,
     )
 

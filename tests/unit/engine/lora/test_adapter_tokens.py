@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from fakes.adapters import ATTENTION, merge, write_adapter
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import InvalidRequest
 from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.engine.execution import runner
+from baton.engine.kv.limits import decode_graph_rows
 from baton.engine.local import LocalEngine
+from baton.engine.lora.rank_adapters import RankAdapters
 
 NUM_TOKENS = 12
 PROMPTS = [[5 + 7 * i % 300 for i in range(n)] for n in (37, 20, 3)]
@@ -127,6 +131,40 @@ def test_blocks_of_one_adapter_are_never_hit_by_another(world: World, engine: Lo
         assert engine.generate([asked])[asked.key] == world.expected[name][0]
         hit = engine.engine.totals().prefix_hit_tokens - before
         assert (hit > 0) == (number >= 3), "its own blocks alone"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+        {"method": "draft_model"},
+    ],
+)
+def test_drafts_are_verified_with_the_adapter(world: World, method: dict[str, object]) -> None:
+    drafted = method | {"num_speculative_tokens": 3}
+    if method["method"] == "draft_model":
+        drafted["model"] = str(world.base)
+    engine = lora(world.base, speculative_config=json.dumps(drafted))
+    assert mixed(world, engine) == world.expected
+    assert engine.engine.totals().speculation.num_draft_tokens > 0
+    assert mixed(world, engine) == world.expected, "from blocks that verified drafts have filled"
+    engine.close()
+
+
+def test_adapters_have_room_for_the_rows_of_every_graph(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = []
+
+    def note(*arguments: object) -> RankAdapters:
+        rooms.append(arguments[-1])
+        return RankAdapters(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "RankAdapters", note)
+    ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+    sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 256}
+    lora(world.base, speculative_config=ngram, **sizes).close()
+    assert rooms == [decode_graph_rows(128, 4)], "of few tokens of prompts and many drafts"
 
 
 def test_one_slot_serves_all_adapters_in_turn_and_evicted_ones_come_back(world: World) -> None:
