@@ -54,7 +54,7 @@ class DecodeRole(EngineRole):
         self._block_bytes = parts.block_bytes
         self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
         self._reservations: dict[str, Reservation] = {}  # by transfer
-        self._is_memory_short = False  # the puller waits for blocks
+        self._is_short = False  # of blocks, or of slots: the puller waits
         self._counts = TransferCounts(parts.clock)
 
     # -- gateways ------------------------------------------------------------------------------
@@ -74,7 +74,15 @@ class DecodeRole(EngineRole):
         self._intents.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
         self._puller.feed(
-            Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s, request.caller_id)
+            Intended(
+                ticket,
+                entry.key,
+                hashes,
+                num_blocks,
+                entry.deadline_s,
+                request.caller_id,
+                needs_slot=request.adapter is not None,
+            )
         )
 
     def _end(self, key: str, error: BatonError | None) -> None:
@@ -129,14 +137,19 @@ class DecodeRole(EngineRole):
     def reserve(self, transfer_id: str, key: str) -> None:
         intent = self._intents.get(key)
         assert intent is not None, "the puller reserves for a request that is over"
+        request = intent.samples[0]
+        if self._engine.lacks_slot(request):
+            self._is_short = True
+            self._puller.feed(ReserveRefused(transfer_id, lacks_slot=True))
+            return
         try:
-            reservation = self._engine.reserve(intent.samples[0], intent.block_hashes)
+            reservation = self._engine.reserve(request, intent.block_hashes)
         except BatonError as error:
             self._puller.feed(ReserveRefused(transfer_id))
             self._fail_all(intent.samples, error)
             return
-        self._is_memory_short = reservation is None
         if reservation is None:
+            self._is_short = True
             self._puller.feed(ReserveRefused(transfer_id))
             return
         self._reservations[transfer_id] = reservation
@@ -229,8 +242,8 @@ class DecodeRole(EngineRole):
     # -- time and looking in -------------------------------------------------------------------
 
     def tick(self) -> float | None:
-        if self._is_memory_short:
-            # Perhaps; the engine knows without asking its pool again.
+        if self._is_short:
+            self._is_short = False  # perhaps; the engine knows without asking its pool again
             self._puller.feed(MemoryFreed())
         return super().tick()
 

@@ -194,6 +194,12 @@ class Engine:
             num_known_blocks=self.limits.blocks_for(sequence.num_tokens),
         )
 
+    def lacks_slot(self, request: Request) -> bool:
+        """Whether `reserve` would return None for want of a slot for the request's adapter."""
+        if request.adapter is None or self.adapters is None:
+            return False
+        return not self.adapters.has_slot(request.adapter_digest)
+
     def start(self, reservation: Reservation, token_id: int) -> None:
         """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
 

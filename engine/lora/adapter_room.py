@@ -131,7 +131,11 @@ class AdapterRoom(Generic[U]):
 
     def reserve(self, sequence: U) -> bool:
         """The same of one that is not parked: it asks again."""
-        return not self._parked and self.take(sequence)
+        return self.has_slot(sequence.request.adapter_digest) and self.take(sequence)
+
+    def has_slot(self, digest: str) -> bool:
+        """Whether one that is not parked would have a slot now."""
+        return not self._parked and self._find(digest) is not None
 
     def take(self, sequence: U) -> bool:
         """Give a sequence a slot with its adapter, if it has one; False: all are in use."""

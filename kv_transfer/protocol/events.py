@@ -115,6 +115,7 @@ class Intended:
     `block_hashes` are those of the known tokens' full blocks; `num_blocks` counts the partial last
     one too. Waiting for memory is fair between callers. A prefix out of the source's cache has its
     memory already, which is `reserved`: it never waits for any while the source holds blocks.
+    `needs_slot`: it is computed with an adapter, for which there may be no slot.
     """
 
     ticket: Ticket
@@ -124,6 +125,7 @@ class Intended:
     deadline_s: float
     caller_id: int = 0
     reserved: Reserved | None = None
+    needs_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +146,15 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class ReserveRefused:
-    """Answer to `Reserve`: not now."""
+    """Answer to `Reserve`: not now, for want of memory or of a slot for the adapter."""
 
     transfer_id: str
+    lacks_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFreed:
-    """Blocks became free: what was refused may fit."""
+    """Blocks, or a slot, became free: what was refused may fit."""
 
 
 @dataclass(frozen=True, slots=True)

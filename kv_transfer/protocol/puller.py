@@ -93,8 +93,8 @@ class Puller:
                     self._give_up(transfer_id, None)
             case Reserved():
                 self._on_reserved(event)
-            case ReserveRefused(transfer_id):
-                self._queue.answered(transfer_id, was_granted=False)
+            case ReserveRefused(transfer_id, lacks_slot):
+                self._queue.answered(transfer_id, was_granted=False, lacks_slot=lacks_slot)
             case PeerLinked(incarnation, opens_late):
                 if self._pairs.get(incarnation) is not None:
                     self._drop_peer(incarnation, NodeLost("the stream to the source was replaced"))
@@ -291,7 +291,10 @@ class Puller:
         if transfer.state is PullerState.ATTACHED:
             transfer.state = PullerState.QUEUED
             intent = transfer.intent
-            self._queue.join(transfer_id, intent.caller_id, intent.num_blocks)
+            needs_slot = intent.needs_slot
+            self._queue.join(
+                transfer_id, intent.caller_id, intent.num_blocks, needs_slot=needs_slot
+            )
 
     def _refuse(self, source: str, error: BatonError) -> None:
         self._drop_peer(source, error)

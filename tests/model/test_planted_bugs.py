@@ -288,10 +288,8 @@ BUGS = [
         "a large prompt starves behind small ones",
         ReserveQueue.next_request,
         [
-            (
-                "self._waiting.head",
-                "next((t for t in self._waiting if t != self._refused), None)",
-            )
+            (" or self._must_wait_for_memory", ""),
+            ("self._next()", "next((t for t in self._waiting if t != self._refused), None)"),
         ],
         checks.nobody_overtakes,
         shows="a later one asks before the first has room",

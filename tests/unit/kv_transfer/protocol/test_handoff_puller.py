@@ -217,6 +217,31 @@ def test_the_queue_for_memory_is_fair_between_callers_but_for_its_head() -> None
     assert queue.next_request() == "b" and len(queue) == 2
 
 
+def test_who_lacks_a_slot_is_passed_by_those_that_need_none() -> None:
+    queue = ReserveQueue()
+    for transfer_id in ("two", "base", "three", "other base"):
+        queue.join(transfer_id, 1, 9, needs_slot="base" not in transfer_id)
+    assert queue.next_request() == "two"
+    queue.answered("two", was_granted=False, lacks_slot=True)
+    assert queue.next_request() == "base"
+    queue.answered("base", was_granted=True)
+    assert queue.next_request() == "other base", "an adapter's request passes no other's"
+    queue.answered("other base", was_granted=True)
+    assert queue.next_request() is None and len(queue) == 2
+    queue.join("late base", 1, 9)
+    queue.retry()
+    assert queue.next_request() == "two"
+    queue.answered("two", was_granted=False)  # it has a slot, but no memory
+    assert queue.next_request() is None, "whoever lacks memory is passed by nobody"
+    queue.retry()
+    assert queue.next_request() == "two"
+    queue.answered("two", was_granted=True)
+    assert queue.next_request() == "three"
+    queue.leave("three")
+    queue.answered("three", was_granted=False, lacks_slot=True)
+    assert queue.next_request() == "late base" and len(queue) == 1
+
+
 def test_the_next_in_the_queue_asks_when_the_head_gives_up(world: World) -> None:
     world.intend(1)
     world.intend(2)
