@@ -286,9 +286,10 @@ class Request:
 
     @property
     def forks(self) -> tuple[Request, ...]:
-        """The further samples as requests."""
+        """The further samples as requests. The prompt's log-probabilities are the first one's."""
+        sampling = replace(self.sampling, prompt_logprobs=None)
         return tuple(
-            replace(self, request_id=fork_id, sample_index=index, fork_ids=())
+            replace(self, request_id=fork_id, sample_index=index, fork_ids=(), sampling=sampling)
             for index, fork_id in enumerate(self.fork_ids, start=self.sample_index + 1)
         )
 

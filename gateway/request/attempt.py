@@ -6,7 +6,8 @@ next message of the other, or, after a fixed time, the attempt counts as failed.
 
     the prefill engine is gone, its token is here   the decode engine may have all KV already
     the decode engine sends "cancelled"             the prefill engine ended the request itself?
-    the last token is here, an earlier one is not   it is under way on the other stream
+    the last token is here, an earlier one is not   it is under way on the other stream, as may be
+                                                    the scores of a search's prompt
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
 
 class Attempt:
     """Owned by its session. `base_index`: how many tokens were streamed before it. `is_search`: of
-    beams, whose tokens all come from the decode engine, at the end."""
+    beams, whose tokens all come from the decode engine, at the end; `scores` are the prompt's that
+    go in front of these, if any are wanted."""
 
     def __init__(
         self,
@@ -42,9 +44,11 @@ class Attempt:
         max_tokens: int,
         *,
         is_search: bool = False,
+        scores: PromptScores | None = None,
     ) -> None:
         self.number = number
-        self._is_search = is_search
+        self._is_search, self._scores = is_search, scores
+        self._behind_scores: list[OutputToken] = []  # tokens that wait for them
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_handed_over = route.is_local  # nothing is to be
@@ -75,13 +79,18 @@ class Attempt:
 
     @property
     def is_complete(self) -> bool:
-        """The last position is known and all tokens up to it are in order."""
-        return self._total is not None and self._splice.next_index >= self._total
+        """The last position is known and all up to it is here, in order."""
+        has_all = self._total is not None and self._splice.next_index >= self._total
+        return has_all and not self._lacks_scores
+
+    @property
+    def _lacks_scores(self) -> bool:
+        return self._is_search and self._scores is not None and not self._scores.is_complete
 
     @property
     def _has_first_token(self) -> bool:
         if self._is_search:
-            return self.is_handed_over
+            return self.is_handed_over and not self._lacks_scores
         return self._splice.next_index > self.base_index
 
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
@@ -95,9 +104,13 @@ class Attempt:
             self.finish_reason = output.finish_reason
             self._total = output.first_index + len(output.token_ids)
             if not self.is_complete:
-                missing = EngineFailed(f"token {self._splice.next_index} never came")
-                self._begin_doubt(missing, now_s)
-        return tokens
+                what = "a score" if self._lacks_scores else f"token {self._splice.next_index}"
+                self._begin_doubt(EngineFailed(f"{what} never came"), now_s)
+        if self._lacks_scores:
+            self._behind_scores += tokens
+            return []
+        held, self._behind_scores = self._behind_scores, []
+        return held + tokens
 
     def takes_next(self, incarnation: str, number: int, index: int) -> bool:
         """Whether this is the usual token: in order, of the engine that decodes, not the last.

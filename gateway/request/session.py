@@ -292,12 +292,15 @@ class Session:
     def new_attempt(self, route: Route) -> Attempt:
         """The next, from the tokens so far on."""
         self._num_attempts += 1
+        sampling = self.request.sampling
+        has_scores = sampling.prompt_logprobs is not None and not self.sample_index
         return Attempt(
             number=self._num_attempts - 1,
             route=route,
             base_index=len(self._answer.output_ids),
-            max_tokens=self.request.sampling.max_tokens,
-            is_search=self.request.sampling.use_beam_search,
+            max_tokens=sampling.max_tokens,
+            is_search=sampling.use_beam_search,
+            scores=self._answer.prompt_scores if has_scores else None,
         )
 
     def _was_refused(self, attempt: Attempt, incarnation: str) -> None:

@@ -257,3 +257,5 @@ def test_a_dispatch_carries_the_whole_request() -> None:
         assert codec.sampling_from_wire(codec.sampling_to_wire(params)).constraint == constraint
     forks = [(fork.key, fork.sample_index, fork.caller_id, fork.forks) for fork in request.forks]
     assert forks == [("b" * 32 + "/3", 3, 2**64 - 1, ()), ("c" * 32 + "/3", 4, 2**64 - 1, ())]
+    request = replace(request, sampling=replace(plain, prompt_logprobs=3))
+    assert not any(fork.sampling.prompt_logprobs for fork in request.forks), "the first one's"

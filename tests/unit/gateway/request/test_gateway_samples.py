@@ -143,6 +143,27 @@ def test_logprobs_stay_with_their_tokens_whatever_overtakes() -> None:
     assert (last.text, last.logprobs, last.prompt_logprobs) == ("c", SCORES[2:3], ())
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_end_of_a_search_waits_for_the_scores_of_its_prompt(*, is_lost: bool) -> None:
+    rig = Rig(n=2, use_beam_search=True, best_of=2, prompt_logprobs=1)
+    rig.send("p1", 0, prompt_logprobs=SCORES[4:5], first_prompt_index=1)
+    for sample in range(2):
+        rig.send("d1", sample, 0, "abc", finish_reason=LENGTH)
+    assert [session.is_over for session in rig.sessions] == [False, True]
+    prefill, attempt = "p1", 0
+    if is_lost:
+        rig.router.prefill = [rig.links["p2"]]
+        rig.sessions[0].engine_lost("p1")
+        rig.sessions[0].tick()
+        prefill, attempt = "p2", 1
+        decode = "d1" if rig.links["d1"].dispatched[1:] else "d2"
+        rig.send(decode, 0, 0, "abc", finish_reason=LENGTH, attempt=1)
+    rig.send(prefill, 0, prompt_logprobs=SCORES[4:6], first_prompt_index=1, attempt=attempt)
+    _, mine = rig.chunks
+    assert (mine.text, mine.prompt_logprobs) == ("abc", SCORES[4:6])
+    assert mine.result is not None and mine.result.attempts == 1 + attempt
+
+
 def test_prompt_logprobs_are_asked_for_until_they_are_here() -> None:
     rig = Rig(n=2, prompt_logprobs=1)
     rig.send("p1", 0, prompt_logprobs=SCORES[:1], first_prompt_index=1)
