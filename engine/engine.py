@@ -16,7 +16,7 @@ from ..core.ports import Clock, SystemClock
 from ..core.request.request import Request
 from ..core.request.token_ids import BlockHash
 from ..core.step_cost import StepCost
-from .engine_ledger import check_owners, engine_ledger
+from .engine_ledger import engine_ledger
 from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints
 from .first_steps import measure_first_steps
@@ -358,7 +358,3 @@ class Engine:
     def ledger(self) -> dict[str, object]:
         """Who holds what, JSON-able, for people and for tests."""
         return engine_ledger(self.pool, self._scheduler, self._sequences.by_key.values())
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
-        check_owners(self.pool, self._sequences.by_key.values())

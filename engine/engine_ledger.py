@@ -1,9 +1,8 @@
-"""Who holds what of an engine's blocks: told for people and tests, and checked."""
+"""Who holds what of an engine's blocks: told for people and tests."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable
 
 from .kv.block_pool import BlockPool
@@ -30,13 +29,3 @@ def engine_ledger(
         "num_fences": len(pool.open_fences),
         "num_preemptions": scheduler.preemption.num_preemptions,
     }
-
-
-def check_owners(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
-    """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
-    owners: Counter[int] = Counter()
-    for sequence in sequences:
-        owners.update(sequence.block_ids)
-    for fence in pool.open_fences:
-        owners.update(fence.block_ids)
-    pool.check_integrity(owners)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,30 +167,6 @@ class BlockPool:
         self._fences.add(fence)
         return fence
 
-    def check_integrity(self, owners: Mapping[int, int]) -> None:
-        """Compare with `owners`: references by block id, as counted by those who hold them.
-
-        O(num_blocks). Raises AssertionError naming the first discrepancy.
-        """
-        free = set(self._free)
-        _expect(len(free) == len(self._free), "a block is free twice")
-        for block_id, num_refs in enumerate(self._num_refs):
-            owned = owners.get(block_id, 0)
-            is_free, is_cached = block_id in free, block_id in self._cached
-            is_kept = bool(self._is_kept[block_id])
-            is_reserved = block_id < NUM_RESERVED_BLOCKS
-            num_states = (num_refs > 0) + is_free + is_cached + is_reserved
-            fits = is_kept >= is_cached and not (is_kept and is_free)
-            if num_refs == owned and num_states == 1 and fits:
-                continue
-            name = f"block {block_id}"
-            _expect(num_refs == owned, f"{name}: {num_refs} references, {owned} by its owners")
-            _expect(num_states == 1, f"{name}: in {num_states} states")
-            _expect(is_kept or not is_cached, f"{name}: cached, but not worth keeping")
-            _expect(not (is_kept and is_free), f"{name}: worth keeping, but free")
-        strangers = sorted(b for b in owners if not 0 <= b < self.num_blocks)
-        _expect(not strangers, f"owners of blocks that do not exist: {strangers}")
-
     def _evict(self, n: int) -> None:
         ids = [self._cached.popitem(last=False)[0] for _ in range(n)]
         for block_id in ids:
@@ -203,11 +179,6 @@ class BlockPool:
         if fence in self._fences:
             self._fences.remove(fence)
             self.release(fence.block_ids)
-
-
-def _expect(is_so: bool, message: str) -> None:
-    if not is_so:  # not `assert`: integrity is also checked under python -O
-        raise AssertionError(message)
 
 
 def canary_bytes(incarnation: str, block_bytes: int) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import Running, running
 from e2e.handing_over import hand_over
+from engines.integrity import check_integrity
 from fakes.adapters import merge, write_adapter
 
 from baton.cli.deployment.deployment import UpConfig
@@ -87,7 +88,7 @@ def test_hand_off_in_one_process(folder: Path, expected: dict[str, list[int]]) -
         request = Request("a" * 32, 0, PROMPT, greedy(), adapter=adapters[0])
         assert hand_over(source, puller, request) == expected[name]
     for each in (source, puller):
-        each.engine.check_integrity()
+        check_integrity(each.engine)
         each.close()
 
 

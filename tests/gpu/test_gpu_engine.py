@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.integrity import check_integrity
 from transformers import AutoModelForCausalLM
 
 from baton.core.engine_config import EngineConfig
@@ -149,7 +150,7 @@ def requests_of(folder: Path, vocab_size: int, **sampling: Any) -> list[Request]
 
 def generate(engine: LocalEngine, requests: list[Request]) -> list[list[int]]:
     outputs = engine.generate(requests)
-    engine.engine.check_integrity()
+    check_integrity(engine.engine)
     assert engine.engine.pool.counts.held == 0
     return [outputs[request.key] for request in requests]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
 from baton.core.model_dir import resolve_model_dir
@@ -92,7 +93,7 @@ def generate(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     request = Request("a" * 32, 0, prompt, sampling)
     tokens = engine.generate([request])[request.key]
-    engine.engine.check_integrity()
+    check_integrity(engine.engine)
     return tokens
 
 

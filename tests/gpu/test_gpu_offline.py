@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from engines.integrity import check_integrity
 
 from baton import LLM, SamplingParams
 
@@ -41,5 +42,5 @@ def test_a_stop_string_ends_a_request_whose_next_step_is_under_way(llm: LLM) -> 
     engine = llm._calls._local.engine
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_integrity(engine)
     assert engine.load().num_running == 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
@@ -98,7 +99,7 @@ def run(local: LocalEngine, requests: list[Request]) -> dict[str, list[TokenOutp
             outputs.setdefault(token.key, []).append(token)
         for told in step.prompt_logprobs:
             outputs.setdefault(f"{told.key}'", []).extend(told.logprobs)
-    local.engine.check_integrity()
+    check_integrity(local.engine)
     return outputs
 
 

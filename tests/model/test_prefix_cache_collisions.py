@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from effort import examples
+from engines.integrity import check_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ class Model:
         for blocks in self.live:
             for block in blocks:
                 owners[block] = owners.get(block, 0) + 1
-        self.pool.check_integrity(owners)
+        check_pool(self.pool, owners)
 
 
 def play(model: Model, script: list[tuple[Prefix, bool]]) -> list[tuple[Prefix, list[Prefix]]]:

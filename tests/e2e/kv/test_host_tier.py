@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from deployments import running
+from engines.integrity import check_integrity
 
 from baton.client import Client
 from baton.core.config import UpConfig
@@ -53,7 +54,7 @@ def generate(engine: LocalEngine, prompts: Prompts, num_tokens: int) -> list[lis
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     requests = [Request(f"{n:032x}", 0, prompt, sampling) for n, prompt in enumerate(prompts)]
     outputs = engine.generate(requests)
-    engine.engine.check_integrity()
+    check_integrity(engine.engine)
     return [outputs[request.key] for request in requests]
 
 

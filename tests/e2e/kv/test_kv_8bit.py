@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from deployments import running
 from effort import number
+from engines.integrity import check_integrity
 from tokenizers import Tokenizer
 
 from baton.client import Client
@@ -52,7 +53,7 @@ def tokens_of(
         for index, prompt in enumerate(prompts()[:num_prompts])
     ]
     outputs = engine.generate(requests)
-    engine.engine.check_integrity()
+    check_integrity(engine.engine)
     assert (engine.engine.totals().num_preemptions > 0) == is_tight
     engine.close()
     for request in requests:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from engines.integrity import check_integrity
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
@@ -257,7 +258,7 @@ def generate(engine: Engine, name: str, prompt: Sequence[int], num_tokens: int =
     tokens: list[int] = []
     while engine.has_work:
         tokens += [t.token_id for t in engine.step().tokens if t.key == f"{name}/0"]
-    engine.check_integrity()
+    check_integrity(engine)
     return tokens
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from engines.integrity import check_pool
 from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 
 from baton.core.errors import Cancelled
@@ -251,7 +252,7 @@ class SourceSide(_Side):
     def tidy(self) -> None:
         """Check the blocks, and forget what no behaviour depends on."""
         _reset(self.pool)
-        self.pool.check_integrity({b: 1 for blocks in self.held.values() for b in blocks})
+        check_pool(self.pool, {b: 1 for blocks in self.held.values() for b in blocks})
 
     def assert_nothing_left(self) -> None:
         ledger = self.machine.ledger()
@@ -436,7 +437,7 @@ class PullerSide(_Side):
         """Check the blocks, and forget what no behaviour depends on."""
         _reset(self.pool)
         self.memory.generations._values[:] = [0] * NUM_BLOCKS  # nobody pulls from here
-        self.pool.check_integrity({b: 1 for blocks in self.reservations.values() for b in blocks})
+        check_pool(self.pool, {b: 1 for blocks in self.reservations.values() for b in blocks})
 
     def assert_nothing_left(self) -> None:
         ledger = self.machine.ledger()

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from engines.integrity import check_pool
 from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 
 from baton.core.errors import StaleBlocks
@@ -196,7 +197,7 @@ class Peer:
         self.pool.num_releases = 0
         self.pool._free.sort(reverse=True)
         owners = Counter(b for fence in self.pool.open_fences for b in fence.block_ids)
-        self.pool.check_integrity(owners)
+        check_pool(self.pool, owners)
         for block_hash, block_id in self.cache._block_of.items():
             found = bytes(self.memory.block(block_id))
             assert found == content(block_hash), f"{found.hex()} is in the cache"

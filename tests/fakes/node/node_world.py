@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from engines.integrity import check_integrity
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.channels.addresses import HOST_ID_BYTES
@@ -231,7 +232,7 @@ class Node:
 
     def is_clean(self) -> bool:
         """Nothing held for anybody, and all references accounted for."""
-        self.engine.check_integrity()
+        check_integrity(self.engine)
         ledger = self.role.ledger()
         return not (ledger["requests"] or ledger["transfers"]) and (
             self.engine.pool.counts.held == 0 and self.role.is_idle()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 
 from baton.core.request.request import Request, SamplingParams
@@ -109,7 +110,7 @@ class HeadEngine:
             assert not step.failed
             for token in step.tokens:
                 found.setdefault(token.key, []).append(token)
-        self.engine.check_integrity()
+        check_integrity(self.engine)
         return found
 
     @property

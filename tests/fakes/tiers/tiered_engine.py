@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.integrity import check_integrity
+
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.engine import Engine
@@ -210,7 +212,7 @@ def play(seed: int, *, num_disk: int = 0, faults: Sequence[Fault] = (Fault.NONE,
                 for _ in range(rng.randrange(1, 8)):
                     if rig.engine.has_work:
                         rig.step()
-        rig.engine.check_integrity()
+        check_integrity(rig.engine)
     for _ in range(4000):
         if rig.engine.has_work:
             rig.step()
@@ -224,7 +226,7 @@ def play(seed: int, *, num_disk: int = 0, faults: Sequence[Fault] = (Fault.NONE,
     host = rig.engine._host
     assert host is not None and not host.num_writing
     assert host._blocks.num_free + len(host._blocks) == host._blocks.num_blocks
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
     assert rig.engine.pool.counts.held == 0 and not rig.engine.pool.open_fences
     assert rig.engine.ledger()["requests"] == {}
     check_observer(rig)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
@@ -45,7 +46,7 @@ def outputs_on(device: str, folder: Path) -> dict[str, list[int]]:
     local = LocalEngine.load(config, print)
     try:
         found = local.generate(requests)
-        local.engine.check_integrity()
+        check_integrity(local.engine)
         assert local.engine.pool.counts.held == 0
         return found
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.integrity import check_integrity
 from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, requests
 from tokenizers import Tokenizer
 
@@ -60,7 +61,7 @@ def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOut
         assert not step.failed
         for token in step.tokens:
             found[token.key].append(token)
-    local.engine.check_integrity()
+    check_integrity(local.engine)
     accepted = sum(local.engine.totals().speculation.accepted)
     local.close()
     return list(found.values()), accepted
@@ -132,7 +133,7 @@ def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
         local.engine.add(Request(f"{index:032x}", 0, prompt, sampling))
     while local.engine.has_work:
         assert not local.engine.step().failed
-    local.engine.check_integrity()
+    check_integrity(local.engine)
     local.close()
     alone = LocalEngine.load(EngineConfig(**made, model="demo-draft"), lambda line: None)
     asked = found[:: max(1, len(found) // 100)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from engines.integrity import check_integrity
 from fakes.adapters import merge, write_adapter
 from int4_checkpoints import write_int4_checkpoint
 
@@ -75,7 +76,7 @@ def run(engine: LocalEngine) -> tuple[dict[str, list[int]], list[StepOutput]]:
             steps.append(output)
             for token in output.tokens:
                 tokens.setdefault(token.key, []).append(token.token_id)
-    engine.engine.check_integrity()
+    check_integrity(engine.engine)
     return tokens, steps
 
 

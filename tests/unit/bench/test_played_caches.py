@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from engines.integrity import check_integrity
 
 from baton.bench import prefix
 from baton.bench.played.engine import Blocks, EngineSetup
@@ -46,7 +47,7 @@ async def played(
         simulation.at(due_s, call)
     simulation.run()
     for engine in simulation.engines.values():
-        engine.engine.check_integrity()
+        check_integrity(engine.engine)
     assert all(call.is_served for call in simulation.calls)
     return [call.ttft_s for call in simulation.calls]
 

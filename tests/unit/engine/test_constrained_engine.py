@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from effort import examples
+from engines.integrity import check_integrity
 from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 from fakes.runner import FakeRunner
 from hypothesis import given
@@ -293,7 +294,7 @@ def run(
             outcome.tokens.setdefault(token.key, []).append(token.token_id)
             outcome.reasons[token.key] = token.finish_reason
         outcome.errors |= dict(output.failed)
-        engine.check_integrity()
+        check_integrity(engine)
     assert not engine.ledger()["requests"]
     outcome.num_preemptions = engine.totals().num_preemptions
     outcome.batches = runner.batch_sizes

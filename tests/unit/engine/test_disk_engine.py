@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from effort import number
+from engines.integrity import check_integrity
 from fakes.gateway.step_costs import linear_cost
 from fakes.tiers.disk import Fault
 from fakes.tiers.tiered_engine import PROMPT, Rig, fill, play
@@ -43,7 +44,7 @@ def test_what_left_host_memory_comes_back() -> None:
     fill(rig)
     assert rig.serve([*LONG, 9], 3) == 24, "it is in host memory now"
     assert rig.totals["disk_hits"] == 6
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
 
 
 @pytest.mark.usefixtures("reading_pays")
@@ -124,7 +125,7 @@ def test_an_aborted_prompts_read_ends_and_leaves_nothing_held() -> None:
     key = rig.add([*LONG, 9])
     rig.step()
     rig.engine.abort(key)
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
     rig.disk.draw = lambda: 1
     rig.run()
     rig.settle()

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from effort import number
+from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 from fakes.runner import expected_tokens
 from fakes.speculation.drafting_runner import DraftingRunner
@@ -108,7 +109,7 @@ class Scene:
                 sample_index=request.sample_index,
             )
         for engine in engines:
-            engine.check_integrity()
+            check_integrity(engine)
             assert engine.pool.counts.held == 0
             assert engine.ledger()["requests"] == {}
 
@@ -139,7 +140,7 @@ def mixed_run(seed: int, *, runs_ahead: bool, has_cache: bool) -> Engine:
         elif not engine.has_work and not waiting:
             break
         scene.take(engine.step(meanwhile if draw.random() < 0.2 else None))
-        engine.check_integrity()
+        check_integrity(engine)
     scene.check(engine)
     return engine
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from effort import examples
+from engines.integrity import check_integrity
 from fakes.clock import TickingClock
 from fakes.gateway.step_costs import linear_cost
 from fakes.runner import FakeRunner, expected_tokens
@@ -119,7 +120,7 @@ def run(engine: Engine, recorder: Recorder | None = None) -> Recorder:
 
 
 def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
+    check_integrity(engine)
     counts = engine.pool.counts
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
     assert engine.ledger()["requests"] == {}
@@ -300,7 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def no_block_is_lost(self) -> None:
         for engine in getattr(self, "engines", ()):
-            engine.check_integrity()
+            check_integrity(engine)
             load = engine.load()
             assert load.waiting_tokens == sum(load.waiting_by_caller.values())
             assert (load.waiting_tokens > 0) >= (load.num_waiting > 0)
@@ -540,7 +541,7 @@ def test_blocks_of_a_request_aborted_in_flight_are_fenced(hold: bool) -> None:
 
     def abort(batch: Sequence[SequenceSlice]) -> None:
         engine.abort("r/0")
-        engine.check_integrity()
+        check_integrity(engine)
         seen.append(engine.ledger())
         assert engine.pool.counts.held == 3
         handed_out = engine.pool.allocate(3) or []
@@ -651,7 +652,7 @@ def test_a_reservation_has_room_to_grow() -> None:
     reservation = puller.reserve(request)
     assert reservation is not None
     assert (reservation.num_known_blocks, len(reservation.block_ids)) == (4, 5)
-    puller.check_integrity()
+    check_integrity(puller)
     puller.drop(reservation)
     puller.drop(reservation)
     assert_idle(puller)
@@ -663,7 +664,7 @@ def test_dropping_leaves_a_fenced_block_to_its_fence(handed_over: Handed) -> Non
     assert reservation is not None
     fence = puller.pool.open_fence(reservation.block_ids)
     puller.drop(reservation)
-    puller.check_integrity()
+    check_integrity(puller)
     assert puller.pool.counts.held == 4
     fence.close()
 

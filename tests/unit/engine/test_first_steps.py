@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 from fakes.gateway.step_costs import linear_cost, mixture_s
 from fakes.runner import FakeRunner
@@ -81,7 +82,7 @@ def test_the_first_heartbeat_has_what_steps_take(seconds: Callable[[StepShape], 
     for shape in (StepShape(1000, pairs_of(1000, 0)), *decodes):
         assert cost.seconds(shape) == pytest.approx(seconds(shape), rel=0.05)
     assert min(runner.blocks) == NUM_RESERVED_BLOCKS
-    engine.check_integrity()
+    check_integrity(engine)
     assert engine.pool.num_available == engine.limits.capacity, "no block was taken"
     assert engine.totals().num_prompt_tokens == 0
 

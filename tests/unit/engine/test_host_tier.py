@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from effort import number
+from engines.integrity import check_integrity
 from fakes.gateway.step_costs import linear_cost
 from fakes.tiers.tiered_engine import PROMPT, Rig, fill, play
 
@@ -29,7 +30,7 @@ def test_what_was_evicted_comes_back() -> None:
     assert rig.serve([*PROMPT, 7, 8], 3) == 20
     assert rig.totals["host_hits"] == 20
     rig.settle()
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
     assert not rig.engine.pool.open_fences
 
 
@@ -90,7 +91,7 @@ def test_an_aborted_loads_blocks_are_free_when_its_copy_has_ended(runs_ahead: bo
     rig.step()
     rig.step()
     rig.engine.abort(key)
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
     assert rig.engine.pool.counts.held == 5 and rig.engine.has_work  # fenced
     known = dict(rig.observer.tiers)
     rig.run()
@@ -119,7 +120,7 @@ def test_two_that_begin_alike_are_copied_once() -> None:
         rig.check(key)
         assert rig.cached[key] == 20
     assert rig.copier.num_copied[Direction.IN] == 5 and rig.num_shared == 5
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
 
 
 def test_behind_what_comes_for_another_host_memory_goes_on() -> None:
@@ -149,7 +150,7 @@ def test_a_copy_outlives_the_one_it_was_begun_for() -> None:
     rig.step()
     known = dict(rig.observer.tiers)
     rig.engine.abort(first)
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
     assert rig.observer.tiers == known, "what is being copied cannot be seen"
     rig.run()
     rig.check(second)
@@ -186,7 +187,7 @@ def test_of_two_that_wait_for_a_lost_block_one_computes_it_in_its_own() -> None:
     for key in keys:
         rig.check(key)
     assert rig.totals["lost"] and rig.cached[keys[0]] == 16
-    rig.engine.check_integrity()
+    check_integrity(rig.engine)
 
 
 def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:

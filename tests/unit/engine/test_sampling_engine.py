@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from effort import half
+from engines.integrity import check_integrity
 from fakes.runner import FakeRunner, expected_tokens
 from transformers import LlamaForCausalLM
 
@@ -87,7 +88,7 @@ def run(engine: Engine, *requests: Request, hold: bool = False) -> dict[str, lis
         assert not step.failed
         for token in step.tokens:
             outputs.setdefault(token.key, []).append(token)
-    engine.check_integrity()
+    check_integrity(engine)
     if not hold:
         assert engine.pool.counts.held == 0
     return outputs
@@ -306,7 +307,7 @@ def test_samples_share_full_blocks_and_copy_the_partial_one(models: Models) -> N
     assert engine.pool.counts.held == 2 + 3
     for key in (forked.forks[0].key, forked.key, forked.forks[1].key):
         engine.abort(key)
-        engine.check_integrity()
+        check_integrity(engine)
     assert engine.pool.counts.held == 0
 
 

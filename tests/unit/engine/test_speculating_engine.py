@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from engines.integrity import check_integrity
 from fakes.clock import TickingClock
 from fakes.proposer import FakeProposer
 from fakes.runner import FakeRunner, expected_tokens
@@ -127,7 +128,7 @@ class Scene:
             assert not ends & set(tokens[:-1])
             is_full = len(tokens) == request.sampling.max_tokens
             assert is_full or tokens[-1] in ends, key
-        engine.check_integrity()
+        check_integrity(engine)
         assert engine.pool.counts.held == 0
         assert engine.ledger()["requests"] == {}
 
@@ -165,7 +166,7 @@ def mixed_run(
         elif not engine.has_work and not waiting:
             break
         scene.take(engine.step(meanwhile if draw.random() < 0.1 else None))
-        engine.check_integrity()
+        check_integrity(engine)
     scene.check(engine, but=aborted)
     return engine
 

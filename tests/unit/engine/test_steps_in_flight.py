@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 from fakes.runner import FakeRunner, expected_tokens
 
@@ -43,7 +44,7 @@ class Rig:
             for token in self.engine.step().tokens:
                 index = int(token.key[:32], 16)
                 self.tokens.setdefault(index, []).append(token.token_id)
-        self.engine.check_integrity()
+        check_integrity(self.engine)
 
 
 @pytest.mark.parametrize(("num_stages", "share"), [(2, 4), (3, 3), (4, 2)])

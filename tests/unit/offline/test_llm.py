@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines.integrity import check_integrity
 
 import baton
 from baton import LLM, BeamSearchParams, SamplingParams
@@ -143,7 +144,7 @@ def test_what_cannot_run_is_refused_by_name(
     with pytest.raises(error) as refused:
         llm.generate(prompt, params, use_tqdm=False)  # type: ignore[arg-type]
     assert refused.value.param == param
-    llm._calls._local.engine.check_integrity()
+    check_integrity(llm._calls._local.engine)
 
 
 def test_flags_have_the_names_of_the_command_line() -> None:
@@ -192,7 +193,7 @@ def test_a_ctrl_c_ends_the_call_and_the_llm_goes_on(llm: LLM) -> None:
     finally:
         interrupt.join()
     assert len(llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)) == 1
-    llm._calls._local.engine.check_integrity()
+    check_integrity(llm._calls._local.engine)
     assert llm._calls._local.engine.load().num_running == 0
 
 

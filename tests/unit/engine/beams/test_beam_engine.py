@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from effort import examples
+from engines.integrity import check_integrity
 from fakes.beams import Found, search
 from fakes.runner import FakeRunner, next_logprobs
 from hypothesis import given
@@ -99,7 +100,7 @@ class Outcome:
 
     def step(self, engine: Engine) -> None:
         output = engine.step()
-        engine.check_integrity()
+        check_integrity(engine)
         for beam in output.beams:
             assert beam.key not in self.beams
             self.beams[beam.key] = beam
@@ -125,7 +126,7 @@ class Outcome:
 
 
 def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
+    check_integrity(engine)
     counts = engine.pool.counts
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
     assert engine.ledger()["requests"] == {}

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 import pytest
 from effort import number
+from engines.integrity import check_pool
 from fakes.clock import FakeClock
 
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
@@ -51,7 +52,7 @@ class Pool:
 
     def check(self) -> None:
         fences = [fence.block_ids for fence in self.pool.open_fences]
-        self.pool.check_integrity(Counter(b for ids in [*fences, *self.running] for b in ids))
+        check_pool(self.pool, Counter(b for ids in [*fences, *self.running] for b in ids))
         for block_hash, block_id in self.cache._block_of.items():
             assert self.content[block_id] == block_hash, "a wrong block is in the cache"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import VARIANTS, write_checkpoint
+from engines.integrity import check_integrity
 from fakes.adapters import ATTENTION, merge, write_adapter
 
 from baton.core.engine_config import EngineConfig
@@ -118,7 +119,7 @@ def test_each_request_of_a_mixed_batch_has_the_tokens_of_its_merged_model(
 ) -> None:
     assert len({str(one) for one in world.expected.values()}) == 4, "adapters that change nothing"
     assert mixed(world, engine) == world.expected
-    engine.engine.check_integrity()
+    check_integrity(engine.engine)
 
 
 def test_blocks_of_one_adapter_are_never_hit_by_another(world: World, engine: LocalEngine) -> None:

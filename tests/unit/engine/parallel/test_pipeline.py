@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from effort import number
+from engines.integrity import check_integrity
 from fakes.adapters import merge, write_adapter
 from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 
@@ -90,7 +91,7 @@ class Outcome:
                 engine.engine.add(dataclasses.replace(request, attempt=attempt))
             while engine.engine.has_work:
                 self._take(engine.engine.step())
-        engine.engine.check_integrity()
+        check_integrity(engine.engine)
         self.totals = engine.engine.totals()
 
     def _take(self, output: StepOutput) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from effort import half, number
+from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 from fakes.speculation.eagle3_heads import (
     head_config,
@@ -141,7 +142,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
         assert not step.failed
         for one in step.tokens:
             tokens.setdefault(one.key, []).append(one.token_id)
-    engine.check_integrity()
+    check_integrity(engine)
     return tokens
 
 

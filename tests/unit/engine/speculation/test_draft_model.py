@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from engines.integrity import check_integrity
 from tokenizers import Tokenizer
 
 from baton.core.engine_config import EngineConfig
@@ -86,7 +87,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
         assert not step.failed
         for one in step.tokens:
             tokens.setdefault(one.key, []).append(one.token_id)
-    engine.check_integrity()
+    check_integrity(engine)
     return tokens
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from effort import number
+from engines.integrity import check_integrity
 from fakes.proposer import FakeProposer
 from tokenizers import Tokenizer
 
@@ -74,7 +75,7 @@ class Demo:
             assert not step.failed
             for token in step.tokens:
                 outputs.setdefault(token.key, []).append(token)
-        engine.check_integrity()
+        check_integrity(engine)
         return outputs, engine
 
 
