@@ -20,10 +20,12 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 
 from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.kv_memory import CudaKvMemory
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PoolWindow, PullOutcome
+from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
 
 SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 FOLDER = Path(__file__).parent / "gpu"
@@ -88,7 +90,7 @@ def source_process(script: str, *arguments: str) -> Iterator[Source]:
 
 def pull(window: PoolWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(BlockPairs.of(*pairs), done.put)
+    window.start_pull(block_pairs.join(*pairs), done.put)
     return done.get(timeout=30)
 
 

@@ -31,7 +31,7 @@ from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, recei
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import BlockPair, PullOutcome
+from ..window.transport import PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20
@@ -112,10 +112,12 @@ class ShmWindow(PullThread):
         super().__init__(description.incarnation)
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
-        for pair in pull.pairs:
+        sources, destinations = pull.pairs.ids.tolist()
+        generations = pull.pairs.generations.tolist()
+        for source, generation, ours in zip(sources, generations, destinations, strict=True):
             if pull.is_cancelled:
                 return PullOutcome.CANCELLED
-            outcome = self._mapping.copy(pair, self._destination)
+            outcome = self._mapping.copy(source, generation, self._destination[ours])
             if outcome is not PullOutcome.OK:
                 return outcome
         return PullOutcome.OK
@@ -161,22 +163,21 @@ class _SourceMapping:
             best_s = min(best_s, time.perf_counter() - start_s)
         return num_blocks * block_bytes / best_s / 1e9
 
-    def copy(self, pair: BlockPair, destination: Blocks) -> PullOutcome:
+    def copy(self, block_id: int, generation: int, target: Blocks) -> PullOutcome:
         """Copy one block and verify it. The GIL is free during copy and comparison."""
-        ref = pair.source
-        if not 0 <= ref.block_id < len(self._blocks):
-            _log.warning("a manifest names block %d of %d", ref.block_id, len(self._blocks))
+        if not 0 <= block_id < len(self._blocks):
+            _log.warning("a manifest names block %d of %d", block_id, len(self._blocks))
             return PullOutcome.FAILED
-        source, target = self._blocks[ref.block_id], destination[pair.destination]
-        if self._generations.read(ref.block_id) != ref.generation:
+        source = self._blocks[block_id]
+        if self._generations.read(block_id) != generation:
             return PullOutcome.STALE
         target[:] = source
         is_equal = np.array_equal(target, source)
         # x86 keeps loads in order; elsewhere numpy's retaking of the GIL is the fence.
-        if self._generations.read(ref.block_id) != ref.generation:
+        if self._generations.read(block_id) != generation:
             return PullOutcome.STALE
         if not is_equal:
-            _log.error("block %d changed without a new generation", ref.block_id)
+            _log.error("block %d changed without a new generation", block_id)
             return PullOutcome.FAILED
         return PullOutcome.OK
 

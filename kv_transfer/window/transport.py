@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias, overload
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -135,13 +135,6 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 Generations: TypeAlias = npt.NDArray[np.uint64]
 
 
-class BlockPair(NamedTuple):
-    """One block to copy: where it lies in the source's pool, and the block of ours it goes to."""
-
-    source: BlockRef
-    destination: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPairs:
     """`ids` [2, n]: the blocks in the source's pool, and those of ours that they go to;
@@ -157,28 +150,12 @@ class BlockPairs:
         ids = np.array([block_ids, destinations[: len(sources)]], np.int64)
         return cls(ids, np.array(generations, np.uint64))
 
-    @classmethod
-    def of(cls, *pairs: BlockPair) -> BlockPairs:
-        """One at least."""
-        sources, destinations = zip(*pairs, strict=True)
-        return cls.join(sources, destinations)
-
     def __len__(self) -> int:
         return len(self.generations)
 
-    @overload
-    def __getitem__(self, index: int) -> BlockPair: ...
-    @overload
-    def __getitem__(self, index: slice) -> BlockPairs: ...
-    def __getitem__(self, index: int | slice) -> BlockPair | BlockPairs:
-        if isinstance(index, slice):
-            ids = np.ascontiguousarray(self.ids[:, index])  # as an upload wants them
-            return BlockPairs(ids, self.generations[index])
-        source, destination = self.ids[:, index].tolist()
-        return BlockPair(BlockRef(0, source, int(self.generations[index]), None), destination)
-
-    def __iter__(self) -> Iterator[BlockPair]:
-        return (self[index] for index in range(len(self)))
+    def __getitem__(self, part: slice) -> BlockPairs:
+        ids = np.ascontiguousarray(self.ids[:, part])  # as an upload wants them
+        return BlockPairs(ids, self.generations[part])
 
     def __eq__(self, other: object) -> bool:
         return (

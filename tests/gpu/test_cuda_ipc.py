@@ -18,6 +18,8 @@ import gpu_source
 import pytest
 import torch
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.host_pool import HostPool
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds, pull
 
@@ -27,7 +29,7 @@ from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolExporter
 from baton.kv_transfer.shm.shm import export_host_pool
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,9 +108,9 @@ def test_a_prepared_pull_is_judged_when_it_starts(
     outcomes: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     with window_onto(source.incarnation, kv, method) as window:
         starters = [
-            window.prepare(BlockPairs.of(*pairs)),
-            window.prepare(BlockPairs.of(stale)),
-            window.prepare(BlockPairs.of(*pairs)),
+            window.prepare(block_pairs.join(*pairs)),
+            window.prepare(block_pairs.join(stale)),
+            window.prepare(block_pairs.join(*pairs)),
         ]
         source.tell("rewrite 11")
         assert source.receive() == "rewritten"
@@ -120,7 +122,7 @@ def test_a_prepared_pull_is_judged_when_it_starts(
 
 def test_a_block_outside_the_pool_cannot_be_prepared(source: Source, kv: CudaKvMemory) -> None:
     with window_onto(source.incarnation, kv) as window, pytest.raises(HandoffFailed):
-        window.prepare(BlockPairs.of(BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)))
+        window.prepare(block_pairs.join(BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)))
 
 
 def test_a_block_outside_the_pool_fails(source: Source, kv: CudaKvMemory) -> None:
@@ -136,7 +138,7 @@ def test_every_pull_reports_once_even_when_cancelled_or_closed(
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
     with window_onto(source.incarnation, kv, method) as window:
-        handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(12)]
+        handles = [window.start_pull(block_pairs.join(*pairs), done.put) for _ in range(12)]
         for handle in handles[6:]:
             handle.cancel()
     outcomes = collections.Counter(done.get(timeout=20) for _ in handles)
@@ -173,7 +175,7 @@ def test_nothing_is_written_once_a_cancelled_pull_is_reported(
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     with window_onto(source.incarnation, kv, method) as window:
         for _ in range(20):
-            handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(3)]
+            handles = [window.start_pull(block_pairs.join(*pairs), done.put) for _ in range(3)]
             for handle in handles:
                 handle.cancel()
             ended = {done.get(timeout=20) for _ in handles}
@@ -193,7 +195,7 @@ def test_the_source_dies_during_copies(kv: CudaKvMemory, method: str) -> None:
             with window_onto(source.incarnation, kv, method) as window:
                 pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
                 for _ in range(40):
-                    window.start_pull(BlockPairs.of(*pairs), done.put)
+                    window.start_pull(block_pairs.join(*pairs), done.put)
                 time.sleep(delay_s)
                 source.process.kill()
                 source.process.wait()

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
@@ -27,7 +29,7 @@ from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,7 +194,7 @@ def test_a_source_that_hangs_costs_its_pull_and_nothing_is_written_later(
         source.process.send_signal(signal.SIGSTOP)
         begin_s = time.monotonic()
         done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-        window.start_pull(BlockPairs.of(*pairs), done.put)
+        window.start_pull(block_pairs.join(*pairs), done.put)
         assert pull(other, neighbour.pair(5, 5)) is PullOutcome.OK
         assert done.get(timeout=30) is PullOutcome.FAILED
         print(f"\ngiven up after {time.monotonic() - begin_s:.1f} s")
@@ -212,7 +214,7 @@ def test_the_source_dies_during_copies(kv: CudaKvMemory, name: str) -> None:
         with source_process() as source, window_onto(source, kv, name) as window:
             pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
             for _ in range(NUM_PULLS):
-                window.start_pull(BlockPairs.of(*pairs), done.put)
+                window.start_pull(block_pairs.join(*pairs), done.put)
             time.sleep(delay_s)
             source.process.kill()
             outcomes = collections.Counter(done.get(timeout=60).value for _ in range(NUM_PULLS))

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from engines.integrity import check_integrity
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
@@ -43,7 +45,7 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm import _SourceMapping
 from baton.kv_transfer.window.head_ranges import BlockCut
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 from baton.node.peers.windows import Windows
 
 from ..clock import FakeClock
@@ -94,7 +96,7 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     posted.pop()()
     outcomes: list[PullOutcome] = []
     pair = BlockPair(BlockRef(0, 2, 0, None), 3)
-    windows.start_pull(StartPull("t", 0, SOURCE, BlockPairs.of(pair), step=2), outcomes.append)
+    windows.start_pull(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2), outcomes.append)
     assert windows.poll() and windows.num_pulls == 1 and not posted
     windows.cancel_pulls("t")
     for run in posted:
@@ -230,8 +232,8 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
     whole = BlockCut.of(None, 1, 64)
     mapping = _SourceMapping(PoolDescription(pool.incarnation, 64, 4), fds, whole)
     try:
-        ref = BlockRef(0, 2, pool.generations.read(2), None)
-        outcome = mapping.copy(BlockPair(ref, 3), {3: _RewrittenBefore(pool, 2)})  # type: ignore[arg-type]
+        generation = pool.generations.read(2)
+        outcome = mapping.copy(2, generation, _RewrittenBefore(pool, 2))  # type: ignore[arg-type]
         assert outcome is PullOutcome.STALE, f"somebody else's bytes were taken: {outcome}"
     finally:
         mapping.close()

@@ -386,7 +386,7 @@ class PullerSide(_Side):
         name = (pull.transfer_id, pull.seq)
         assert name not in self.started, "pulled twice"
         assert pull.incarnation in self.windows, "a pull through a closed window"
-        assert {p.destination for p in pull.pairs} <= {*self.reservations[pull.transfer_id]}
+        assert {*pull.pairs.ids[1].tolist()} <= {*self.reservations[pull.transfer_id]}
         self.started.add(name)
         if pull.step:
             assert self.sees_steps, "told of what it cannot see"

@@ -270,7 +270,7 @@ class PullerNode:
     def _start_pull(self, pull: StartPull) -> None:
         reservation = self.reservations[pull.transfer_id]
         own = set(reservation.block_ids[reservation.num_cached_blocks :])
-        assert {pair.destination for pair in pull.pairs} <= own
+        assert {*pull.pairs.ids[1].tolist()} <= own
         assert (pull.transfer_id, pull.seq) not in self.started, "pulled twice"
         self.started.add((pull.transfer_id, pull.seq))
         on_done = partial(self._on_done, pull.transfer_id, pull.seq)

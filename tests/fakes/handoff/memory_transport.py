@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from fakes.handoff.block_pairs import BlockPair, split
+
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.generations import LocalGenerations
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, Starter
+from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
 
 
 class MemoryPool:
@@ -41,7 +43,7 @@ class MemoryPull:
         on_done: Callable[[PullOutcome], None],
     ) -> None:
         self._window = window
-        self._pairs = pairs
+        self._pairs = split(pairs)
         self._on_done = on_done
         self._num_copied_bytes = 0
         self._is_cancelled = False

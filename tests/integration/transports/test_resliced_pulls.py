@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.host_pool import HostPool
 
 from baton.core.errors import HandoffFailed
@@ -21,7 +23,7 @@ from baton.kv_transfer.export.pool_address import PoolPart
 from baton.kv_transfer.ranks.ranked import SourcePiece, open_pieces
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.window.head_ranges import pieces_of
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PoolWindow, PullOutcome
+from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
 
 NUM_BLOCKS, NUM_ROWS, HEAD_BYTES = 6, 4, 24  # two layers; 3 positions of 8 bytes
 SOURCE_IDS, BLOCK_IDS = (4, 2, 5), (2, 5, 3)
@@ -95,7 +97,7 @@ def window(source: Engine, puller: Engine, rank: int) -> Iterator[PoolWindow]:
 
 def pull(opened: PoolWindow, pairs: list[BlockPair]) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    opened.start_pull(BlockPairs.of(*pairs), done.put)
+    opened.start_pull(block_pairs.join(*pairs), done.put)
     return done.get(timeout=10)
 
 

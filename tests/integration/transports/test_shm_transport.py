@@ -23,6 +23,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.host_pool import HostPool
 from numpy.typing import NDArray
 from patience import AT_ONCE_S
@@ -40,7 +42,7 @@ from baton.kv_transfer.export.pool_address import (
 )
 from baton.kv_transfer.shm.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.window.network_address import RemotePool, pair_key
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 PEER = Path(__file__).parent / "shm_peer.py"
 SOURCE, PULLER = "5" * 32, "9" * 32
@@ -150,7 +152,7 @@ def pair(pool: HostPool, block_id: int, destination: int) -> BlockPair:
 
 def pull(window: ShmWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(BlockPairs.of(*pairs), done.put)
+    window.start_pull(block_pairs.join(*pairs), done.put)
     return done.get(timeout=10)
 
 
@@ -206,7 +208,7 @@ def test_every_pull_reports_once_even_when_cancelled_or_closed(
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     pairs = [pair(source, block_id, block_id) for block_id in range(2, NUM_BLOCKS)] * 20
     with window_onto(SOURCE, destination) as window:
-        handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(6)]
+        handles = [window.start_pull(block_pairs.join(*pairs), done.put) for _ in range(6)]
         for handle in handles[1:]:
             handle.cancel()
     outcomes = [done.get(timeout=10) for _ in handles]

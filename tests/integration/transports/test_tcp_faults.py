@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.host_pool import HostPool
 from fakes.node.wire_proxy import BACK, ON, WireProxy
 
@@ -32,7 +34,7 @@ from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
 from baton.kv_transfer.window.head_ranges import BlockCut
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, Ids, PullOutcome
+from baton.kv_transfer.window.transport import BlockPairs, Ids, PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 BLOCK_BYTES, NUM_BLOCKS = 1536, 40
@@ -101,7 +103,7 @@ class World:
 
     def pairs(self) -> BlockPairs:
         """Three requests."""
-        return BlockPairs.of(
+        return block_pairs.join(
             *(
                 BlockPair(BlockRef(0, each, self.source.generations.read(each), None), 2 + i)
                 for i, each in enumerate(SOURCE_IDS)
@@ -261,7 +263,7 @@ def test_progress_counts_resets_anew(world: World) -> None:
         window._carrier.max_request_blocks = 1
         ids = [2 + i % 8 for i in range(60)]
         generation = world.source.generations.read
-        pairs = BlockPairs.of(*(BlockPair(BlockRef(0, i, generation(i), None), 3) for i in ids))
+        pairs = block_pairs.join(*(BlockPair(BlockRef(0, i, generation(i), None), 3) for i in ids))
         world.proxy.cut_every(2 * BLOCK_BYTES, BACK)
         assert pull(window, pairs)[0] is PullOutcome.OK
         assert world.committed == [3] * 60

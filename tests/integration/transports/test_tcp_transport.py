@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.host_pool import HostPool
 from patience import AT_ONCE_S, SOON_S
 
@@ -39,7 +41,7 @@ from baton.kv_transfer.network.stream import Stream
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool, Routes
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, Ids, PullOutcome
+from baton.kv_transfer.window.transport import Ids, PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 NUM_ROWS, HEAD_BYTES, NUM_HEADS = 4, 96, 4
@@ -140,7 +142,7 @@ def pair(pool: HostPool, block_id: int, destination: int) -> BlockPair:
 
 def pull(window: RemoteWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(BlockPairs.of(*pairs), done.put)
+    window.start_pull(block_pairs.join(*pairs), done.put)
     return done.get(timeout=10)
 
 
@@ -198,7 +200,7 @@ def test_every_pull_reports_once_even_when_cancelled(served: Served, destination
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     with window_onto(served, destination) as window:
         pairs = [pair(served.pool, 5, 3)] * 8
-        handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(6)]
+        handles = [window.start_pull(block_pairs.join(*pairs), done.put) for _ in range(6)]
         for handle in handles[1:]:
             handle.cancel()
     outcomes = [done.get(timeout=10) for _ in handles]

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.host_pool import HostPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ from baton.kv_transfer.network.stream import Deadline
 from baton.kv_transfer.network.tcp import HostBlockBytes
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, Ids, PullOutcome
+from baton.kv_transfer.window.transport import Ids, PullOutcome
 
 SOURCE = "5" * 32
 BLOCK_BYTES, NUM_BLOCKS, NUM_ROWS = 768, 12, 4
@@ -148,7 +150,7 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
 
 def pull(window: RemoteWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(BlockPairs.of(*pairs), done.put)
+    window.start_pull(block_pairs.join(*pairs), done.put)
     return done.get(timeout=10)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.errors import HandoffFailed
@@ -12,7 +14,7 @@ from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import StartPull
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, Starter
+from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
 from baton.node.peers.windows import Windows
 
 SOURCE = "a" * 32
@@ -39,7 +41,7 @@ class World:
 
     def pull(self, number: int, step: int) -> None:
         pair = BlockPair(BlockRef(0, 2, 0, None), 3)
-        pull = StartPull(f"transfer {number}", number, SOURCE, BlockPairs.of(pair), step)
+        pull = StartPull(f"transfer {number}", number, SOURCE, block_pairs.join(pair), step)
 
         def ended(outcome: PullOutcome) -> None:
             assert number not in self.outcomes, "reported twice"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from fakes.handoff import block_pairs
+from fakes.handoff.block_pairs import BlockPair
 from fakes.handoff.handoff import SOURCE
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
@@ -12,7 +14,7 @@ from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, open_window
+from baton.kv_transfer.window.transport import PullOutcome, open_window
 
 BLOCK_BYTES = 8
 PAIRS = (BlockPair(BlockRef(0, 2, 0, None), 3), BlockPair(BlockRef(1, 4, 0, None), 5))
@@ -81,7 +83,7 @@ def test_memory_knows_only_its_own_sources(transport: MemoryTransport) -> None:
 def test_memory_copies_as_far_as_it_is_told(transport: MemoryTransport) -> None:
     window = transport.connect(SOURCE)
     outcomes: list[PullOutcome] = []
-    pull = window.start_pull(BlockPairs.of(*PAIRS), outcomes.append)
+    pull = window.start_pull(block_pairs.join(*PAIRS), outcomes.append)
     pull.advance(3)
     assert bytes(window.destination.block(3)) == b"\2\2\2" + bytes(5)
     assert outcomes == []
@@ -97,7 +99,7 @@ def test_memory_finds_a_rewrite_wherever_the_copy_stands(
 ) -> None:
     window = transport.connect(SOURCE)
     outcomes: list[PullOutcome] = []
-    pull = window.start_pull(BlockPairs.of(*PAIRS), outcomes.append)
+    pull = window.start_pull(block_pairs.join(*PAIRS), outcomes.append)
     for _ in range(num_bytes):
         pull.advance(1)
     window.source.generations.bump([PAIRS[1].source.block_id])
