@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +130,30 @@ def map_handle(handle: bytes, device: torch.device) -> MappedMemory:
         forget_error()
         raise MappingFailed(describe_error(status))
     return MappedMemory(address.value, device)
+
+
+class Runs(NamedTuple):
+    """Blocks that lie side by side at both ends of a copy, as one piece: `lengths[i]` blocks from
+    `sources[i]` on go to `destinations[i]` on.
+
+    source       7  8  9  4  5           runs (7 -> 2, 3 blocks), (4 -> 5, 1), (5 -> 9, 1)
+    destination  2  3  4  5  9
+    """
+
+    sources: Ids
+    destinations: Ids
+    lengths: Ids
+
+
+def find_runs(ids: Ids, blocks_per_slice: int = 0) -> Runs:
+    """The fewest pieces that the copy [2, pairs] consists of, in its order; where the memory of
+    ids[1] is in slices, none crosses from one to the next."""
+    is_break = (np.diff(ids, axis=1) != 1).any(axis=0)
+    if blocks_per_slice:
+        is_break |= ids[1, 1:] % blocks_per_slice == 0
+    starts = np.flatnonzero(np.concatenate(([True], is_break)))
+    lengths = np.diff(np.append(starts, ids.shape[1]))
+    return Runs(ids[0, starts], ids[1, starts], lengths)
 
 
 def has_batches() -> bool:

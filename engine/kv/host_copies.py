@@ -29,7 +29,7 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import EngineFailed
 from ...core.step_cost import StepCost, StepShape, pairs_of
 from . import cuda_memory
-from .cuda_memory import describe_error, forget_error
+from .cuda_memory import describe_error, find_runs, forget_error
 from .host_memory import HostMemory, cuda_pin, cuda_unpin
 from .kv_memory import CpuKvMemory, CudaKvMemory
 
@@ -148,7 +148,8 @@ class CpuCopier(_BlocksInHostMemory):
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> DoneCopy:
         began_s = time.monotonic()
-        for block, host, n in zip(*_runs(block_ids, host_blocks, 0), strict=True):
+        runs = find_runs(np.array([block_ids, host_blocks]))
+        for block, host, n in zip(*runs, strict=True):
             device, memory = self._pool[block : block + n], self._host[host : host + n]
             if direction is Direction.OUT:
                 memory.copy_(device)
@@ -260,8 +261,8 @@ class CudaCopier(_BlocksInHostMemory):
     def _submit(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> None:
-        runs = _runs(block_ids, host_blocks, self._memory.blocks_per_slice)
-        blocks, hosts, lengths = (np.array(column) * self.block_bytes for column in runs)
+        runs = find_runs(np.array([block_ids, host_blocks]), self._memory.blocks_per_slice)
+        blocks, hosts, lengths = (column * self.block_bytes for column in runs)
         sources, targets = blocks + self._address, hosts + self._memory.address
         if direction is Direction.IN:
             sources, targets = targets, sources
@@ -294,20 +295,6 @@ def make_host_copier(
     return CudaCopier(
         kv, HostMemory(kv.block_bytes, num_bytes, cuda_pin(device), cuda_unpin), device
     )
-
-
-def _runs(
-    block_ids: Sequence[int], host_blocks: Sequence[int], blocks_per_slice: int
-) -> tuple[list[int], list[int], list[int]]:
-    """Where pieces begin that lie side by side on both sides, and their lengths, in blocks; none
-    crosses from one slice of host memory to the next."""
-    blocks, hosts = np.array(block_ids, np.int64), np.array(host_blocks, np.int64)
-    is_break = (np.diff(blocks) != 1) | (np.diff(hosts) != 1)
-    if blocks_per_slice:
-        is_break |= hosts[1:] % blocks_per_slice == 0
-    starts = np.flatnonzero(np.concatenate(([True], is_break)))
-    lengths = np.diff(np.append(starts, len(blocks)))
-    return blocks[starts].tolist(), hosts[starts].tolist(), lengths.tolist()
 
 
 class CopyCost:

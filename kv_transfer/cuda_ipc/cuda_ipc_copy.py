@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ...core.errors import HandoffFailed
 from ...engine.kv import cuda_memory
-from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
+from ...engine.kv.cuda_memory import Runs, describe_error, find_runs, forget_error, runtime
 from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
 from ..window.head_ranges import BlockCut, HeadPiece
-from ..window.transport import Ids, Runs, find_runs
+from ..window.transport import Ids
 
 MAX_BLOCKS = 1024  # of one launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault

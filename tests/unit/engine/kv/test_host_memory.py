@@ -13,7 +13,8 @@ import torch
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.engine.kv import host_memory
-from baton.engine.kv.host_copies import CpuCopier, Direction, _runs, make_host_copier
+from baton.engine.kv.cuda_memory import find_runs
+from baton.engine.kv.host_copies import CpuCopier, Direction, make_host_copier
 from baton.engine.kv.host_memory import HostMemory, free_host_bytes
 from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout
 
@@ -154,7 +155,7 @@ def test_runs_lie_side_by_side_on_both_sides(blocks_per_slice: int) -> None:
         pairs = [
             (np.arange(40) if rng.random() < 0.7 else rng.permutation(40))[:n] for _ in range(2)
         ]
-        blocks, hosts, lengths = _runs(*pairs, blocks_per_slice)
+        blocks, hosts, lengths = find_runs(np.array(pairs), blocks_per_slice)
         found = []
         for block, host, length in zip(blocks, hosts, lengths, strict=True):
             found += [(block + i, host + i) for i in range(length)]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
+from baton.engine.kv.cuda_memory import find_runs
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolPart
 from baton.kv_transfer.ranks.ranked import pack_pull, unpack_pull
-from baton.kv_transfer.window.transport import BlockPairs, find_runs
+from baton.kv_transfer.window.transport import BlockPairs
 
 SOURCE = "5" * 32
 ON_GPU = CudaMemory(bytes(range(16)), bytes(range(64)))
