@@ -111,7 +111,7 @@ class FlashInferGraphPrefill:
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
         block_tables: BlockTables,
-        first_row: int,
+        first_row: int = 0,
     ) -> None:
         num_empty = MAX_GRAPH_SLICES - len(query_lens)
         query_lens, seq_lens = [*query_lens, *[0] * num_empty], [*seq_lens, *[0] * num_empty]

@@ -44,21 +44,17 @@ class PrefillPart(Protocol):
         ...
 
 
-class GraphPrefillPart(Protocol):
-    """A PrefillPart for CUDA graphs."""
+class GraphPrefillPart(PrefillPart, Protocol):
+    """One for CUDA graphs."""
 
     def plan(
         self,
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
         block_tables: BlockTables,
-        first_row: int,
+        first_row: int = 0,
     ) -> None:
         """Prepare a step whose slices begin at `first_row` of what `run` is given."""
-        ...
-
-    def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        """See PrefillPart."""
         ...
 
 
