@@ -8,7 +8,6 @@ What is fastest was measured (`python -m baton.bench.kernels.quantised_products`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
@@ -59,7 +58,7 @@ def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
     num_outputs, num_inputs = weight.shape
     kind = "block" if isinstance(weight, BlockScaled) else "row"
     num_rows, device = len(x), x.data.device
-    kinds = [
+    kinds = tuple(
         name
         for name, is_there in (
             ("triton", num_rows <= MAX_FEW_ROWS),
@@ -67,9 +66,10 @@ def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
             ("scaled_mm", can_scale(x, weight)),
         )
         if is_there
-    ]
-    if device.type == "cuda" and (way := _look_up(kind, num_rows, num_outputs, num_inputs, kinds)):
-        return way
+    )
+    found = look_up(kind, num_rows, num_outputs, num_inputs, kinds)
+    if found is not None and device.type == "cuda":
+        return WAYS[found.kind](**found.way)
     if "streamed" in kinds:
         return usual_stages(num_outputs)
     return ScaledMm() if "scaled_mm" in kinds and num_rows > 32 else _tiling(num_rows)
@@ -126,10 +126,3 @@ def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 def _streamed(device: torch.device) -> ModuleType | None:
     return gluon_kernels("fp8_streamed_gluon", device)
-
-
-def _look_up(
-    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: Sequence[str]
-) -> Way | None:
-    found = look_up(weight, num_rows, num_outputs, num_inputs, kinds)
-    return None if found is None else WAYS[found.kind](**found.way)

@@ -65,7 +65,7 @@ def choose(x: Tensor, weight: Int4Weight) -> Way:
     num_rows, (num_outputs, num_inputs) = len(x), weight.shape
     if num_rows > MAX_FEW_ROWS:
         return Dequantised()
-    kinds = [kind for kind in WAYS if kind != "int4_streamed" or can_stream(x, weight)]
+    kinds = tuple(kind for kind in WAYS if kind != "int4_streamed" or can_stream(x, weight))
     found = look_up("int4", num_rows, num_outputs, num_inputs, kinds)
     if found is not None and weight.data.is_cuda:
         return WAYS[found.kind](**found.way)

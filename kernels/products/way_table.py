@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,11 @@ def measured() -> tuple[Measured, ...]:
     return tuple(Measured(**row) for row in rows)
 
 
-def look_up(
-    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: Sequence[str]
-) -> Measured | None:
-    """The fastest of these kinds, for as many rows or more; None if none was measured."""
-    return _look_up(weight, num_rows, num_outputs, num_inputs, tuple(kinds))
-
-
 @functools.cache
-def _look_up(
+def look_up(
     weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: tuple[str, ...]
 ) -> Measured | None:
+    """The fastest of these kinds, for as many rows or more; None if none was measured."""
     found = [one for one in measured() if one.weight == weight and one.kind in kinds]
     sizes = sorted({one.rows for one in found})
     at = next((size for size in sizes if size >= num_rows), sizes[-1] if sizes else 0)
