@@ -49,7 +49,7 @@ class RankAdapters:
         self._host: dict[str, HostAdapter] = {}
         self.is_active = False
         for product, place in self._layout.products:
-            product.adapters = _OfProduct(self, place)
+            product.adapters, product.place = self, place
 
     def pin_memory(self, num_adapters: int) -> None:
         """Let torch have it: to pin more later would hold up the steps for 50 ms. What is freed it
@@ -120,20 +120,3 @@ class RankAdapters:
     ) -> tuple[Tensor, Tensor]:
         x = x if isinstance(x, Tensor) else x.dequantised(x.dtype)
         return product(), self._adds.shrink(x, place)
-
-
-class _OfProduct:
-    """`layers.ProductAdapters` of one product."""
-
-    def __init__(self, adapters: RankAdapters, place: Place) -> None:
-        self._adapters, self._place = adapters, place
-
-    @property
-    def is_active(self) -> bool:
-        return self._adapters.is_active
-
-    def add_to(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
-        return self._adapters.add_to(product, x, self._place)
-
-    def add_to_gated(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
-        return self._adapters.add_to_gated(product, x, self._place)

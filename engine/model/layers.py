@@ -19,23 +19,23 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.lora.lora import Place
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
 from .communicator import Communicator, Summand
 from .weights.placement import Placement
 from .weights.targets import Cut, Target, Targets
 
 
-class ProductAdapters(Protocol):
-    """What a step's LoRA adapters add to one product; nothing where they are not `is_active`."""
+class StepAdapters(Protocol):
+    """What a step's LoRA adapters add to the product at a place; nothing if not `is_active`."""
 
-    @property
-    def is_active(self) -> bool: ...
+    is_active: bool
 
-    def add_to(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+    def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
         """`product` of x, and what its rows' adapters add to it."""
         ...
 
-    def add_to_gated(self, product: Callable[[], Tensor], x: Activations) -> Tensor:
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
         """`ops.silu_and_mul` of the same."""
         ...
 
@@ -69,7 +69,8 @@ class Linear:
     `outputs` are the checkpoint's projections in the order of their rows.
     """
 
-    adapters: ProductAdapters | None = None
+    adapters: StepAdapters | None = None
+    place: Place  # of theirs
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Linear:
 
     def __call__(self, x: Activations) -> Tensor:
         if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to(lambda: self._product(x), x)
+            return self.adapters.add_to(lambda: self._product(x), x, self.place)
         return self._product(x)
 
     def _product(self, x: Activations) -> Tensor:
@@ -103,7 +104,7 @@ class Linear:
     def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         """The first half of the outputs, by SiLU, times the second."""
         if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to_gated(lambda: self._product(x), x)
+            return self.adapters.add_to_gated(lambda: self._product(x), x, self.place)
         return self._ops.gated_linear(x, self.weight, self.bias, reader)
 
     def targets(self) -> Targets:
@@ -129,7 +130,8 @@ class FloatLinear(Linear):
 class RowLinear:
     """A projection of which each rank has an even part of the inputs: its outputs are summands."""
 
-    adapters: ProductAdapters | None = None
+    adapters: StepAdapters | None = None
+    place: Place  # of theirs
 
     def __init__(
         self,
@@ -163,7 +165,9 @@ class RowLinear:
         """The same, for whatever is to be made of it here."""
         bias = self._bias_of_rank
         if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to(lambda: self._ops.linear(x, self.weight, bias), x)
+            return self.adapters.add_to(
+                lambda: self._ops.linear(x, self.weight, bias), x, self.place
+            )
         return self._ops.linear(x, self.weight, bias)
 
     @property
