@@ -18,7 +18,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -37,24 +37,10 @@ _SPARED = 20  # one part in so many of what is free stays free
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-class BlockFile(Protocol):
-    """Its methods raise OSError, and return how many bytes there were."""
-
-    def read(self, buffers: Sequence[bytearray | memoryview], offset: int) -> int: ...
-
-    def write(self, buffers: Sequence[Buffer], offset: int) -> int: ...
-
-    def settle(self) -> None:
-        """What was written is on the disk, and what was read or written takes no memory."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class SlotFile:
     """`num_slots` slots for blocks of `block_bytes`."""
 
-    def __init__(self, file: BlockFile, num_slots: int, block_bytes: int, fingerprint: str) -> None:
+    def __init__(self, file: OsFile, num_slots: int, block_bytes: int, fingerprint: str) -> None:
         """`fingerprint`: of the model and the layout of its blocks."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
@@ -104,7 +90,8 @@ class SlotFile:
 
 
 class OsFile:
-    """A file without a name, in a directory."""
+    """A file without a name, in a directory. Its methods raise OSError; `read` and `write` return
+    how many bytes there were."""
 
     def __init__(self, directory: str) -> None:
         self._file = tempfile.TemporaryFile(  # noqa: SIM115 (with): `close` closes it
@@ -131,6 +118,7 @@ class OsFile:
         return os.pwritev(self._fd, buffers, offset)
 
     def settle(self) -> None:
+        """What was written is on the disk, and what was read or written takes no memory."""
         if self._has_written:
             self._has_written = False
             os.fdatasync(self._fd)

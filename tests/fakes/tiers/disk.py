@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-from baton.engine.kv.disk.disk_file import BlockFile, Buffer, SlotFile, slot_bytes_of
+from baton.engine.kv.disk.disk_file import Buffer, OsFile, SlotFile, slot_bytes_of
 from baton.engine.kv.disk.disk_thread import DiskThread
 
 
@@ -19,8 +19,8 @@ class Fault(enum.Enum):
     DAMAGE = "damage"
 
 
-class MemoryFile:
-    """A `BlockFile`. `draw()` says what goes wrong with each call."""
+class MemoryFile(OsFile):
+    """`draw()` says what goes wrong with each call."""
 
     def __init__(self, num_bytes: int, draw: Callable[[], Fault] = lambda: Fault.NONE) -> None:
         self.content = bytearray(num_bytes)
@@ -69,7 +69,7 @@ class PlayedDisk(DiskThread):
 
     def __init__(
         self,
-        file: BlockFile,
+        file: OsFile,
         num_slots: int,
         block_bytes: int,
         view: Callable[[int], memoryview],
