@@ -11,7 +11,7 @@ from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .router_logits_triton import router_logits
-from .routing_triton import choose, choose_and_order
+from .routing_triton import choose_and_order
 from .tiles import Few, Plan, Sizes, choose_plan
 
 
@@ -25,7 +25,8 @@ def compute_experts(
     plan = plan or choose_plan(sizes_of(mixture), len(x), x.itemsize)
     if isinstance(plan, Few):
         logits = router_logits(x, mixture.router)
-        return experts_of_few(x, mixture, choose(logits, mixture, loads), plan)
+        choice, _ = choose_and_order(logits, mixture, loads, None)
+        return experts_of_few(x, mixture, choice, plan)
     quantised = Fp8Groups.empty(len(x), mixture.hidden, x.device) if plan.has_fp8_rows else None
     logits = router_logits(x, mixture.router, quantised)
     k, rows = mixture.num_chosen, plan.rows

@@ -67,24 +67,11 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return (num_pairs + touched * (tile_rows - 1)) // tile_rows
 
 
-def choose(logits: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Choice:
-    """`experts.choose_experts` of the sum of [parts, tokens, experts]; of equal logits the first
-    expert is chosen."""
-    return _choose_and_order(logits, mixture, loads, None)[0]
-
-
 def choose_and_order(
-    logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int
-) -> tuple[Choice, Order]:
-    """The choice, and its pairs cut into tiles of `tile_rows` rows."""
-    choice, order = _choose_and_order(logits, mixture, loads, tile_rows)
-    assert order is not None
-    return choice, order
-
-
-def _choose_and_order(
     logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int | None
-) -> tuple[Choice, Order | None]:
+) -> tuple[Choice, Order]:
+    """`experts.choose_experts` of the sum of [parts, tokens, experts], of equal logits the first
+    expert; and these pairs cut into tiles of `tile_rows` rows. None: in no order."""
     num_parts, num_tokens, num_experts = logits.shape
     k, device = mixture.num_chosen, logits.device
     padded = _padded(num_experts)
@@ -137,8 +124,7 @@ def _choose_and_order(
             num_warps=_warps(block, is_ordered=True),
             **common,
         )
-    order = Order(pairs, tiles.view(3, num_tiles)) if is_ordered else None
-    return Choice(weights, chosen), order
+    return Choice(weights, chosen), Order(pairs, tiles.view(3, num_tiles))
 
 
 def _int32s(device: torch.device, *sizes: int) -> list[Tensor]:

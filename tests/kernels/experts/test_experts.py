@@ -28,7 +28,7 @@ from baton.kernels.experts.experts import (
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.router_logits_triton import router_logits
-from baton.kernels.experts.routing_triton import choose, choose_and_order, most_tiles
+from baton.kernels.experts.routing_triton import choose_and_order, most_tiles
 from baton.kernels.experts.tiles import (
     Cut,
     Few,
@@ -148,7 +148,8 @@ def test_all_tokens_with_one_expert(plan: Plan) -> None:
     mixture = make_mixture(5, 1)
     mixture.router[3] = mixture.router[3].abs() * 100
     x = tokens_for(plan, mixture, 35).abs()
-    chosen = choose(router_logits(x, mixture.router), mixture, None).chosen
+    choice, _ = choose_and_order(router_logits(x, mixture.router), mixture, None, None)
+    chosen = choice.chosen
     assert set(chosen.flatten().tolist()) == {3}
     assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
 
@@ -421,7 +422,8 @@ def test_choices(num_tokens: int) -> None:
         parts = router_logits(x, mixture.router)
         logits = parts.sum(0)
         torch.testing.assert_close(logits, x @ mixture.router.t(), atol=1e-4, rtol=1e-4)
-        found, (weights, chosen) = choose(parts, mixture, None), choose_experts(logits, mixture)
+        found, _ = choose_and_order(parts, mixture, None, None)
+        weights, chosen = choose_experts(logits, mixture)
         assert torch.equal(found.chosen.long(), chosen)
         torch.testing.assert_close(found.weights, weights)
 
@@ -430,7 +432,8 @@ def test_whatever_the_logits_are_each_choice_is_an_expert_of_its_own() -> None:
     mixture = make_mixture(6, 4)
     logits = torch.full((3, 6), float("nan"), device=DEVICE)
     logits[1], logits[2] = float("-inf"), 0.0
-    chosen = choose(logits[None], mixture, None).chosen
+    choice, _ = choose_and_order(logits[None], mixture, None, None)
+    chosen = choice.chosen
     assert all(len({n for n in row if 0 <= n < 6}) == 4 for row in chosen.tolist())
 
 
@@ -463,7 +466,7 @@ def test_loads_leave_padding_out() -> None:
         whole = ExpertLoads(2, 6, 10, DEVICE)
         whole.slots, loads = slots, LayerLoads(whole, 1)
         choice, _ = choose_and_order(logits[None], mixture, loads, 16)
-        choose(logits[None], mixture, loads)
+        choose_and_order(logits[None], mixture, loads, None)
         chosen = choice.chosen if slots is None else choice.chosen[10:]
         once = torch.bincount(chosen.flatten().long(), minlength=6)
         assert torch.equal(loads.tokens, 2 * once)
