@@ -13,18 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from ..core.errors import InvalidRequest
 from ..core.ports import Clock
 from ..core.step_cost import StepShape
-from .execution.batch import LaunchedStep, Runner
+from .execution.batch import Runner
 from .execution.constraints import Constraints, Mask
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
-from .scheduling.block_tables import BlockTables, StepFence
+from .scheduling.block_tables import BlockTables
 from .scheduling.outputs import StepOutput
 from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
@@ -33,29 +32,13 @@ from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slices, launched_chunks
 from .speculation.speculator import Speculator
 from .step_results import StepResults
-from .steps_in_flight import StepsInFlight
+from .steps_in_flight import StepInFlight, StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
 # What comes behind a step is launched so much of its estimated time before its end. To be late
 # behind decodes makes all streams wait, and they come again and again.
 _EARLY, _EARLY_BEHIND_DECODES, _LEAST_EARLY_S = 0.05, 0.25, 0.0015
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A launched step: its results are parallel to `scheduled`."""
-
-    scheduled: list[ScheduledSequence]
-    fence: StepFence
-    launched: LaunchedStep
-    shape: StepShape
-    launched_s: float
-    launching_s: float  # how long it took to plan and to launch it
-    promise_s: float | None
-    has_drafts: bool
-    num_in_flight: int  # in a pipeline, with this one
-    hid_end: bool  # of the step before, which ended while this one was launched
 
 
 class Stepper:
@@ -93,7 +76,7 @@ class Stepper:
         self._seen_s = 0.0  # and when it was collected
         self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
         self._in_flight: StepInFlight | None = None
-        self._pipeline: StepsInFlight[StepInFlight] | None = None
+        self._pipeline: StepsInFlight | None = None
         self._num_stages = num_stages
         if num_stages > 1:
             self._pipeline = StepsInFlight(self._most_in_flight)
@@ -145,9 +128,7 @@ class Stepper:
             self._in_flight = step
         return output
 
-    def _step_pipeline(
-        self, steps: StepsInFlight[StepInFlight], meanwhile: Meanwhile | None
-    ) -> StepOutput:
+    def _step_pipeline(self, steps: StepsInFlight, meanwhile: Meanwhile | None) -> StepOutput:
         """Launch as many batches as have room in the pipeline, and collect the oldest."""
         output = StepOutput()
         watch = None if meanwhile is None else lambda: meanwhile() | self.poll_host()

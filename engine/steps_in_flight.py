@@ -10,35 +10,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
 
+from ..core.step_cost import StepShape
 from .execution.batch import LaunchedStep
+from .scheduling.block_tables import StepFence
+from .scheduling.schedule import ScheduledSequence
 
 
-class InFlight(Protocol):
-    """A step, with whatever is to be known when it is collected."""
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step: its results are parallel to `scheduled`."""
 
-    @property
-    def launched(self) -> LaunchedStep: ...
+    scheduled: list[ScheduledSequence]
+    fence: StepFence
+    launched: LaunchedStep
+    shape: StepShape
+    launched_s: float
+    launching_s: float  # how long it took to plan and to launch it
+    promise_s: float | None
+    has_drafts: bool
+    num_in_flight: int  # in a pipeline, with this one
+    hid_end: bool  # of the step before, which ended while this one was launched
 
 
-S = TypeVar("S", bound=InFlight)
-
-
-class StepsInFlight(Generic[S]):
+class StepsInFlight:
     """At most as many steps as `most` says at the time, which complete in their order."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         self._most = most
-        self._steps: deque[S] = deque()
+        self._steps: deque[StepInFlight] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def advance(
         self,
-        launch: Callable[[], S | None],
-        collect: Callable[[S], None],
+        launch: Callable[[], StepInFlight | None],
+        collect: Callable[[StepInFlight], None],
         meanwhile: Callable[[], bool] | None,
     ) -> bool:
         """Launch what can be, and collect the oldest step; False if there is none.
@@ -56,7 +65,7 @@ class StepsInFlight(Generic[S]):
         collect(self._steps.popleft())
         return True
 
-    def _fill(self, launch: Callable[[], S | None]) -> None:
+    def _fill(self, launch: Callable[[], StepInFlight | None]) -> None:
         """A step that has completed is collected first: its sequences can go on in the next."""
         while len(self._steps) < self._most():
             if self._steps and self._steps[0].launched.has_completed():
