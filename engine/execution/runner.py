@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -189,8 +190,10 @@ class ModelRunner:
             steps = CpuSteps(drafting, attention, config.block_size)
             self._draft_steps = DraftSteps(steps, config.max_num_batched_tokens)
         else:
+            size = config.block_size
+            new = partial(CpuSteps, attention=attention, block_size=size)
             most = self._most_step_tokens
-            self._steps.head = HeadSteps.on_cpu(model, drafting, attention, config.block_size, most)
+            self._steps.head = HeadSteps(model, drafting, size, most, new, new)
 
     def _start_gpu(self, model: Decoder, drafting: Decoder | Head | None, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
@@ -281,9 +284,10 @@ class ModelRunner:
         if head is None:
             return own
         attention = self._make_attention(pool, self._draft_model, config.max_drafts)
-        sizes = (config.block_size, max_num_seqs, config.max_drafts)
-        most = max(self._most_step_tokens, own.most_graph_tokens)
-        own.head = HeadSteps.on_gpu(model, head, attention, *sizes, most, own.sampled)
+        size, most = config.block_size, max(self._most_step_tokens, own.most_graph_tokens)
+        new = partial(GpuSteps, attention=attention, block_size=size, max_num_seqs=max_num_seqs)
+        behind = partial(new, max_drafts=config.max_drafts, sampled=own.sampled)
+        own.head = HeadSteps(model, head, size, most, behind, new)
         return own
 
     def _make_attention(

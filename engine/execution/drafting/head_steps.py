@@ -14,14 +14,13 @@ part is launched behind the sampling, whose tokens it finds on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.attention import AttentionBackend
 from ....kernels.upload import upload
 from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
@@ -36,60 +35,28 @@ if TYPE_CHECKING:
 
 
 class HeadSteps(DraftSteps):
-    """A Drafter. `behind` and `steps` run the head over `states`, `behind` without sampling; it
-    awaits what the model's steps sample."""
+    """A Drafter. Its steps and those behind the model's run the head over the states, the latter
+    without sampling: they await what the model's steps sample."""
 
     def __init__(
         self,
+        model: Decoder,
         head: DraftHead,
-        states: Tensor,
-        behind: CpuSteps | GpuSteps,
-        steps: CpuSteps | GpuSteps,
         block_size: int,
+        most_tokens: int,
+        new_behind: Callable[[HeadDecoder], CpuSteps | GpuSteps],
+        new_steps: Callable[[HeadDecoder], CpuSteps | GpuSteps],
     ) -> None:
-        super().__init__(steps, len(states))
-        self._head, self._states, self._behind = head, states, behind
-        self._block_size = block_size
+        """Beside `model`, whose steps have at most `most_tokens`, with padding."""
+        self._states = states = _states(model, head, most_tokens)
+        behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
+        self._behind = new_behind(behind)
+        super().__init__(new_steps(whole), most_tokens)
+        self._head, self._block_size = head, block_size
         self._slots: Sequence[int] = ()  # of the last step's rows
         self._tokens: Sequence[int] = ()  # of the last step
         self._sampled: tuple[Tensor, Sequence[int]] | None = None
         self._rows: dict[tuple[int, int], int] = {}  # of states, by slot and the token behind it
-
-    @classmethod
-    def on_cpu(
-        cls,
-        model: Decoder,
-        head: DraftHead,
-        attention: AttentionBackend,
-        block_size: int,
-        most_tokens: int,
-    ) -> HeadSteps:
-        """Beside `model`, whose steps have at most `most_tokens`, with padding."""
-        states = _states(model, head, most_tokens)
-        behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
-        follows = CpuSteps(behind, attention, block_size)
-        return cls(head, states, follows, CpuSteps(whole, attention, block_size), block_size)
-
-    @classmethod
-    def on_gpu(
-        cls,
-        model: Decoder,
-        head: DraftHead,
-        attention: AttentionBackend,
-        block_size: int,
-        max_num_seqs: int,
-        max_drafts: int,
-        most_tokens: int,
-        sampled: Tensor,
-    ) -> HeadSteps:
-        """The same; the model's steps leave in `sampled` what they sample."""
-        from ..gpu_steps import GpuSteps  # needs Triton
-
-        states = _states(model, head, most_tokens)
-        behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
-        sizes = (block_size, max_num_seqs)
-        follows = GpuSteps(behind, attention, *sizes, max_drafts=max_drafts, sampled=sampled)
-        return cls(head, states, follows, GpuSteps(whole, attention, *sizes), block_size)
 
     def capture_graphs(self) -> None:
         """See GpuSteps."""
