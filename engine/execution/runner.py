@@ -44,7 +44,7 @@ from ..model.model_config import read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
-from .batch import LaunchedStep, SampledToken, SequenceSlice
+from .batch import LaunchedStep, SequenceSlice
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .drafting.draft_model import DraftModel
@@ -140,7 +140,7 @@ class ModelRunner:
             on_progress,
             self.startup_notes,
         )
-        self._model = model
+        self.model = model  # for whoever wants its weights
         drafting, of_drafts = None, dict[str, str]()
         if self._draft_model is not None:
             notes = self.startup_notes
@@ -320,11 +320,6 @@ class ModelRunner:
         return config.max_num_seqs or seqs_for_pool(num_blocks, config.block_size)
 
     @property
-    def model(self) -> Decoder:
-        """The model, for whoever wants its weights."""
-        return self._model
-
-    @property
     def engine_block_bytes(self) -> int:
         """A KV block's on all ranks together."""
         of_layer = self.kv.block_bytes // len(self.layers)
@@ -386,10 +381,6 @@ class ModelRunner:
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)
-
-    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
-        """Run one step and wait for it."""
-        return self.launch(batch).collect() if batch else []
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `batch.Runner`; no target may repeat.

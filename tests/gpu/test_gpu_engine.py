@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from engines.integrity import check_integrity
+from engines.steps import execute
 from transformers import AutoModelForCausalLM
 
 from baton.core.engine_config import EngineConfig
@@ -208,8 +209,8 @@ def test_bf16_backends_agree_up_to_rounding(tmp_path: Path, backend: str) -> Non
         runner = ModelRunner(config_of(tmp_path, **changes))
         spec = SampleSpec(SamplingParams(temperature=0.0), 0)
         table = [5, 9, 7, 3]
-        (sampled,) = runner.execute([SequenceSlice(list(range(3, 53)), 0, table, spec)])
-        (decoded,) = runner.execute([SequenceSlice([7], 50, table, spec)])
+        (sampled,) = execute(runner, [SequenceSlice(list(range(3, 53)), 0, table, spec)])
+        (decoded,) = execute(runner, [SequenceSlice([7], 50, table, spec)])
         assert sampled is not None and decoded is not None
         results.append((sampled.logprob, decoded.logprob))
         runner.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import running
+from engines.steps import execute
 
 from baton.client import Client
 from baton.core.config import NodeConfig, UpConfig
@@ -81,7 +82,7 @@ def scores_of(config: EngineConfig) -> list[float]:
     ]
     found = []
     for piece in steps:
-        (sampled,) = runner.execute([piece])
+        (sampled,) = execute(runner, [piece])
         assert sampled is not None
         found.append(sampled.logprob)
     runner.close()
@@ -109,13 +110,13 @@ def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(folder: Path,
         ids = generator.choices(range(3, VOCAB_SIZE), k=num_tokens)
         return SequenceSlice(ids, start, tables[index], GREEDY)
 
-    runner.execute([piece(n, 0, 30 + n) for n in range(9)])
+    execute(runner, [piece(n, 0, 30 + n) for n in range(9)])
     mixed = [piece(n, 30 + n, 1) for n in range(7)] + [piece(7, 37, 70), piece(8, 38, 3)]
     steps: Any = runner._steps
     assert steps._find_prefill_graph(mixed) is not None
-    by_graph = runner.execute(mixed)
+    by_graph = execute(runner, mixed)
     steps.prefill_graphs.clear()
-    by_kernel = runner.execute(mixed)
+    by_kernel = execute(runner, mixed)
     for one, other in zip(by_graph, by_kernel, strict=True):
         assert one is not None
         assert other is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from engines.steps import execute
 from transformers import PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
@@ -88,9 +89,9 @@ def test_logprobs_are_those_of_transformers(pair: Pair) -> None:
     runner, rng = pair.ours.runner, random.Random(5)
     prompt = rng.choices(range(3, runner.model_config.vocab_size), k=150)
     table = [9, 4, 17, 30, 2, 12, 6, 8, 21, 14]
-    (one,) = runner.execute([SequenceSlice(prompt, 0, table, GREEDY)])
+    (one,) = execute(runner, [SequenceSlice(prompt, 0, table, GREEDY)])
     assert one is not None
-    (two,) = runner.execute([SequenceSlice([one.token_id], 150, table, GREEDY)])
+    (two,) = execute(runner, [SequenceSlice([one.token_id], 150, table, GREEDY)])
     assert two is not None
     rows = pair.logprobs([*prompt, one.token_id])
     assert one.logprob == pytest.approx(float(rows[-2, one.token_id]), abs=1e-3)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from engines.integrity import check_integrity
+from engines.steps import execute
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
@@ -173,7 +174,7 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path, head_dim: int) -> None:
     good, bad = list(range(20, 160)), [*range(20, 90), 9]
 
     def results(*slices: SequenceSlice) -> list[float]:
-        sampled = runner.execute(slices)
+        sampled = execute(runner, slices)
         return [one.logprob for one in sampled if one is not None]
 
     tables = [list(range(2, 14)), list(range(14, 26))]
@@ -200,7 +201,7 @@ from baton.engine.execution.runner import ModelRunner
 runner = ModelRunner(EngineConfig(model=sys.argv[1], device="cuda", num_kv_blocks=40))
 spec = SampleSpec(SamplingParams(temperature=0.0), key=0)
 try:
-    runner.execute([SequenceSlice([10**6] * 3, 0, [2], spec)])
+    execute(runner, [SequenceSlice([10**6] * 3, 0, [2], spec)])
 except EngineFailed as error:
     print("typed:", str(error).splitlines()[0])
 """

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from engines.steps import execute
 from rounding import assert_same_but_for_rounding
 from transformers import DynamicCache, PreTrainedModel
 
@@ -126,13 +127,13 @@ def test_chunked_prefill_then_greedy_decode(pair: Pair, rng: random.Random, size
     token_ids = pair.prompt(rng, 53)
     table, outputs = Blocks(rng).table(80), list[SampledToken | None]()
     for piece in chunks(token_ids, table, size):
-        (sampled,) = pair.ours.execute([piece])
+        (sampled,) = execute(pair.ours, [piece])
         assert (sampled is None) == (piece.sample is None)
     for position in range(53, 65):
         assert sampled is not None
         outputs.append(sampled)
         piece = SequenceSlice([sampled.token_id], position, table, GREEDY)
-        (sampled,) = pair.ours.execute([piece])
+        (sampled,) = execute(pair.ours, [piece])
     pair.check(token_ids, outputs)
 
 
@@ -151,7 +152,7 @@ def test_mixed_batches_of_decodes_and_chunks(pair: Pair, rng: random.Random) -> 
             else SequenceSlice(tokens[i][-1:], len(tokens[i]) - 1, sequences[i][1], GREEDY)
             for i in members
         ]
-        results = pair.ours.execute(batch)
+        results = execute(pair.ours, batch)
         for i, piece, sampled in zip(members, batch, results, strict=True):
             assert (sampled is None) == (piece.sample is None)
             if sampled is not None:
@@ -164,7 +165,7 @@ def test_mixed_batches_of_decodes_and_chunks(pair: Pair, rng: random.Random) -> 
 def decode_logprob(pair: Pair, tokens: list[int], table: list[int]) -> float:
     """The log-probability that one decode step over the pool as it is reports."""
     piece = SequenceSlice(tokens[-1:], len(tokens) - 1, table, GREEDY)
-    (sampled,) = pair.ours.execute([piece])
+    (sampled,) = execute(pair.ours, [piece])
     assert sampled is not None
     return sampled.logprob
 
@@ -176,7 +177,7 @@ def test_every_block_matters(pair: Pair, rng: random.Random) -> None:
     """
     tokens = pair.prompt(rng, 70)
     table = Blocks(rng).table(70)
-    pair.ours.execute([SequenceSlice(tokens[:-1], 0, table, None)])
+    execute(pair.ours, [SequenceSlice(tokens[:-1], 0, table, None)])
     healthy = decode_logprob(pair, tokens, table)
     pool = pair.ours.kv.tensor
     windows = pair.ours.model_config.windows
@@ -200,7 +201,7 @@ def test_every_block_matters(pair: Pair, rng: random.Random) -> None:
 def test_the_other_sequences_blocks_do_not_matter(pair: Pair, rng: random.Random) -> None:
     tokens = pair.prompt(rng, 40)
     table = Blocks(rng).table(40)
-    pair.ours.execute([SequenceSlice(tokens[:-1], 0, table, None)])
+    execute(pair.ours, [SequenceSlice(tokens[:-1], 0, table, None)])
     healthy = decode_logprob(pair, tokens, table)
     others = [block for block in range(NUM_BLOCKS) if block not in table]
     saved = pair.ours.kv.tensor.clone()
@@ -214,11 +215,11 @@ def test_a_decode_gives_the_same_alone_and_in_a_batch(pair: Pair, rng: random.Ra
     blocks, decodes = Blocks(rng), []
     for length in (3, 20, 61, 35):
         tokens, table = pair.prompt(rng, length + 1), blocks.table(length + 1)
-        pair.ours.execute([SequenceSlice(tokens[:-1], 0, table, None)])
+        execute(pair.ours, [SequenceSlice(tokens[:-1], 0, table, None)])
         decodes.append(SequenceSlice(tokens[-1:], length, table, GREEDY))
-    alone = [pair.ours.execute([decode])[0] for decode in decodes]
+    alone = [execute(pair.ours, [decode])[0] for decode in decodes]
     for members in ((0, 1), (1, 2, 3), (3, 0, 2, 1)):
-        together = pair.ours.execute([decodes[i] for i in members])
+        together = execute(pair.ours, [decodes[i] for i in members])
         assert_same_but_for_rounding(together, [alone[i] for i in members])
 
 
@@ -232,7 +233,7 @@ def test_dynamic_rope_is_what_decoding_token_by_token_computes(
     pair = Pair(theirs, make_runner(tmp_path, max_model_len=160))
     tokens, table = pair.prompt(rng, length), Blocks(rng).table(160)
     for piece in chunks(tokens, table, size):
-        (sampled,) = pair.ours.execute([piece])
+        (sampled,) = execute(pair.ours, [piece])
     is_renamed = "cache" in inspect.signature(theirs.forward).parameters  # as of transformers 5.24
     cache = {"cache" if is_renamed else "past_key_values": DynamicCache()}
     unseen = tokens
@@ -248,4 +249,4 @@ def test_dynamic_rope_is_what_decoding_token_by_token_computes(
         unseen = [sampled.token_id]
         tokens = [*tokens, *unseen]
         piece = SequenceSlice(unseen, len(tokens) - 1, table, GREEDY)
-        (sampled,) = pair.ours.execute([piece])
+        (sampled,) = execute(pair.ours, [piece])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.steps import execute
 from rounding import assert_same_but_for_rounding
 
 from baton.core.engine_config import EngineConfig
@@ -61,7 +62,7 @@ def prefill_all(runner: ModelRunner, rng: random.Random) -> list[SequenceSlice]:
     for length in (3, 16, 20, 61, 100, 35, 17, 80):
         tokens = [rng.randrange(320) for _ in range(length + 1)]
         table = [ids.pop() for _ in range(length // BLOCK_SIZE + 1)]
-        runner.execute([SequenceSlice(tokens[:-1], 0, table, None)])
+        execute(runner, [SequenceSlice(tokens[:-1], 0, table, None)])
         spec = SampleSpec(rng.choice([GREEDY, DRAWN]), rng.getrandbits(64))
         decodes.append(SequenceSlice(tokens[-1:], length, table, spec))
     return decodes
@@ -70,10 +71,10 @@ def prefill_all(runner: ModelRunner, rng: random.Random) -> list[SequenceSlice]:
 def test_a_decode_gives_the_same_alone_and_in_any_batch(runner: ModelRunner) -> None:
     rng = random.Random(3)
     decodes = prefill_all(runner, rng)
-    alone = [runner.execute([decode])[0] for decode in decodes]
+    alone = [execute(runner, [decode])[0] for decode in decodes]
     for _ in range(10):
         chosen = rng.sample(range(len(decodes)), rng.randint(2, len(decodes)))
-        together = runner.execute([decodes[i] for i in chosen])
+        together = execute(runner, [decodes[i] for i in chosen])
         assert_same_but_for_rounding(together, [alone[i] for i in chosen])
 
 
@@ -81,7 +82,7 @@ def test_the_key_decides_what_is_drawn(runner: ModelRunner) -> None:
     tokens, table = list(range(10)), [2]
 
     def draw(key: int) -> SampledToken | None:
-        return runner.execute([SequenceSlice(tokens, 0, table, SampleSpec(DRAWN, key))])[0]
+        return execute(runner, [SequenceSlice(tokens, 0, table, SampleSpec(DRAWN, key))])[0]
 
     assert draw(1) == draw(1)
     assert len({draw(key) for key in range(20)}) > 3
@@ -90,13 +91,9 @@ def test_the_key_decides_what_is_drawn(runner: ModelRunner) -> None:
 def test_a_step_writes_its_own_slots_only(runner: ModelRunner) -> None:
     table = [9, 4, 30]
     runner.kv.tensor.fill_(3.0)
-    runner.execute([SequenceSlice(list(range(5)), 20, table, None)])
+    execute(runner, [SequenceSlice(list(range(5)), 20, table, None)])
     changed = (runner.kv.tensor != 3.0).any(dim=5).any(dim=3).all(dim=1).all(dim=1)
     assert changed.nonzero().tolist() == [[4, offset] for offset in range(4, 9)]
-
-
-def test_an_empty_batch_is_no_work(runner: ModelRunner) -> None:
-    assert runner.execute([]) == []
 
 
 def test_what_torch_raises_ends_the_engine(
@@ -107,7 +104,7 @@ def test_what_torch_raises_ends_the_engine(
 
     monkeypatch.setattr(runner._steps, "model", type("Broken", (), {"forward": out_of_memory})())
     with pytest.raises(EngineFailed, match="not enough memory"):
-        runner.execute([SequenceSlice([1, 2], 0, [5], None)])
+        execute(runner, [SequenceSlice([1, 2], 0, [5], None)])
 
 
 def test_copy_blocks(runner: ModelRunner) -> None:
@@ -165,14 +162,14 @@ def test_dummy_weights_run_from_the_config_alone(
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     dummy = dataclasses.replace(config, model=str(tmp_path), load_format="dummy")
     piece = SequenceSlice([5, 6, 7], 0, [3], SampleSpec(GREEDY, 0))
-    assert ModelRunner(dummy).execute([piece]) == ModelRunner(dummy).execute([piece])
+    assert execute(ModelRunner(dummy), [piece]) == execute(ModelRunner(dummy), [piece])
 
 
 def test_bf16_runs_and_stays_near_float32(config: EngineConfig, runner: ModelRunner) -> None:
     piece = SequenceSlice(list(range(40)), 0, [3, 9, 4], SampleSpec(GREEDY, 0))
     half = ModelRunner(dataclasses.replace(config, dtype="bfloat16"))
     assert half.kv.tensor.dtype == torch.bfloat16
-    (ours,), (wanted,) = half.execute([piece]), runner.execute([piece])
+    (ours,), (wanted,) = execute(half, [piece]), execute(runner, [piece])
     assert ours is not None and wanted is not None
     assert ours.logprob == pytest.approx(wanted.logprob, abs=0.5)
 

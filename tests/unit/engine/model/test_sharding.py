@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from engines.steps import execute
 from fakes.communicator import ThreadGroup
 
 from baton.core.engine_config import EngineConfig
@@ -59,7 +60,7 @@ class Ranks:
 
     def execute(self, batch: list[SequenceSlice]) -> list[list[SampledToken | None]]:
         """Of each rank."""
-        return list(self._threads.map(lambda runner: runner.execute(batch), self.runners))
+        return list(self._threads.map(lambda runner: execute(runner, batch), self.runners))
 
     def logits(self, piece: SequenceSlice) -> list[torch.Tensor]:
         """Of each rank, [tokens, vocab]."""
