@@ -4,7 +4,8 @@
     ledgers, journal, heartbeat ◄── frames ◄──┘
 
 The first start must succeed, or the node does not start. Later ones are tried for ever: 0.5 s after
-the first death, doubling to 60 s, and from the beginning after a minute of health.
+the first death, doubling to 60 s, and from the beginning after a minute of health. One that takes
+several times as long as the first is ended, and tried again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
 HEALTHY_S = 60.0
 HUNG_S = 30.0  # no heartbeat for so long: not a pause, the process is replaced
+START_S, SLOWER = 120.0, 5.0  # a later start may take so long, or so many times the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ class EngineSlot:
         self._presence = presence
         self._clock = clock
         self._is_stopping = False
+        self._most_start_s = START_S
 
     @property
     def is_ready(self) -> bool:
@@ -273,7 +276,9 @@ class EngineSlot:
 
     async def start(self) -> None:
         """The first start. Raises StartupFailed."""
+        began_s = self._clock.monotonic_s()
         self._replace(await self._start_engine())
+        self._most_start_s = max(START_S, SLOWER * (self._clock.monotonic_s() - began_s))
 
     async def run(self) -> None:
         """Keep an engine in the slot until `stop`; call after `start`."""
@@ -286,9 +291,12 @@ class EngineSlot:
             self._report(f"starting the engine again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             try:
-                self._replace(await self._start_engine())
+                async with asyncio.timeout(self._most_start_s):
+                    self._replace(await self._start_engine())
             except StartupFailed as failure:
                 self._report(f"the engine did not start: {failure.message}")
+            except TimeoutError:
+                self._report(f"the engine did not start within {self._most_start_s:.0f} s")
 
     async def _start_engine(self) -> EngineHandle:
         return await start_engine(self._command, self._report, self._clock)

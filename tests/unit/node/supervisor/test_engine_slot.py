@@ -122,6 +122,26 @@ async def test_an_engine_that_is_being_started_is_not_wanted_by_a_slot_that_drai
     assert world.num_cut_off == len(world.engines) == 1
 
 
+async def test_an_engine_that_hangs_while_it_starts_again_is_ended_and_tried_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_handle, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(engine_handle, "START_S", 0.05)
+    running = await world.begin()
+    world.may_start.clear()
+    world.engines[0].over.set()
+    while not world.num_cut_off:
+        await asyncio.wait({running}, timeout=0.01)
+    await turns()
+    assert "the engine did not start within 0 s" in world.said
+    world.may_start.set()
+    while len(world.engines) == 1:
+        await asyncio.wait({running}, timeout=0.01)
+    assert world.slot.is_ready
+    world.slot.drain(running)
+    await end_of(running)
+
+
 async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(
     world: World,
 ) -> None:
