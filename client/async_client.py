@@ -107,7 +107,7 @@ class AsyncClient(Connection):
     async def _unary(self, call: Call[T]) -> T:
         method, request, read = call
         with _typed_errors():
-            return read(await self._call(method, request))
+            return read(await self._call(method, request, self._timeout_s))
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -59,8 +59,10 @@ class Connection:
         api_key: str | None = None,
         tls: bool = False,
         ca_file: str | Path | None = None,
+        timeout_s: float | None = 60.0,
     ) -> None:
-        """Raises InvalidRequest for an address or a key that cannot be one."""
+        """Raises InvalidRequest for an address, a key or a timeout that cannot be one."""
+        self._timeout_s = messages.timeout_of(timeout_s)
         target = target_of(address)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise InvalidRequest("an API key is printable ASCII", "api_key")
@@ -78,7 +80,7 @@ class Connection:
         collector = Collector()
         return self._call("Generate", request, timeout_s), collector
 
-    def _call(self, method: str, request: Message, timeout_s: float | None = None) -> Any:
+    def _call(self, method: str, request: Message, timeout_s: float | None) -> Any:
         if self._is_closed:
             raise Cancelled("the client is closed")
         return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
@@ -148,7 +150,8 @@ class Client(Connection):
     """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
 
     `api_key`: where the gateway requires one. `ca_file`: who signed its certificate, PEM; `tls`
-    alone trusts the system's CAs.
+    alone trusts the system's CAs. `timeout_s`: of each call but `generate`, which has its own;
+    DeadlineExceeded then. None: without a limit.
     """
 
     _grpc = grpc
@@ -181,7 +184,7 @@ class Client(Connection):
     def _unary(self, call: Call[T]) -> T:
         method, request, read = call
         try:
-            return read(self._call(method, request))
+            return read(self._call(method, request, self._timeout_s))
         except grpc.RpcError as error:
             raise translate(error) from error
 

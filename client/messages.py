@@ -160,7 +160,7 @@ def build_request(
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
-    timeout_s = _timeout_s(fields.pop("timeout_s", None))
+    timeout_s = timeout_of(fields.pop("timeout_s", None))
     request = inference_pb2.GenerateRequest()
     for name in set(request.DESCRIPTOR.fields_by_name) - _SET_OTHERWISE:
         if (value := fields.pop(name, None)) is not None:
@@ -202,7 +202,7 @@ def build_request(
     return request, timeout_s
 
 
-def _timeout_s(value: Any) -> float | None:
+def timeout_of(value: Any) -> float | None:
     """For gRPC, which takes no end for one that is long over."""
     if value is None or value == math.inf:
         return None

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.core.errors import Cancelled
+from baton.core.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -39,12 +39,13 @@ CALLS: list[Waiting] = [
 
 
 @pytest.fixture
-async def silent() -> AsyncIterator[tuple[Silent, AsyncClient]]:
+async def silent(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Silent, AsyncClient]]:
     server, servicer = grpc.aio.server(), Silent()
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
+    timeout_s = getattr(request, "param", 60.0)
+    async with AsyncClient(f"127.0.0.1:{port}", timeout_s=timeout_s) as client:
         yield servicer, client
     await server.stop(None)
 
@@ -68,6 +69,19 @@ async def test_a_client_that_is_closed_cancels_calls_but_no_tasks(
     await silent[1].close()
     with pytest.raises(Cancelled):
         await task
+
+
+@pytest.mark.parametrize("silent", [0.1], indirect=True)
+async def test_a_call_that_nobody_answers_ends_at_its_timeout(
+    silent: tuple[Silent, AsyncClient],
+) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await silent[1].tokenize("x")
+
+
+async def test_a_timeout_is_a_number() -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        AsyncClient("127.0.0.1:1", timeout_s="soon")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("call", CALLS)
