@@ -1,1 +1,1 @@
-"""The bundled models, `demo` and `demo-draft`, and the script that trained them."""
+"""The bundled models, `demo` and `demo-draft`, and a LoRA adapter of them."""

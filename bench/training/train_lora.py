@@ -1,7 +1,7 @@
 """Train `demo-stubs`, the LoRA adapter that ships with the bundled model: functions become stubs,
 a docstring and `raise NotImplementedError`. A demonstration of adapters, and nothing more.
 
-    python models/train_lora.py          some seconds on a CPU; writes models/demo-stubs
+    python bench/training/train_lora.py          some seconds on a CPU; writes models/demo-stubs
 
 Of rank 2 on the attention's outputs alone, in PEFT's files.
 """
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-HERE = Path(__file__).resolve().parent
+MODELS = Path(__file__).resolve().parents[2] / "models"
 RANK, ALPHA = 2, 8
 STEPS, BATCH, LEARNING_RATE = 60, 8, 1.5e-2
 STUB = '    """Not written yet."""\n    raise NotImplementedError\n\n\n'
@@ -89,8 +89,8 @@ def example(chance: random.Random) -> str:
 def main() -> None:
     torch.manual_seed(0)
     chance = random.Random(0)
-    tokenizer = Tokenizer.from_file(str(HERE / "demo" / "tokenizer.json"))
-    model = LlamaForCausalLM.from_pretrained(HERE / "demo", dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(MODELS / "demo", dtype=torch.float32)
     model.requires_grad_(False)
     added = []
     for layer in model.model.layers:
@@ -111,7 +111,7 @@ def main() -> None:
         schedule.step()
         if step % 10 == 0 or step == STEPS - 1:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    write(HERE / "demo-stubs", added)
+    write(MODELS / "demo-stubs", added)
 
 
 def write(folder: Path, added: list[LoraLinear]) -> None:

@@ -1,7 +1,7 @@
 """Train the bundled models, `demo` and `demo-draft`, on the Python standard library.
 
-    python models/train.py                    # both models, a few minutes on one GPU
-    python models/train.py --model demo-draft # the draft again, from the demo in --out
+    python bench/training/train.py                    # both models, a few minutes on one GPU
+    python bench/training/train.py --model demo-draft # the draft again, from the demo in --out
 
 Owns the corpus, the tokenizer, the network's size, the training loop and the report, in this order;
 one file, so that it runs where Baton is not installed. It writes Hugging Face folders and measures
@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+MODELS = Path(__file__).resolve().parents[2] / "models"
 VOCAB_SIZE = 4096
 END, END_ID = "<|endoftext|>", 0  # a trainer numbers its special tokens first
 PROMPTS = ("def read_file(path):", "class Queue:", "import os\n")
@@ -355,9 +356,9 @@ def print_samples(folder: Path, device: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    stdlib, here = Path(sysconfig.get_paths()["stdlib"]), Path(__file__).resolve().parent
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--corpus", type=Path, default=stdlib, help="folder of Python files")
-    parser.add_argument("--out", type=Path, default=here, help="where the model folders go")
+    parser.add_argument("--out", type=Path, default=MODELS, help="where the model folders go")
     parser.add_argument("--model", choices=[*SIZES, "all"], default="all")
     parser.add_argument("--epochs", type=float, default=24)
     parser.add_argument("--batch-tokens", type=int, default=32768, help="tokens a step")
