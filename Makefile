@@ -63,7 +63,7 @@ bench: $(READY)
 	@OMP_NUM_THREADS=1 $(RUN) -m baton.bench.cpu $(FAMILIES)
 
 docs: $(READY)
-	$(RUN) -m baton.cli.reference docs
+	$(RUN) -m baton.bench.pages.reference docs
 	$(RUN) -m baton.bench.report
 
 # setuptools copies to build/ what it packs, and would pack what an earlier run left there.

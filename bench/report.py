@@ -2,8 +2,8 @@
 
     python -m baton.bench.report        (or `make docs`)
 
-A page names a table between markers (`cli/reference.py`); a test fails while a page is not what
-this would make of it. Measures nothing.
+A page names a table between markers (`bench/pages/reference.py`); a test fails while a page is not
+what this would make of it. Measures nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from baton.cli.reference import refresh_parts
-
+from .pages.reference import refresh_parts
 from .result_tables import baselines, goodput, gpu, host, offline, serving
 from .result_tables.results import ROOT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench import report
-from baton.cli import reference
+from baton.bench.pages import reference
 from baton.core import errors
 from baton.core.config import GatewayConfig
 

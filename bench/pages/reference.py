@@ -1,4 +1,6 @@
-"""`python -m baton.cli.reference docs` (or `make docs`): the pages that are made from the code.
+"""The pages that are made from the code.
+
+    python -m baton.bench.pages.reference docs       (or `make docs`)
 
 reference.md is made whole from the parsers and the .proto files; of errors.md, sampling.md,
 metrics.md and contracts.md, which people write, only each error's line of facts, the tables and the
@@ -18,16 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..core import errors
-from ..core.errors import BatonError
-from ..core.membership import Role
-from ..core.request.parameters import Parameter
-from ..core.request.request import OPTIONS, SAMPLING
-from ..gateway.telemetry.metrics.metric_table import GROUPS
-from .launch import gateway_parser, node_parser
-from .main import build_parser
+from baton.cli.launch import gateway_parser, node_parser
+from baton.cli.main import build_parser
+from baton.core import errors
+from baton.core.errors import BatonError
+from baton.core.membership import Role
+from baton.core.request.parameters import Parameter
+from baton.core.request.request import OPTIONS, SAMPLING
+from baton.gateway.telemetry.metrics.metric_table import GROUPS
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PROTO = _ROOT / "proto" / "v1"
 _WIDTH = 100
 _PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- /made -->)", re.S)
