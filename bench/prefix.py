@@ -28,11 +28,11 @@ import numpy as np
 
 from baton.core.membership import Role
 from baton.core.metrics import percentile
-from baton.loadgen.arrivals import TRACE_PIECE_TOKENS, Arrival, from_trace
 
 from .floors.figures import ROOT, command_line, commit, machine
 from .played.engine import Blocks, EngineSetup
 from .played.simulation import Simulation
+from .serve.clients.arrivals import TRACE_PIECE_TOKENS, Arrival, from_trace
 from .simulated_goodput import H200_8B
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation.jsonl.xz"

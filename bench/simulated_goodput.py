@@ -27,12 +27,12 @@ from typing import Any
 from baton.core.membership import Role
 from baton.core.metrics import percentile
 from baton.core.step_cost import KNOTS, StepCost
-from baton.loadgen.arrivals import from_trace
 
 from .floors.figures import ROOT, command_line, commit, machine
 from .goodput.figures import TTFT_S, keeps
 from .played.engine import EngineSetup
 from .played.simulation import Call, Simulation
+from .serve.clients.arrivals import from_trace
 from .serve.clients.workloads import TRACE
 
 # Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
-from ..core.process.collector import settle
-from .arrivals import BACKGROUND, Arrival, Background
 from .driver import Content, Driver, DriverError, Usage
 from .records import Record
 
@@ -31,60 +29,6 @@ class Asked:
     content: Content
     num_prompt_tokens: int
     num_output_tokens: int
-
-
-async def run(
-    driver: Driver,
-    arrivals: Sequence[Arrival],
-    streams: Iterable[int],
-    background: Background | None,
-    *,
-    start_s: float,
-    duration_s: float,
-    drain_s: float,
-    vocab_size: int,
-) -> list[Record]:
-    """Send `arrivals` and keep the background's `streams` running; the records of all.
-
-    `start_s` is on the monotonic clock. Requests that were due get up to `drain_s` behind the end.
-    """
-    load = Load(driver, start_s)
-    asked = [_of_prompt(arrival, vocab_size) for arrival in arrivals]
-    unsettle = settle()  # a collection of all that was drawn would be a pause among the samples
-    try:
-        tasks = [
-            asyncio.create_task(load.send_at(arrival.at_s, one, arrival.group))
-            for arrival, one in zip(arrivals, asked, strict=True)
-        ]
-        around = []
-        if background is not None:
-            around = [
-                asyncio.create_task(
-                    load.one_by_one(
-                        _of_stream(background, stream, vocab_size), duration_s, BACKGROUND
-                    )
-                )
-                for stream in streams
-            ]
-        await asyncio.sleep(max(0.0, start_s + duration_s - time.monotonic()))
-        await _wait(tasks, drain_s)
-        await _cancel((*tasks, *around))
-    finally:
-        unsettle()
-    return load.records
-
-
-def _of_prompt(arrival: Arrival, vocab_size: int) -> Asked:
-    token_ids = arrival.prompt.token_ids(vocab_size)
-    return Asked(token_ids, len(token_ids), arrival.num_output_tokens)
-
-
-def _of_stream(background: Background, stream: int, vocab_size: int) -> Iterator[Asked]:
-    token_ids = background.prompt(stream).token_ids(vocab_size)
-    num_tokens = background.first_output_tokens(stream)
-    while True:
-        yield Asked(token_ids, len(token_ids), num_tokens)
-        num_tokens = background.num_output_tokens
 
 
 class Load:
@@ -128,20 +72,20 @@ class Load:
         self, asked: Iterator[Asked], concurrency: int, end_s: float, drain_s: float, group: str
     ) -> None:
         """`concurrency` requests at any time until `end_s`, then up to `drain_s` for the last."""
-        async with _cancelled_at_the_end() as tasks:
+        async with cancelled_at_the_end() as tasks:
             for _ in range(concurrency):
                 tasks.append(asyncio.create_task(self.one_by_one(asked, end_s, group)))
-            await _wait(tasks, _until(end_s + drain_s - self.now_s))
+            await wait(tasks, _until(end_s + drain_s - self.now_s))
 
     async def open_loop(
         self, asked: Iterator[Asked], due_s: Iterator[float], drain_s: float, group: str
     ) -> None:
         """One request at each of `due_s`, then up to `drain_s` for the last."""
-        async with _cancelled_at_the_end() as tasks:
+        async with cancelled_at_the_end() as tasks:
             for at_s, one in zip(due_s, asked, strict=False):
                 await self._sleep_until(at_s)
                 tasks.append(asyncio.create_task(self._send(group, at_s, one)))
-            await _wait(tasks, _until(drain_s))
+            await wait(tasks, _until(drain_s))
 
     async def _send(self, group: str, due_s: float, asked: Asked) -> None:
         record = Record(group, due_s, asked.num_prompt_tokens, asked.num_output_tokens)
@@ -176,7 +120,7 @@ class Load:
             await asyncio.sleep(max(0.0, left_s - _EARLY_S))
 
 
-class _cancelled_at_the_end(AbstractAsyncContextManager[list["asyncio.Task[None]"]]):
+class cancelled_at_the_end(AbstractAsyncContextManager[list["asyncio.Task[None]"]]):
     """Tasks that do not outlive the block."""
 
     async def __aenter__(self) -> list[asyncio.Task[None]]:
@@ -187,7 +131,7 @@ class _cancelled_at_the_end(AbstractAsyncContextManager[list["asyncio.Task[None]
         await _cancel(self._tasks)
 
 
-async def _wait(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
+async def wait(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
     """For all of them, or one that fails."""
     if tasks:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -153,27 +152,6 @@ def _usage(event: Mapping[str, Any]) -> Usage | None:
     if not all(count is None or isinstance(count, int) for count in counts):
         raise TypeError(f"a usage that does not count: {str(found)[:_SHOWN_CHARS]}")
     return Usage(*counts)
-
-
-@asynccontextmanager
-async def connect_openai(
-    base_urls: Sequence[str],
-    model: str,
-    first: int = 0,
-    fields: Mapping[str, Any] | None = None,
-    *,
-    path: str = COMPLETIONS,
-    api_key: str | None = None,
-) -> AsyncIterator[OpenAiDriver]:
-    """A driver without limits of its own on connections, time or the length of a line.
-
-    Requests go to the servers in turn, from number `first` on; `fields`: more of their bodies.
-    """
-    first %= len(base_urls)
-    async with session(api_key) as http:
-        yield OpenAiDriver(
-            http, [*base_urls[first:], *base_urls[:first]], model, fields or {}, path
-        )
 
 
 def session(api_key: str | None = None) -> aiohttp.ClientSession:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baton.loadgen.arrivals import BACKGROUND
-
 from ..goodput.figures import KEPT_SHARE, goodput
+from ..serve.clients.arrivals import BACKGROUND
 from ..serve.clients.workloads import PROBE
 from .results import RESULTS, Row, load, number, table
 

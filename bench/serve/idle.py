@@ -23,7 +23,8 @@ from baton.core.request.timeline import Event
 from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.loadgen.arrivals import Prompt
+
+from .clients.arrivals import Prompt
 
 _NUM_TOKENS = 8
 _STAGES: tuple[tuple[str, Event | None, Event | None], ...] = (  # None: the client's clock

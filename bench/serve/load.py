@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.process.children import bound_to_us
-from baton.loadgen.arrivals import deal
 from baton.loadgen.records import Record
 
+from .clients.arrivals import deal
 from .clients.record_files import load, merge
 from .clients.worker import WorkerPlan
 from .clients.workloads import Workload

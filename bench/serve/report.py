@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.core.metrics import Slo
-from baton.loadgen.arrivals import BACKGROUND
 from baton.loadgen.figures import ReportWindow, group_figures, row, spread
 from baton.loadgen.records import Record
 
+from .clients.arrivals import BACKGROUND
 from .fifo import queued_spacing, replay
 
 

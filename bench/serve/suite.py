@@ -33,7 +33,6 @@ from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.metrics import Slo
 from baton.loadgen import plots
-from baton.loadgen.arrivals import BACKGROUND
 from baton.loadgen.figures import ReportWindow
 from baton.prefill_node import engine_main
 
@@ -41,6 +40,7 @@ from ..floors.figures import command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
 from . import idle, load, report, systems
 from .clients import clocks, record_files
+from .clients.arrivals import BACKGROUND
 from .clients.workloads import DEFAULT_SHAPE, PROBE, LoadShape, make_workload
 
 _SLO = Slo(ttft_s=0.5, tbt_s=0.05)

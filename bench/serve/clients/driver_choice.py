@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 from baton.client import AsyncClient
@@ -51,14 +51,23 @@ def connect(
     if kind == "grpc":
         return _connect_grpc(address.removeprefix("//"))
     if kind in ("http", "https"):
-        from baton.loadgen.openai_driver import connect_openai  # aiohttp is not everybody's
-
-        return connect_openai(target.split(","), model, first, fields)
+        return _connect_openai(target.split(","), model, first, fields or {})
     if kind == "nodes":
         from .node_driver import connect_nodes
 
         return connect_nodes(address, first)
     raise ValueError(f"{target}: a target is grpc://, http:// or nodes:")
+
+
+@asynccontextmanager
+async def _connect_openai(
+    base_urls: Sequence[str], model: str, first: int, fields: Mapping[str, Any]
+) -> AsyncIterator[Driver]:
+    from baton.loadgen.openai_driver import OpenAiDriver, session  # aiohttp is not everybody's
+
+    first %= len(base_urls)
+    async with session() as http:
+        yield OpenAiDriver(http, [*base_urls[first:], *base_urls[:first]], model, fields)
 
 
 class _connect_grpc:

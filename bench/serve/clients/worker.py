@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.process import event_loop
-from baton.loadgen import generator
-from baton.loadgen.arrivals import Arrival, Background, Prompt
 from baton.loadgen.records import Record
 
-from . import record_files
+from . import generator, record_files
+from .arrivals import Arrival, Background, Prompt
 from .driver_choice import connect
 
 

@@ -14,9 +14,8 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.loadgen.arrivals import Arrival, Background, from_trace, poisson, poisson_of
-
 from ...floors.figures import ROOT
+from .arrivals import Arrival, Background, from_trace, poisson, poisson_of
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation_120s.jsonl"
 LENGTHS = ROOT / "bench" / "data" / "sharegpt_lengths.csv"

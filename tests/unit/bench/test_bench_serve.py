@@ -15,13 +15,13 @@ import pytest
 from aiohttp import web
 
 from baton.bench.serve import fifo, report
-from baton.bench.serve.clients import clocks, record_files
+from baton.bench.serve.clients import arrivals, clocks, generator, record_files
+from baton.bench.serve.clients.arrivals import Arrival, Background, Prompt
 from baton.bench.serve.clients.driver_choice import connect
 from baton.bench.serve.clients.worker import WorkerPlan
 from baton.bench.serve.clients.workloads import MIXES, TRACE, LoadShape, make_workload
 from baton.core.metrics import Slo
-from baton.loadgen import arrivals, generator, plots
-from baton.loadgen.arrivals import Arrival, Background, Prompt
+from baton.loadgen import plots
 from baton.loadgen.driver import DriverError
 from baton.loadgen.figures import ReportWindow
 from baton.loadgen.records import Record

@@ -22,10 +22,10 @@ from baton.bench.goodput.cells import (
     split_of,
 )
 from baton.bench.goodput.results import Results, key_of
+from baton.bench.serve.clients.arrivals import BACKGROUND
 from baton.bench.serve.clients.workloads import PROBE
 from baton.core.config import GatewayConfig
 from baton.gateway.validation.served_model import ServedModel
-from baton.loadgen.arrivals import BACKGROUND
 from baton.loadgen.figures import ReportWindow
 from baton.loadgen.records import Record
 
