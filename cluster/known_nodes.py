@@ -17,7 +17,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -66,32 +66,24 @@ class Node:
 AskNode = Callable[[Node], Awaitable[Sequence[bytes]]]
 
 
+@dataclass(eq=False)
 class KnownNodes:
     """`core.ports.Directory` around another. All watchers share one look, from the first one's on
     until `close`. `roles`: whose nodes are called."""
 
-    def __init__(
-        self,
-        inner: Directory,
-        roles: Collection[Role],
-        ask: AskNode,
-        secret: ClusterSecret,
-        clock: Clock,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._inner = inner
-        self._roles = roles
-        self._ask = ask
-        self._secret = secret
-        self._clock = clock
-        self._sleep = sleep
-        self._listed: tuple[Member, ...] = ()  # the inner directory's last membership
-        self._answers: dict[Node, tuple[Member, ...]] = {}  # since then
-        self._left_s: dict[Node, float] = {}  # who is known no more, and since when
-        self._num_called = 0
-        self._members: tuple[Member, ...] | None = None
-        self._changed = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+    _inner: Directory
+    _roles: Collection[Role]
+    _ask: AskNode
+    _secret: ClusterSecret
+    _clock: Clock
+    _sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    _listed: tuple[Member, ...] = ()  # the inner directory's last membership
+    _answers: dict[Node, tuple[Member, ...]] = field(default_factory=dict)  # since then
+    _left_s: dict[Node, float] = field(default_factory=dict)  # who is known no more, since when
+    _num_called: int = 0
+    _members: tuple[Member, ...] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _following: asyncio.Task[None] | None = None
 
     @property
     def is_away(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
@@ -169,29 +169,19 @@ class Attempt:
         self._holders.clear()
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Sends one session's attempts to their engines; each goes on behind `output_ids`, the tokens
     so far."""
 
-    def __init__(
-        self,
-        request_id: str,
-        request: ValidatedRequest,
-        sample_index: int,
-        output_ids: Sequence[int],
-        prompt_scores: PromptScores,
-        clock: Clock,
-        entropy: Entropy,
-        deadline_s: float,
-    ) -> None:
-        self.request_id = request_id
-        self._request = request
-        self._sample_index = sample_index
-        self._output_ids = output_ids
-        self._prompt_scores = prompt_scores
-        self._clock = clock
-        self._entropy = entropy
-        self._deadline_s = deadline_s
+    request_id: str
+    _request: ValidatedRequest
+    _sample_index: int
+    _output_ids: Sequence[int]
+    _prompt_scores: PromptScores
+    _clock: Clock
+    _entropy: Entropy
+    _deadline_s: float
 
     def send(
         self,

@@ -67,42 +67,28 @@ def callbacks_to(inbox: Inbox[Item]) -> Callable[[Callable[[], None]], None]:
     return lambda run: inbox.put(Callback(run))
 
 
+@dataclass(eq=False)
 class EngineLoop:
     """Runs until a shutdown, until it has drained, or until the engine fails (it raises then)."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        role: EngineRole,
-        requests: RequestIO,
-        outbox: Outbox,
-        inbox: Inbox[Item],
-        send: Send,
-        pulse: HeartbeatSender,
-        clock: Clock,
-        channels: EngineChannels,
-        gate: GrammarGate,
-        orders: PromiseOrders,
-        adapters: AdapterGate,
-    ) -> None:
-        self._gate = gate
-        self._adapters = adapters
-        self._channels = channels
-        self._engine = engine
-        self._orders = orders
-        self._role = role
-        self._requests = requests
-        self._outbox = outbox
-        self._inbox = inbox
-        self._send = send
-        self._pulse = pulse
-        self._clock = clock
-        self._num_steps = 0
-        self._recount_s = 0.0  # when the heartbeat's numbers are too old
-        self._is_uncounted = False  # something came while a step was on the device
-        self._has_reported_prompts = False  # the last heartbeat's numbers have waiting tokens
-        self._is_over = False
-        self._is_watching = False  # the role wants to look again soon
+    _engine: Engine
+    _role: EngineRole
+    _requests: RequestIO
+    _outbox: Outbox
+    _inbox: Inbox[Item]
+    _send: Send
+    _pulse: HeartbeatSender
+    _clock: Clock
+    _channels: EngineChannels
+    _gate: GrammarGate
+    _orders: PromiseOrders
+    _adapters: AdapterGate
+    _num_steps: int = 0
+    _recount_s: float = 0.0  # when the heartbeat's numbers are too old
+    _is_uncounted: bool = False  # something came while a step was on the device
+    _has_reported_prompts: bool = False  # the last heartbeat's numbers have waiting tokens
+    _is_over: bool = False
+    _is_watching: bool = False  # the role wants to look again soon
 
     def run(self) -> None:
         """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 from ...core.errors import BatonError
@@ -62,23 +63,16 @@ class Receiver(Protocol):
     def dropped(self, transfer_id: str) -> None: ...
 
 
+@dataclass(eq=False)
 class PullerSide:
     """`machine` decides; `handoffs` is set where there are any."""
 
-    def __init__(
-        self,
-        puller: Puller,
-        windows: Windows,
-        routes: Routes,
-        outbox: Outbox,
-        fetches: PrefixFetches,
-    ) -> None:
-        self.machine = puller
-        self._routes = routes
-        self._outbox = outbox
-        self.windows = windows
-        self.fetches = fetches
-        self.handoffs: Receiver | None = None
+    machine: Puller
+    windows: Windows
+    _routes: Routes
+    _outbox: Outbox
+    fetches: PrefixFetches
+    handoffs: Receiver | None = None
 
     @property
     def is_idle(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ...core.errors import BatonError, HandoffFailed
@@ -53,22 +53,17 @@ class _PreparedPull:
         return self.pull.step <= (self.window.num_steps or 0)
 
 
+@dataclass(eq=False)
 class Windows:
     """All windows of one engine, at most one for a source."""
 
-    def __init__(
-        self,
-        transports: Sequence[Transport],
-        post: Post,
-        run_aside: Callable[[Callable[[], None]], None] = on_a_thread,
-    ) -> None:
-        self._transports = transports
-        self._post = post
-        self._run_aside = run_aside
-        self._attempts: dict[str, object] = {}  # incarnation -> the attempt that may still answer
-        self._windows: dict[str, PoolWindow] = {}
-        self._pulls: dict[tuple[str, int], PullHandle] = {}
-        self._prepared: list[_PreparedPull] = []
+    _transports: Sequence[Transport]
+    _post: Post
+    _run_aside: Callable[[Callable[[], None]], None] = on_a_thread
+    _attempts: dict[str, object] = field(default_factory=dict)  # by incarnation: may still answer
+    _windows: dict[str, PoolWindow] = field(default_factory=dict)
+    _pulls: dict[tuple[str, int], PullHandle] = field(default_factory=dict)
+    _prepared: list[_PreparedPull] = field(default_factory=list)
 
     def open(self, incarnation: str, on_opened: Callable[[BatonError | None], None]) -> None:
         """Connect aside of the loop; answered once, unless it is closed before."""

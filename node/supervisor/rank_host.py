@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -93,21 +94,15 @@ async def _own_address(config: EngineConfig, node: NodeConfig) -> str:
         raise StartupFailed(f"--master-addr {config.master_addr}: {error}") from error
 
 
+@dataclass(eq=False)
 class RankHost:
     """This host's ranks, as often as rank 0 takes them."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        requests: Sequence[JoinRequest],
-        key: bytes,
-        tls: EngineTls | None,
-    ) -> None:
-        self._config = config
-        self._requests = requests
-        self._key = key
-        self._tls = tls
-        self._said = ""
+    _config: EngineConfig
+    _requests: Sequence[JoinRequest]
+    _key: bytes = field(repr=False)
+    _tls: EngineTls | None
+    _said: str = ""
 
     async def run(self) -> None:
         """Until cancelled. Raises StartupFailed."""

@@ -153,7 +153,7 @@ class Node:
             self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
             fingerprint="toy", block_bytes=self.pool.block_bytes,
         )  # fmt: skip
-        windows = Windows([transport], self.post, run_aside=lambda run: run())
+        windows = Windows([transport], self.post, lambda run: run())
         puller = Puller(hello, self.clock, LINK_WAIT_S)
         return (
             SourceSide(source, self.engine, self.outbox, name, ACCESS),

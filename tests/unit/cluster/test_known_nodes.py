@@ -67,9 +67,7 @@ class World:
 
     def __init__(self, roles: Sequence[Role] = BOTH) -> None:
         self.redis, self.nodes, self.clock = Redis(), Nodes(), FakeClock()
-        self.directory = KnownNodes(
-            self.redis, roles, self.nodes, SECRET, self.clock, sleep=self._sleep
-        )
+        self.directory = KnownNodes(self.redis, roles, self.nodes, SECRET, self.clock, self._sleep)
         self.told: list[tuple[Member, ...]] = []
         self._sleeps, self._slept = asyncio.Event(), asyncio.Event()
         self._seconds = 0.0
