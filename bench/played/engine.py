@@ -19,9 +19,10 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.prefix_index.prefix_sources import FETCH_S
+from baton.proto.v1.node_pb2 import Counters
 
 from .caches import LINK_GBYTES_PER_S, TOKEN_BYTES, PlayedCopier, PublishedCache
 from .device import Device, PlayedDevice, VirtualClock
@@ -268,7 +269,7 @@ class PlayedEngine:
             tbt_target_s=self.engine.promise.target_s,
             step_tokens=self.engine.limits.prompt_step_tokens,
             is_promise_withdrawn=not self.engine.promise.is_promising,
-            counters=EngineCounters(
+            counters=Counters(
                 num_prompts=totals.num_prompts,
                 num_prompt_tokens=totals.num_prompt_tokens,
                 num_decode_tokens=totals.num_decode_tokens,

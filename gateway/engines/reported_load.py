@@ -6,61 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
+from ...proto.v1 import node_pb2
 
 _STEP_TOKENS = 2048  # of an engine that does not report its own
 MANY_DECODES = 1 << 16  # more than any step has
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounters:
-    """What an engine counts since its incarnation began (node.proto, Counters)."""
-
-    num_preemptions: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    num_transfers: int = 0
-    transfer_bytes: int = 0
-    transfer_s: float = 0.0
-    num_expired_leases: int = 0
-    failed_transfers: Mapping[str, int] = field(default_factory=dict)  # by error code
-    num_prompts: int = 0
-    num_prompt_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_promised_steps: int = 0
-    num_kept_steps: int = 0
-    num_refusals: int = 0
-    expert_tokens: tuple[int, ...] = ()
-    num_swaps: int = 0
-    host_hit_tokens: int = 0
-    host_bytes_out: int = 0
-    host_bytes_in: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    accepted_drafts: tuple[int, ...] = ()  # by position
-    disk_hit_tokens: int = 0
-    disk_bytes_out: int = 0
-    disk_bytes_in: int = 0
-    disk_failures: int = 0
-    num_fetches: int = 0
-    fetched_blocks: int = 0
-    fetched_bytes: int = 0
-    fetch_s: float = 0.0
-    failed_fetches: Mapping[str, int] = field(default_factory=dict)  # by error code
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens that a step with drafts adds to a sequence, the one behind them included; None
-        before there are any."""
-        return 1 + sum(self.accepted_drafts) / self.num_drafts if self.num_drafts else None
-
-    def expert_imbalance(self, num_parts: int) -> float | None:
-        """Of so many equal parts of the experts, in their order: tokens of the part with most of
-        them over the mean; None before there are any."""
-        size = len(self.expert_tokens) // max(1, num_parts)
-        if not size or not sum(self.expert_tokens):
-            return None
-        parts = [sum(self.expert_tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
-        return max(parts) * num_parts / max(1, sum(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +24,7 @@ class ReportedLoad:
     is_draining: bool
     links: frozenset[str]
     held_blocks: int = 0
-    counters: EngineCounters = EngineCounters()
+    counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0  # so far
     num_requests: int = 0  # accepted from all gateways and not ended
@@ -98,6 +47,23 @@ class ReportedLoad:
     adapters: frozenset[str] = frozenset()  # digests of those in its host memory
     running_adapters: tuple[str, ...] = ()  # names
     waiting_adapters: tuple[str, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a step with drafts adds to a sequence, the one behind them included; None
+        before there are any."""
+        counted = self.counters
+        return 1 + sum(counted.accepted_drafts) / counted.num_drafts if counted.num_drafts else None
+
+    def expert_imbalance(self, num_parts: int) -> float | None:
+        """Of so many equal parts of the experts, in their order: tokens of the part with most of
+        them over the mean; None before there are any."""
+        tokens = self.counters.expert_tokens
+        size = len(tokens) // max(1, num_parts)
+        if not size or not sum(tokens):
+            return None
+        parts = [sum(tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
+        return max(parts) * num_parts / max(1, sum(parts))
 
     @property
     def takes_whole(self) -> bool:

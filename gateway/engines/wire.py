@@ -21,18 +21,12 @@ from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
 from ..request.output_chunk import OutputChunk
-from .reported_load import EngineCounters, ReportedLoad
+from .reported_load import ReportedLoad
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
-    counters = codec.same_fields(wire.counters, EngineCounters)
-    for name in ("failed_transfers", "failed_fetches"):
-        counters[name] = dict(counters[name])
-    for name in ("expert_tokens", "accepted_drafts"):
-        counters[name] = tuple(counters[name])
     fields = codec.same_fields(wire, ReportedLoad) | {
         "links": frozenset(link.incarnation for link in wire.links),
-        "counters": EngineCounters(**counters),
         "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
         "step_cost": _cost_from_wire(wire),
         "step_cost_error": wire.step_cost.relative_error

@@ -26,7 +26,7 @@ from baton.core.request.token_ids import BlockHash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
-from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
 from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferSummary
@@ -39,6 +39,7 @@ from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import Contents
+from baton.proto.v1.node_pb2 import Counters
 
 BLOCK_BYTES = 2 << 20
 
@@ -265,28 +266,23 @@ class SyntheticGateway:
         if engine.name != "prefill-0.0":  # which promises nothing
             self._promise(engine, load.counters)
 
-    def _counted(self, before: EngineCounters) -> EngineCounters:
+    def _counted(self, before: Counters) -> Counters:
         """One more prompt: half of it found, a quarter of that in host memory."""
-        return replace(
-            before,
-            prefix_query_tokens=before.prefix_query_tokens + 3_200,
-            prefix_hit_tokens=before.prefix_hit_tokens + 1_600,
-            host_hit_tokens=before.host_hit_tokens + 400,
-            fetched_blocks=before.fetched_blocks + 5,
-        )
+        counters = Counters()
+        counters.CopyFrom(before)
+        counters.prefix_query_tokens += 3_200
+        counters.prefix_hit_tokens += 1_600
+        counters.host_hit_tokens += 400
+        counters.fetched_blocks += 5
+        return counters
 
-    def _promise(self, engine: LinkedEngine, before: EngineCounters) -> None:
+    def _promise(self, engine: LinkedEngine, before: Counters) -> None:
         """Forty steps, of which nearly all keep it."""
-        kept = before.num_kept_steps + 40 - (self._random.random() < 0.3)
         assert engine.load is not None
-        counters = replace(
-            engine.load.counters,
-            num_promised_steps=before.num_promised_steps + 40,
-            num_kept_steps=kept,
-        )
-        engine.load = replace(
-            engine.load, tbt_target_s=0.025, decode_step_p99_s=0.0247, counters=counters
-        )
+        counters = engine.load.counters
+        counters.num_promised_steps = before.num_promised_steps + 40
+        counters.num_kept_steps = before.num_kept_steps + 40 - (self._random.random() < 0.3)
+        engine.load = replace(engine.load, tbt_target_s=0.025, decode_step_p99_s=0.0247)
 
     def _drawn(self) -> int:
         return self._random.choice((-1, 0, 0, 0, 1))

@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from ....core.ports import Clock
+from ....proto.v1.node_pb2 import Counters
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import LinkedEngine
-from ...engines.reported_load import EngineCounters, ReportedLoad
+from ...engines.reported_load import ReportedLoad
 from . import metric_table as table
 from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
 from .metric_store import MetricStore
@@ -28,7 +29,7 @@ from .metric_table import Metric
 
 FORGET_S = 600.0  # how long an engine that is gone is shown as down
 
-_COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
+_COUNTERS: tuple[tuple[Metric, Callable[[Counters], float]], ...] = (
     (table.PREEMPTIONS, lambda c: c.num_preemptions),
     (table.CACHE_QUERIES, lambda c: c.prefix_query_tokens),
     (table.CACHE_HITS, lambda c: c.prefix_hit_tokens),
@@ -55,11 +56,11 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.FETCHED_BYTES, lambda c: c.fetched_bytes),
     (table.FETCH_SECONDS, lambda c: c.fetch_s),
 )
-_FAILURES: tuple[tuple[Metric, Callable[[EngineCounters], Mapping[str, int]]], ...] = (
+_FAILURES: tuple[tuple[Metric, Callable[[Counters], Mapping[str, int]]], ...] = (
     (table.PULL_FAILURES, lambda c: c.failed_transfers),
     (table.FETCH_FAILURES, lambda c: c.failed_fetches),
 )
-_BY_PLACE: tuple[tuple[Metric, Callable[[EngineCounters], Sequence[int]]], ...] = (
+_BY_PLACE: tuple[tuple[Metric, Callable[[Counters], Sequence[int]]], ...] = (
     (table.EXPERT_TOKENS, lambda c: c.expert_tokens),
     (table.ACCEPTED_AT, lambda c: c.accepted_drafts),
 )
@@ -69,7 +70,7 @@ _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None
     (table.WAITING, lambda engine, load: load.num_waiting),
     (table.WAITING_TOKENS, lambda engine, load: load.waiting_tokens),
     (table.TBT_TARGET, lambda engine, load: load.tbt_target_s),
-    (table.ACCEPTANCE_LENGTH, lambda engine, load: load.counters.acceptance_length),
+    (table.ACCEPTANCE_LENGTH, lambda engine, load: load.acceptance_length),
     (table.STEP_COST_ERROR, lambda engine, load: load.step_cost_error),
     (table.KV_USAGE, lambda engine, load: 1 - load.free_blocks / max(1, engine.pool_blocks)),
     (table.KV_FREE, lambda engine, load: load.free_blocks),
@@ -79,12 +80,12 @@ _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None
     (table.DISK_BLOCKS, lambda engine, load: load.disk_blocks),
     (
         table.EXPERT_IMBALANCE,
-        lambda engine, load: load.counters.expert_imbalance(len(load.counters.expert_tokens)),
+        lambda engine, load: load.expert_imbalance(len(load.counters.expert_tokens)),
     ),
     (
         table.EXPERT_RANK_IMBALANCE,
         lambda engine, load: (
-            load.counters.expert_imbalance(load.expert_ranks) if load.expert_ranks > 1 else None
+            load.expert_imbalance(load.expert_ranks) if load.expert_ranks > 1 else None
         ),
     ),
 )
@@ -99,7 +100,7 @@ class _Read:
     """
 
     known_s: float = 0.0
-    counters: EngineCounters = field(default_factory=EngineCounters)
+    counters: Counters = field(default_factory=Counters)
     link: LinkedEngine | None = None
     num_index_hits: int = 0
     num_stale_hits: int = 0

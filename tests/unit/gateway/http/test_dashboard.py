@@ -20,7 +20,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.token_ids import BlockHash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
 from baton.gateway.http.dashboard.snapshot import (
@@ -35,6 +35,7 @@ from baton.gateway.telemetry.calls.call_record import STAGES, SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import Contents
+from baton.proto.v1.node_pb2 import Counters
 
 TARGETS = SloTargets(0.5, 0.05)
 IDLE = ReportedLoad(0, 0, 0, 90, 40, False, frozenset())
@@ -107,7 +108,7 @@ def test_an_engine_never_vanishes_silently(cluster: Cluster) -> None:
 
 def test_what_an_engine_has_cached_and_where_hits_came_from(cluster: Cluster) -> None:
     def counted(queried: int, hit: int, host: int, fetched_blocks: int) -> ReportedLoad:
-        counters = EngineCounters(
+        counters = Counters(
             prefix_query_tokens=queried,
             prefix_hit_tokens=hit,
             host_hit_tokens=host,
@@ -147,7 +148,7 @@ def test_what_an_engine_did_lately_ends_with_its_link(cluster: Cluster, state: s
     for steps in (1, 2):
         cluster.table.engines["1" * 32].load = replace(
             IDLE,
-            counters=EngineCounters(
+            counters=Counters(
                 num_promised_steps=steps, num_kept_steps=steps, prefix_query_tokens=9 * steps,
                 num_drafts=steps, num_draft_tokens=3 * steps, accepted_drafts=(steps,),
             ),

@@ -13,10 +13,11 @@ from baton.core.membership import Member, Role
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.promises.promise_leader import PERIOD_S, PromiseLeader
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1.node_pb2 import Counters
 
 COST = StepCost(0.012, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
 TARGET_S = 0.024
@@ -76,7 +77,7 @@ class World:
             self.clock.advance(PERIOD_S)
             rates = (per_s, per_s * prompt, per_s * output)
             self.counts = [c + PERIOD_S * r for c, r in zip(self.counts, rates, strict=True)]
-            counters = EngineCounters(
+            counters = Counters(
                 num_prompts=int(self.counts[0] / len(engines)),
                 num_prompt_tokens=int(self.counts[1] / len(engines)),
                 num_decode_tokens=int(self.counts[2] / len(engines)),

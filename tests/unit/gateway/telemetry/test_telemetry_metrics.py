@@ -22,7 +22,7 @@ from baton.core.membership import Member, Role
 from baton.gateway.engines import prompt_router
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.reported_load import EngineCounters, ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets
@@ -32,6 +32,7 @@ from baton.gateway.telemetry.metrics.prometheus import Exporter, full_prefix
 from baton.gateway.telemetry.metrics.tally import Histogram
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1.node_pb2 import Counters
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -216,8 +217,10 @@ def test_calls() -> None:
 
 def test_engines_are_read_from_their_heartbeats() -> None:
     world = World()
-    counters = EngineCounters(
-        *(2, 100, 60, 4, 4000, 0.5, 1, {"stale_blocks": 3}),
+    counters = Counters(
+        num_preemptions=2, prefix_query_tokens=100, prefix_hit_tokens=60, num_transfers=4,
+        transfer_bytes=4000, transfer_s=0.5, num_expired_leases=1,
+        failed_transfers={"stale_blocks": 3},
         num_fetches=6, fetched_blocks=60, fetched_bytes=600, fetch_s=0.25,
         failed_fetches={"node_lost": 7},
     )  # fmt: skip
@@ -261,7 +264,7 @@ def test_the_help_has_every_reason_of_a_decision() -> None:
 def test_drafts_and_what_was_accepted_of_them() -> None:
     world = World()
     node = {"role": "decode", "node": "d0"}
-    counters = EngineCounters(num_drafts=10, num_draft_tokens=30, accepted_drafts=(8, 4, 1))
+    counters = Counters(num_drafts=10, num_draft_tokens=30, accepted_drafts=(8, 4, 1))
     world.link("1", "d0", replace(LOAD, counters=counters))
     assert world.value("baton_spec_decode_num_drafts_total", **node) == 10
     assert world.value("baton_spec_decode_num_draft_tokens_total", **node) == 30
@@ -277,13 +280,13 @@ def test_drafts_and_what_was_accepted_of_them() -> None:
 def test_loads_of_experts_and_of_ranks_that_have_them_whole() -> None:
     world = World()
     node = {"role": "decode", "node": "d0"}
-    counters = EngineCounters(expert_tokens=(10, 20, 40, 10))
+    counters = Counters(expert_tokens=(10, 20, 40, 10))
     world.link("1", "d0", replace(LOAD, counters=counters, expert_ranks=2))
     assert world.value("baton_expert_tokens_total", **node, expert="2") == 40
     assert world.value("baton_expert_load_imbalance", **node) == 2
     assert world.value("baton_expert_rank_load_imbalance", **node) == 1.25
     world.unlink("1")
-    few = EngineCounters(expert_tokens=(1, 1, 1, 1))
+    few = Counters(expert_tokens=(1, 1, 1, 1))
     world.link("2", "d0", replace(LOAD, counters=few, expert_ranks=1))
     assert world.value("baton_expert_tokens_total", **node, expert="2") == 41
     assert world.value("baton_expert_load_imbalance", **node) == 1
@@ -295,11 +298,11 @@ def test_loads_of_experts_and_of_ranks_that_have_them_whole() -> None:
 def test_an_engine_s_counters_go_on_over_its_restart() -> None:
     world = World()
     node = {"role": "decode", "node": "d0"}
-    world.link("1", "d0", replace(LOAD, counters=EngineCounters(num_preemptions=7)))
+    world.link("1", "d0", replace(LOAD, counters=Counters(num_preemptions=7)))
     assert world.value("baton_num_preemptions_total", **node) == 7
     world.unlink("1")
     assert world.value("baton_num_preemptions_total", **node) == 7
-    world.link("2", "d0", replace(LOAD, counters=EngineCounters(num_preemptions=2)))
+    world.link("2", "d0", replace(LOAD, counters=Counters(num_preemptions=2)))
     assert world.value("baton_num_preemptions_total", **node) == 9
     assert world.value("baton_num_preemptions_total", **node) == 9
 
@@ -309,7 +312,7 @@ def test_an_engine_s_counters_go_on_over_a_link_that_breaks(is_read_between: boo
     """The engine counts on; what the gateway counts of it begins anew with the link."""
     world = World()
     node = {"role": "decode", "node": "d0"}
-    load = replace(LOAD, counters=EngineCounters(num_preemptions=7))
+    load = replace(LOAD, counters=Counters(num_preemptions=7))
     world.link("1", "d0", load).num_index_hits = 5
     assert world.value("baton_num_preemptions_total", **node) == 7
     assert world.value("baton_index_hits_total") == 5
@@ -324,7 +327,7 @@ def test_an_engine_s_counters_go_on_over_a_link_that_breaks(is_read_between: boo
 def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
     world = World()
     failures = {"node_lost": 1}
-    counters = EngineCounters(
+    counters = Counters(
         failed_transfers=failures, failed_fetches=failures,
         expert_tokens=(3, 4), accepted_drafts=(2, 1),
     )  # fmt: skip
