@@ -8,23 +8,28 @@ is one clock for all hosts, and a number that grows with each entry of an incarn
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from ..core.membership import Member, Role
 from .secret import ClusterSecret
 
 MAX_ENTRY_BYTES = 4096
 
-_MAX_TEXT = 1024
-_MAX_COUNT = 2**40
-_MAX_TIME_MS = 2**53
 _MAX_TTL_MS = 60_000
 _CLOCK_SLACK_MS = 1000  # by which a Redis server that takes over may be behind
-_INCARNATION = re.compile(r"[0-9a-f]{32}\Z")
-_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}\Z")
+_INCARNATION = r"\A[0-9a-f]{32}\Z"
+_ADDRESS = r"\A(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}\Z"
+
+_Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Name: TypeAlias = Annotated[_Text, Meta(min_length=1)]
+_Id: TypeAlias = Annotated[str, Meta(pattern=_INCARNATION)]
+_Address: TypeAlias = Annotated[_Text, Meta(pattern=_ADDRESS)]
+_Count: TypeAlias = Annotated[int, Meta(gt=0, le=2**40)]
 
 
 class BadEntry(Exception):
@@ -33,11 +38,7 @@ class BadEntry(Exception):
 
 def is_incarnation(name: bytes) -> bool:
     """Whether an entry may stand under this name."""
-    return len(name) == 32 and _INCARNATION.match(name.decode("latin-1")) is not None
-
-
-def _canonical(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return re.match(_INCARNATION, name.decode("latin-1")) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,43 @@ class Entry:
             raise BadEntry("from the future")
 
 
+class _Signed(msgspec.Struct):
+    """What is stored: the entry as it was written, and its signature, if there is a secret."""
+
+    entry: msgspec.Raw
+    signature: str = ""
+
+
+class _Fields(msgspec.Struct, kw_only=True):
+    """Those of a Member, and an Entry's."""
+
+    incarnation: _Id
+    role: Role
+    name: _Name
+    address: _Address
+    model: _Name
+    fingerprint: _Name
+    max_model_len: _Count
+    block_size: _Count
+    num_blocks: _Count
+    engine_address: _Address
+    host_id: _Id
+    device: _Text = ""
+    can_constrain: bool = False
+    sequence: _Count
+    at_ms: Annotated[int, Meta(gt=0, le=2**53)]
+    ttl_ms: _Count
+    is_gone: bool = False
+
+
+_OF_MEMBER = tuple(field.name for field in dataclasses.fields(Member))
+
+
 def encode_entry(entry: Entry, secret: ClusterSecret) -> bytes:
     """The value to store."""
-    fields = dataclasses.asdict(entry.member) | {
-        "role": entry.member.role.value,
-        "sequence": entry.sequence,
-        "at_ms": entry.at_ms,
-        "ttl_ms": entry.ttl_ms,
-        "is_gone": entry.is_gone,
-    }
-    if (signature := secret.sign(_canonical(fields))) is not None:
-        fields["signature"] = signature
-    return _canonical(fields)
+    fields = msgspec.to_builtins(entry)
+    written = msgspec.json.encode(fields.pop("member") | fields)
+    return msgspec.json.encode(_Signed(msgspec.Raw(written), secret.sign(written) or ""))
 
 
 def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
@@ -81,66 +107,14 @@ def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
     if len(raw) > MAX_ENTRY_BYTES:
         raise BadEntry("longer than an entry may be")
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadEntry("not JSON") from error
-    if not isinstance(fields, dict):
-        raise BadEntry("not an object")
-    if any(isinstance(value, dict | list) for value in fields.values()):
-        raise BadEntry("nested")  # deep enough, it could not be encoded again
-    if secret.current:
-        _check_signature(fields, secret)
-    try:
-        role = Role(_text(fields, "role"))
-    except ValueError as error:
-        raise BadEntry("role is unknown") from error
-    member = Member(
-        incarnation=_matching(fields, "incarnation", _INCARNATION),
-        role=role,
-        name=_text(fields, "name"),
-        address=_matching(fields, "address", _ADDRESS),
-        model=_text(fields, "model"),
-        fingerprint=_text(fields, "fingerprint"),
-        max_model_len=_count(fields, "max_model_len"),
-        block_size=_count(fields, "block_size"),
-        num_blocks=_count(fields, "num_blocks"),
-        engine_address=_matching(fields, "engine_address", _ADDRESS),
-        host_id=_matching(fields, "host_id", _INCARNATION),
-        device=_text(fields, "device") if fields.get("device") else "",
-        can_constrain=fields.get("can_constrain") is True,
-    )
-    ttl_ms = min(_count(fields, "ttl_ms"), _MAX_TTL_MS)
-    return Entry(
-        member,
-        sequence=_count(fields, "sequence"),
-        at_ms=_count(fields, "at_ms", _MAX_TIME_MS),
-        ttl_ms=ttl_ms,
-        is_gone=fields.get("is_gone") is True,
-    )
-
-
-def _check_signature(fields: dict[str, Any], secret: ClusterSecret) -> None:
-    signature = fields.pop("signature", None)
-    if not isinstance(signature, str) or not secret.has_signed(_canonical(fields), signature):
-        raise BadEntry("not signed with the cluster secret")
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
-        raise BadEntry(f"{name} is not a short text")
-    return value
-
-
-def _matching(fields: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
-    value = _text(fields, name)
-    if not pattern.match(value):
-        raise BadEntry(f"{name} is malformed")
-    return value
-
-
-def _count(fields: dict[str, Any], name: str, most: int = _MAX_COUNT) -> int:
-    value = fields.get(name)
-    if type(value) is not int or not 0 < value <= most:
-        raise BadEntry(f"{name} is not a positive count")
-    return value
+        signed = msgspec.json.decode(raw, type=_Signed)
+        if secret.current and not secret.has_signed(bytes(signed.entry), signed.signature):
+            raise BadEntry("not signed with the cluster secret")
+        found = msgspec.json.decode(signed.entry, type=_Fields)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise BadEntry(str(error)) from error
+    if not all(map(str.isprintable, (found.name, found.model, found.fingerprint, found.device))):
+        raise BadEntry("a text that cannot be printed")
+    member = Member(**{name: getattr(found, name) for name in _OF_MEMBER})
+    ttl_ms = min(found.ttl_ms, _MAX_TTL_MS)
+    return Entry(member, found.sequence, found.at_ms, ttl_ms, found.is_gone)
