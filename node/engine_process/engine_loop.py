@@ -34,7 +34,7 @@ from ..channels.engine_channels import (
 from ..channels.mailboxes import Inbox, Kind, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
-from .dispatch_gates import AdapterGate, AdapterRead, CompiledDispatch, GrammarGate
+from .dispatch_gates import AdapterGate, Gated, GrammarGate
 from .heartbeat import HeartbeatSender, heartbeat
 from .promise_orders import PromiseOrders
 
@@ -57,9 +57,7 @@ class InputEnded:
     """The supervisor is gone."""
 
 
-Item: TypeAlias = (
-    engine_pb2.EngineInput | Callback | CompiledDispatch | AdapterRead | ChannelItem | InputEnded
-)
+Item: TypeAlias = engine_pb2.EngineInput | Callback | Gated | ChannelItem | InputEnded
 
 
 def callbacks_to(inbox: Inbox[Item]) -> Callable[[Callable[[], None]], None]:
@@ -190,12 +188,10 @@ class EngineLoop:
                     self._end(link, error)
                 case HasUnsent(link):
                     self._channels.watch_writes(link)
-                case CompiledDispatch():
-                    if self._gate.is_wanted(item):
-                        self._dispatch(item.gateway, item.dispatch)
-                case AdapterRead():
-                    for gateway, dispatch in self._adapters.was_read(item):
-                        self._role.dispatch(gateway, dispatch)
+                case Gated(gate, gateway):
+                    if (dispatch := gate.released(item)) is not None:
+                        is_last = gate is self._adapters
+                        (self._role.dispatch if is_last else self._dispatch)(gateway, dispatch)
                 case InputEnded():
                     self._is_over = True
                 case _:
@@ -299,8 +295,8 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
 
 
 def _key_of(item: Item) -> str | None:
-    if isinstance(item, CompiledDispatch):
-        return _key(item.dispatch)
+    if isinstance(item, Gated) and isinstance(item.message, node_pb2.Dispatch):
+        return _key(item.message)
     if isinstance(item, FromGateway):
         message = item.message
         return _key(message.dispatch if message.HasField("dispatch") else message.cancel)

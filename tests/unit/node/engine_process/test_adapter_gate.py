@@ -12,7 +12,7 @@ from baton.core.errors import AdapterRefused
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.scheduling.sequence import Sequence
-from baton.node.engine_process.dispatch_gates import AdapterGate, AdapterRead
+from baton.node.engine_process.dispatch_gates import AdapterGate, Gated
 from baton.proto.v1 import node_pb2
 
 DIGEST = "a" * 32
@@ -51,7 +51,7 @@ class World:
     def __init__(self, *, max_host: int = 2) -> None:
         self.reader = Reader()
         self.room = AdapterRoom[Sequence](Kept(), 1, max_host)
-        self.reads: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
+        self.reads: queue.SimpleQueue[Gated] = queue.SimpleQueue()
         self.sent: list[tuple[str, node_pb2.AdapterLoaded]] = []
         self.gate = AdapterGate(
             self.room,
@@ -63,7 +63,9 @@ class World:
 
     def next_read(self) -> list[tuple[str, node_pb2.Dispatch]]:
         self.reader.may_read.set()
-        return self.gate.was_read(self.reads.get(timeout=10))
+        read = self.reads.get(timeout=10)
+        dispatch = self.gate.released(read)
+        return [] if dispatch is None else [(read.gateway, dispatch)]
 
 
 def dispatch(path: str = "/a", digest: str = DIGEST, request_id: str = "r") -> node_pb2.Dispatch:

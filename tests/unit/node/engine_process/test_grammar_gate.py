@@ -104,11 +104,15 @@ class World:
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
 
     def dispatch(
-        self, request_id: str, sampling: common_pb2.SamplingParams, gateway: str = "g"
+        self,
+        request_id: str,
+        sampling: common_pb2.SamplingParams,
+        gateway: str = "g",
+        adapter: node_pb2.Adapter | None = None,
     ) -> None:
         dispatch = node_pb2.Dispatch(
             request_id=request_id, sampling=sampling, deadline_remaining_us=10**9,
-            prompt_token_ids=bytes(4),
+            prompt_token_ids=bytes(4), adapter=adapter,
         )  # fmt: skip
         message = node_pb2.GatewayMessage(dispatch=dispatch)
         self.inbox.put(FromGateway(self.link(gateway), message))
@@ -184,3 +188,16 @@ def test_what_the_engine_then_refuses_fails_alone(world: World) -> None:
     world.turn()
     world.grammars.may_compile.set()
     assert world.wait() == ["g:a", "failed a/0"]
+
+
+def test_what_it_refuses_behind_an_adapter_fails_alone_too(world: World) -> None:
+    nothing: Any = SimpleNamespace(has=lambda digest: False, read=lambda path, digest: 1 / 0)
+    gate = AdapterGate(nothing, nothing, lambda key: True, world.inbox.put, lambda *sent: None)
+    world.loop._adapters, world.role.fails = gate, True
+    world.dispatch("a", NEW, adapter=node_pb2.Adapter(name="n", digest="d", path="/a"))
+    world.turn()
+    world.grammars.may_compile.set()
+    while not world.role.dispatched:
+        world.wait()
+    assert world.role.dispatched == ["g:a", "failed a/0"]
+    gate.close()

@@ -25,7 +25,7 @@ from baton.core.request.request import Request, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.kv_transfer.protocol import wire
 from baton.kv_transfer.protocol.messages import Attach
-from baton.node.engine_process.dispatch_gates import CompiledDispatch
+from baton.node.engine_process.dispatch_gates import Gated
 from baton.proto import codec
 from baton.proto.v1 import handoff_pb2, node_pb2
 
@@ -106,11 +106,9 @@ def test_a_sample_that_was_over_before_its_dispatch_came(world: NodeWorld, is_ov
     world.settle()
     world.decode.hear_gateway(cancel(gone))
     world.settle()
-    world.decode.loop._gate = SimpleNamespace(  # type: ignore[assignment]
-        num_waiting=0, is_wanted=lambda _: True, gateway_lost=lambda _: None
-    )
+    gate: Any = SimpleNamespace(released=lambda gated: gated.message)
     dispatch = codec.dispatch_to_wire(one, node_pb2.WORK_DECODE, ticket(one), 600.0)
-    world.decode.inbox.put(CompiledDispatch(GATEWAY, dispatch))
+    world.decode.inbox.put(Gated(gate, GATEWAY, dispatch, None, 0.0))
     world.settle()
     received = world.decode.received[f"{other}/0"]
     assert received.error is None and received.finish_reason is not None
