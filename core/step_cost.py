@@ -90,16 +90,13 @@ class StepCost:
     ) -> int:
         """How many tokens of a prompt, behind `context` of its own, a step has room for that is to
         take no longer than `seconds`; 0 to `most`."""
-        if self.seconds(beside.with_prompt(most, context)) <= seconds:
+
+        def takes_s(num_tokens: int) -> float:
+            return self.seconds(beside.with_prompt(num_tokens, context))
+
+        if takes_s(most) <= seconds:
             return most
-        low, high = 0, most  # fits, does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.seconds(beside.with_prompt(middle, context)) <= seconds:
-                low = middle
-            else:
-                high = middle
-        return low
+        return bisect_right(range(1, most), seconds, key=takes_s)
 
     def promised_tokens(self, promise_s: float, beside: StepShape, context: int, most: int) -> int:
         """How many tokens of a prompt a step takes that keeps a promise to its decodes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -93,13 +94,5 @@ class ReportedLoad:
         cost, now = self.step_cost, self.decodes
         if cost is None or not now.num_decodes or cost.seconds(now.scaled_to(1)) > seconds:
             return MANY_DECODES
-        low, high = 1, 2
-        while high < MANY_DECODES and cost.seconds(now.scaled_to(high)) <= seconds:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if cost.seconds(now.scaled_to(middle)) <= seconds:
-                low = middle
-            else:
-                high = middle
-        return low
+        numbers = range(1, MANY_DECODES)
+        return bisect_right(numbers, seconds, key=lambda num: cost.seconds(now.scaled_to(num)))

@@ -21,6 +21,7 @@ or then. So what is chosen stays while the load does, and some longer.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -119,12 +120,11 @@ class GoodShares:
 
 def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
     """How many decodes a step of that length has, at most."""
-    low, high = 0, _MANY_DECODES
-    while high - low > 1:
-        middle = (low + high) // 2
-        shape = StepShape(num_decodes=middle, keys=int(middle * context))
-        low, high = (middle, high) if cost.seconds(shape) <= seconds else (low, middle)
-    return low
+
+    def takes_s(num: int) -> float:
+        return cost.seconds(StepShape(num_decodes=num, keys=int(num * context)))
+
+    return bisect_right(range(1, _MANY_DECODES), seconds, key=takes_s)
 
 
 def _decode_step_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int) -> float:
