@@ -11,7 +11,7 @@ from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.engines.routing_policies import LeastEstimate
+from baton.gateway.engines.routing_policies import Policy
 from baton.gateway.request.engine_link import Avoid, Demand, Work
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -41,7 +41,7 @@ class _Gateway:
 
     def __init__(self, num_engines: int) -> None:
         clock = SystemClock()
-        self._table = EngineTable(PrefixMirror(clock), LeastEstimate(random.Random(1)))
+        self._table = EngineTable(PrefixMirror(clock), Policy(random.Random(1)))
         sources = [f"p{index}" for index in range(num_engines // 2)]
         for name in sources:
             self._add(name, Role.PREFILL, ReportedLoad(**_load(name), links=frozenset()))

@@ -30,7 +30,7 @@ from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .prompts_in_flight import PromptsInFlight
 from .routing import READ_ADAPTER_S, EngineState
-from .routing_policies import LeastEstimate, Policy
+from .routing_policies import Policy
 
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
@@ -92,7 +92,7 @@ class EngineTable:
         policy: Policy | None = None,
         plans: PlanRecord | None = None,
     ) -> None:
-        self._policy = policy or LeastEstimate()
+        self._policy = policy or Policy()
         self.plans = plans
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
@@ -25,27 +24,9 @@ from .routing import EngineState, Plan, choose_plan
 Order = Callable[[Sequence[EngineState], int], Iterator[EngineState]]
 
 
-class Policy(Protocol):
-    """One gateway's. `is_blind`: it does not look at what is cached."""
-
-    @property
-    def is_blind(self) -> bool: ...
-
-    def choose(
-        self,
-        engines: Sequence[EngineState],
-        num_tokens: int,
-        caller_id: int,
-        *,
-        avoid: Avoid,
-        fingerprint: str | None,
-    ) -> Plan:
-        """See `choose_plan`: what it raises is raised here."""
-        ...
-
-
-class LeastEstimate:
-    """`auto`, and, blind to what is cached, `least_loaded`. `chance`: see `choose_plan`."""
+class Policy:
+    """One gateway's: the least estimate. `chance`: see `choose_plan`; `is_blind`: without a look at
+    what is cached."""
 
     def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
         self._chance = chance
@@ -60,17 +41,17 @@ class LeastEstimate:
         avoid: Avoid,
         fingerprint: str | None,
     ) -> Plan:
+        """See `choose_plan`: what it raises is raised here."""
         return choose_plan(
             engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
         )
 
 
-class InOrder:
+class InOrder(Policy):
     """The first pair, or engine, that can serve the request, in an order of the policy's own."""
 
-    is_blind = True
-
     def __init__(self, order: Order) -> None:
+        super().__init__(is_blind=True)
         self._order = order
 
     def choose(
@@ -134,7 +115,7 @@ def make_policy(name: str, chance: random.Random | None = None) -> Policy:
     random is the same each time."""
     match name:
         case "auto" | "least_loaded":
-            return LeastEstimate(chance, is_blind=name == "least_loaded")
+            return Policy(chance, is_blind=name == "least_loaded")
         case "round_robin":
             return InOrder(_in_turn())
         case "random":
