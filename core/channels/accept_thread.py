@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..token_bucket import TokenBucket
+
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
@@ -115,9 +117,9 @@ class AcceptThread:
         self._listener.close()
 
     def _run(self) -> None:
-        pace = Pace(MAX_PER_S, BURST)
+        pace = TokenBucket(BURST, BURST / MAX_PER_S, time.monotonic())
         while not self._is_closing.is_set():
-            if (wait_s := pace.wait_s()) and not self._is_closing.wait(wait_s):
+            if (wait_s := pace.wait_s(1, time.monotonic())) and not self._is_closing.wait(wait_s):
                 continue
             try:
                 connection, _ = self._listener.accept()
@@ -125,27 +127,5 @@ class AcceptThread:
                 if not self._is_closing.wait(_RETRY_S):
                     _log.warning("%s cannot accept: %s", self._thread.name, error)
                 continue
-            pace.take()
+            pace.spend(1, time.monotonic())
             self._newcomers.admit(connection, self._serve)
-
-
-class Pace:
-    """How many of something may begin: so many at once, then so many a second. For one thread."""
-
-    def __init__(
-        self, per_s: float, burst: int, now_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._per_s, self._burst = per_s, burst
-        self._now_s = now_s
-        self._num_left, self._at_s = float(burst), now_s()
-
-    def wait_s(self) -> float:
-        """How long until one may begin; 0: now."""
-        now_s = self._now_s()
-        self._num_left = min(self._burst, self._num_left + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        return max(0.0, (1 - self._num_left) / self._per_s)
-
-    def take(self) -> None:
-        """One begins."""
-        self._num_left -= 1

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from ...core.errors import ModelNotFound, PermissionDenied, RateLimited
 from ...core.ports import Clock
 from ...core.request.token_ids import TAG_DIGITS
+from ...core.token_bucket import TokenBucket
 
 _CALLER_ID_BYTES = 8
 _MINUTE_S = 60.0
@@ -83,31 +84,6 @@ def caller_id_of(name: bytes, key: bytes = b"") -> int:
     """64 bits that stand for a key's digest, or for an address, which only `key` can reckon."""
     digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
     return int.from_bytes(digest, "little")
-
-
-class TokenBucket:
-    """What lies in it can be spent at once; it begins full. Times are monotonic seconds."""
-
-    def __init__(self, per_minute: int, now_s: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._filled_s = now_s
-
-    def wait_s(self, cost: int, now_s: float) -> float:
-        """How long until `cost` can be spent; 0: now. More than it holds is due when it is full."""
-        self._fill(now_s)
-        missing = min(cost, self.per_minute) - self._level
-        return max(0.0, missing * _MINUTE_S / self.per_minute)
-
-    def spend(self, cost: int, now_s: float) -> None:
-        """Take `cost` out, into debt if need be; negative `cost` puts back what was not used."""
-        self._fill(now_s)
-        self._level = min(self._level - cost, float(self.per_minute))
-
-    def _fill(self, now_s: float) -> None:
-        gained = (now_s - self._filled_s) * self.per_minute / _MINUTE_S
-        self._level = min(self._level + gained, float(self.per_minute))
-        self._filled_s = now_s
 
 
 @dataclass(slots=True)
@@ -212,8 +188,8 @@ class Tenancy:
         if per_minute is None:
             return None
         if bucket is None:
-            return TokenBucket(per_minute, self.clock.monotonic_s())
-        bucket.per_minute = per_minute  # the key file may have another now
+            return TokenBucket(per_minute, _MINUTE_S, self.clock.monotonic_s())
+        bucket.size = per_minute  # the key file may have another now
         return bucket
 
 

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import RateLimited
-from baton.gateway.security.tenancy import INFER, Caller, Limits, Tenancy, TokenBucket, anyone
+from baton.gateway.security.tenancy import INFER, Caller, Limits, Tenancy, anyone
 
 
 def caller(tenant: str = "acme", **limits: int) -> Caller:
     return Caller(tenant, frozenset({INFER}), "http", None, Limits(**limits))
-
-
-# --- the bucket -----------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 50), st.lists(st.tuples(st.floats(0, 20), st.integers(1, 60)), max_size=40))
-def test_no_minute_has_more_than_twice_the_limit_and_waiting_always_helps(
-    per_minute: int, asks: Sequence[tuple[float, int]]
-) -> None:
-    """A full bucket and what flows in bound any window; the wait that is told is enough."""
-    bucket, now_s = TokenBucket(per_minute, 0.0), 0.0
-    spent: list[tuple[float, int]] = []
-    for gap_s, cost in asks:
-        now_s += gap_s
-        wait_s = bucket.wait_s(cost, now_s)
-        if wait_s:
-            assert bucket.wait_s(cost, now_s + wait_s + 1e-6) == 0.0
-            continue
-        bucket.spend(cost, now_s)
-        spent.append((now_s, min(cost, per_minute)))
-    for start_s, _ in spent:
-        in_window = sum(cost for at_s, cost in spent if start_s <= at_s < start_s + 60)
-        assert in_window <= 2 * per_minute + 1e-6
-
-
-def test_more_than_a_minute_holds_is_due_when_the_bucket_is_full_and_leaves_debt() -> None:
-    bucket = TokenBucket(60, 0.0)
-    assert bucket.wait_s(600, 0.0) == 0
-    bucket.spend(600, 0.0)
-    assert bucket.wait_s(1, 0.0) == pytest.approx(541.0)
-    bucket.spend(-540, 0.0)  # it used 60
-    assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
 
 
 # --- limits ---------------------------------------------------------------------------------------
