@@ -41,10 +41,9 @@ class _Copy:
 
 
 class PrefixMirror:
-    """Engines come and go by `add` and `remove`: messages of any other are dropped.
+    """Engines come and go by `add` and `remove`: messages of any other are dropped, as junk is.
 
-    `num_bad_messages`: junk; `num_foreign_messages`: of engines that we do not know. `added` is set
-    when there are engines of which nothing was read yet.
+    `added` is set when there are engines of which nothing was read yet.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -52,9 +51,6 @@ class PrefixMirror:
         self._copies: dict[str, _Copy] = {}
         self._new: list[str] = []
         self.added = asyncio.Event()
-        self.num_bad_messages = 0
-        self.num_foreign_messages = 0
-        self.num_gaps = 0
 
     def add(self, incarnation: str, num_blocks: int) -> None:
         """Begin to mirror an engine that can cache at most `num_blocks` blocks, in all tiers."""
@@ -78,17 +74,15 @@ class PrefixMirror:
         try:
             message = decode(raw)
         except BadMessage:
-            self.num_bad_messages += 1
             return None
         copy = self._copies.get(message.incarnation)
         if copy is None:
-            self.num_foreign_messages += 1
             return None
         copy.received_s = self.clock.monotonic_s()
         match message:
             case Head(_, seq):
                 if copy.seq is not None and seq > copy.seq:
-                    self._note_gap(copy)
+                    copy.seq = None
             case Delta():
                 self._apply(copy, message)
         return self._to_read(message.incarnation, copy)
@@ -98,7 +92,7 @@ class PrefixMirror:
             if delta.seq <= copy.seq:
                 return  # a double
             if delta.seq > copy.seq + 1:
-                self._note_gap(copy)
+                copy.seq = None
             else:
                 copy.seq = delta.seq
         if copy.in_host:
@@ -112,11 +106,7 @@ class PrefixMirror:
         if len(copy.hashes) > copy.max_hashes:  # lost removals, or lies
             copy.hashes.clear()
             copy.in_host.clear()
-            self._note_gap(copy)
-
-    def _note_gap(self, copy: _Copy) -> None:
-        self.num_gaps += copy.seq is not None
-        copy.seq = None
+            copy.seq = None
 
     def _to_read(self, incarnation: str, copy: _Copy) -> str | None:
         now_s = self.clock.monotonic_s()
@@ -133,19 +123,13 @@ class PrefixMirror:
         num_blocks = contents.device_blocks + contents.host_blocks
         # Pages have holes, where blocks were more for a moment.
         most_pages = 2 * copy.max_hashes // PAGE_BLOCKS + 2
-        if num_blocks <= copy.max_hashes and contents.num_pages <= most_pages:
-            return True
-        self.num_bad_messages += 1
-        return False
+        return num_blocks <= copy.max_hashes and contents.num_pages <= most_pages
 
     def install(self, contents: Contents, hashes: set[BlockHash], in_host: set[BlockHash]) -> None:
         """Replace the copy by pages that were read whole; the sets are ours from now on. Those
         `in_host`, which are among `hashes`, are in host memory alone."""
         copy = self._copies.get(contents.incarnation)
-        if copy is None:
-            return
-        if len(hashes) > copy.max_hashes:
-            self.num_bad_messages += 1
+        if copy is None or len(hashes) > copy.max_hashes:
             return
         copy.hashes, copy.in_host, copy.seq = hashes, in_host, contents.seq
         copy.received_s = self.clock.monotonic_s()

@@ -83,7 +83,6 @@ class WindowShare:
         clock: Clock,
     ) -> None:
         window.outbox = {}
-        self.num_bad_rows = 0
         self._window = window
         self._store = store
         self._gateway = gateway
@@ -290,7 +289,6 @@ class WindowShare:
     # --- notes ------------------------------------------------------------------------------------
 
     def _note_bad(self, gateway: str, error: BadRow) -> None:
-        self.num_bad_rows += 1
         log.debug("skipped what gateway %s shares: %s", gateway, error)
 
     def _note_away(self, reason: str) -> None:
