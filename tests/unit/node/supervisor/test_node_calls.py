@@ -234,7 +234,7 @@ async def test_who_proves_the_key_hears_what_the_directory_would_have(node: Node
     context: Any = FakeContext()
     await asyncio.wait_for(node.servicer.GetMembers(calling(context, MEMBERS), context), 1.0)
     (entry,) = context.written.get_nowait().entries
-    said = json.loads(entry)
+    said = json.loads(entry)["entry"]
     assert (said["incarnation"], said["engine_address"]) == (ENGINE, "127.0.0.1:5001")
 
 
