@@ -202,6 +202,24 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls.channel_credentials(), (*options, *expected))
 
 
+def bind(
+    server: grpc.aio.Server, host: str, port: int, files: CertificateFiles | None, *, flag: str
+) -> int:
+    """The port that it will serve, over TLS if there are files. Raises StartupFailed: `flag` is
+    where the port came from."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if files is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, files.server_credentials()))
+    except RuntimeError as error:
+        raise StartupFailed(
+            f"cannot listen on {host}:{port}",
+            hint=f"the port is taken or the address is not this host's: another {flag} "
+            "(0 takes a free one) or --host",
+        ) from error
+
+
 def check_peer_role(context: Any, *roles: str) -> None:
     """Raise PermissionDenied unless the caller's certificate is of one of these roles.
 

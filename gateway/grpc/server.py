@@ -9,9 +9,8 @@ from google.protobuf.runtime_version import VersionError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ...cluster.tls import CertificateFiles
+from ...cluster.tls import CertificateFiles, bind
 from ...core.config import GatewayConfig
-from ...core.errors import StartupFailed
 from ...core.process import descriptors
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.front_door import FrontDoor
@@ -60,7 +59,9 @@ class GrpcServer:
         self._service = InferenceService(door, gate, table, view)
         self._names: tuple[str, ...] = (SERVICE_NAME,)
         self._door, self._gate, self._table = door, gate, table
-        self.port = _bind(self._server, config.host, config.grpc_port, certificate)
+        self.port = bind(
+            self._server, config.host, config.grpc_port, certificate, flag="--grpc-port"
+        )
 
     async def prepare(self) -> None:
         """Add the services: not ready yet."""
@@ -120,19 +121,3 @@ def _options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, in
         # By default a second server binds a taken port without an error.
         ("grpc.so_reuseport", int(shares_port)),
     )
-
-
-def _bind(
-    server: grpc.aio.Server, host: str, port: int, certificate: CertificateFiles | None
-) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if certificate is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, certificate.server_credentials()))
-    except RuntimeError as error:
-        raise StartupFailed(
-            f"the gateway cannot listen on {host}:{port}",
-            hint="the port is taken or the address is not this host's: another --grpc-port "
-            "(0 takes a free one) or --host",
-        ) from error

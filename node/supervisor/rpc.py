@@ -21,10 +21,10 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 
 from ...cluster.known_nodes import ACCEPTED, LEDGERS, MEMBERS, answer_with
 from ...cluster.secret import ClusterSecret
-from ...cluster.tls import GATEWAY, ClusterTls, check_peer_role
+from ...cluster.tls import GATEWAY, ClusterTls, bind, check_peer_role
 from ...core.channels.admission import ADMIT_S
 from ...core.channels.handshake import Listener
-from ...core.errors import BatonError, NodeLost, Overloaded, StartupFailed, Unauthenticated
+from ...core.errors import BatonError, NodeLost, Overloaded, Unauthenticated
 from ...core.membership import Member, Role
 from ...core.process import descriptors
 from ...proto.v1 import node_pb2, node_pb2_grpc
@@ -163,20 +163,7 @@ def make_server(host: str, port: int, tls: ClusterTls | None = None) -> tuple[gr
     """A server bound to host:port, not yet started, and its port. Raises StartupFailed."""
     most = ("grpc.max_allowed_incoming_connections", descriptors.for_grpc())
     server = grpc.aio.server(options=(*_OPTIONS, most))
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if tls is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, tls.files.server_credentials())
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise StartupFailed(
-            f"cannot listen on {host}:{port}: the port is taken or the address is not ours",
-            hint="give another --port, or 0 for a free one",
-        )
-    return server, bound
+    return server, bind(server, host, port, tls.files if tls else None, flag="--port")
 
 
 class NodeHealth:
