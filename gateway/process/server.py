@@ -47,7 +47,6 @@ from ..moves.mover import RequestMover
 from ..promises.promise_decider import PromiseDecider
 from ..promises.promise_leader import LEASE_S, PromiseLeader
 from ..request.dispatch_wait import SessionLimits
-from ..request.engine_link import Avoid, Demand
 from ..request.session_table import DispatchQueue, SessionTable
 from ..security.security import Security
 from ..telemetry.telemetry import Telemetry
@@ -209,15 +208,6 @@ class Gateway:
             self._tasks.append(asyncio.create_task(self._leader.run()))
         if self._mover is not None:
             self._tasks.append(asyncio.create_task(self._mover.run()))
-
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until a linked pair of engines can serve; raises Unavailable after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._is_ready.wait()
-        except TimeoutError:
-            # Raises, naming what is missing, unless it came this very moment.
-            self._table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
 
     async def startup_lines(self) -> tuple[str, str]:
         """Wait until a linked pair of engines can serve, however long; then what to print."""

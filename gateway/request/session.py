@@ -170,10 +170,6 @@ class Session:
         self._engine_gave_up(attempt, incarnation, error, blamed=incarnation)
 
     @property
-    def timeline(self) -> list[Stamp]:
-        return self._answer.timeline
-
-    @property
     def unfinished_run(self) -> UnfinishedRun | None:
         """Of one that ended badly; None: no engine had it."""
         return None if self._last is None else self._answer.unfinished(self._last)

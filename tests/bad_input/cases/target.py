@@ -76,7 +76,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
         node.cancelled = _Forgetful()
         await node.start()
         await directory.announce(node.member, _ENTRY_TTL_S)
-    await gateway.wait_ready(30)
+    await asyncio.wait_for(gateway.startup_lines(), 30)
     routes = sorted(
         {
             (route.method, route.resource.canonical)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -93,7 +94,7 @@ async def conversation_gateway(
         await node.start()
         await directory.announce(node.member, 5.0)
     try:
-        await gateway.wait_ready(5)
+        await asyncio.wait_for(gateway.startup_lines(), 5)
         yield ConversationGateway(f"http://127.0.0.1:{gateway.http_port}", (prefill, decode))
     finally:
         await gateway.stop(grace_s=0.0)

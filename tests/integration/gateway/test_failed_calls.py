@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ async def test_nodes_of_a_failed_call_are_known(
             for node in (prefill, decode):
                 await node.start()
                 await directory.announce(node.member, 5.0)
-            await gateway.wait_ready(5)
+            await asyncio.wait_for(gateway.startup_lines(), 5)
             async with aiohttp.ClientSession(f"http://127.0.0.1:{gateway.http_port}") as http:
                 body = {"model": "demo", "prompt": "x", "max_tokens": 3}
                 async with http.post("/v1/completions", json=body) as response:

@@ -122,7 +122,7 @@ async def world(empty: World) -> World:
     await empty.add("d1", Role.DECODE)
     await empty.add("d2", Role.DECODE)
     await until(lambda: all(node.num_sessions for node in empty.nodes.values()))
-    await empty.gateway.wait_ready(20)
+    await asyncio.wait_for(empty.gateway.startup_lines(), 20)
     return empty
 
 
@@ -334,14 +334,12 @@ async def test_garbage_bytes_are_answered(world: World) -> None:
 async def test_a_prompt_for_no_pool(empty: World) -> None:
     await empty.add("p1", Role.PREFILL, num_blocks=4)
     await empty.add("d1", Role.DECODE)
-    await empty.gateway.wait_ready(20)
+    await asyncio.wait_for(empty.gateway.startup_lines(), 20)
     with pytest.raises(PromptTooLarge):
         await empty.client.generate("x" * 33, max_tokens=1).finish()
 
 
 async def test_no_nodes(empty: World) -> None:
-    with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
-        await empty.gateway.wait_ready(0.05)
     with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
         await empty.client.generate(PROMPT, max_tokens=2).finish()
     await empty.add("p1", Role.PREFILL)
@@ -488,7 +486,7 @@ async def test_serving_goes_on_without_redis(model_dir: Path, empty: World) -> N
         world = World(doomed, cluster, empty.config, gateway, directory, empty.client)
         await world.add("p1", Role.PREFILL)
         await world.add("d1", Role.DECODE)
-        await gateway.wait_ready(5)
+        await asyncio.wait_for(gateway.startup_lines(), 5)
         doomed.process.kill()
         doomed.process.wait()
         async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
@@ -567,7 +565,7 @@ async def test_counting_that_fails_costs_no_call(
 async def test_a_reader_that_does_not_read(empty: World) -> None:
     await empty.add("p1", Role.PREFILL, num_blocks=20_000, max_model_len=200_000)
     decode = await empty.add("d1", Role.DECODE, num_blocks=20_000, max_model_len=200_000)
-    await empty.gateway.wait_ready(20)
+    await asyncio.wait_for(empty.gateway.startup_lines(), 20)
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     address = f"127.0.0.1:{empty.gateway.port}"
     async with grpc.aio.insecure_channel(address, options) as channel:

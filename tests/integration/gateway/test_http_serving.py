@@ -99,7 +99,7 @@ async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
         aiohttp.ClientSession(base, timeout=timeout) as http,
         AsyncClient(f"127.0.0.1:{gateway.port}") as client,
     ):
-        await gateway.wait_ready(5)
+        await asyncio.wait_for(gateway.startup_lines(), 5)
         yield World(gateway, http, client, prefill, decode)
     await gateway.stop(grace_s=0.0)
     await directory.close()

@@ -93,7 +93,7 @@ async def world(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Worl
     for node in (prefill, decode):
         await node.start()
         await directory.announce(node.member, 30.0)
-    await gateway.wait_ready(5)
+    await asyncio.wait_for(gateway.startup_lines(), 5)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}") as channel:
         yield World(vllm_engine_pb2_grpc.VllmEngineStub(channel), keys, decode)
     await gateway.stop(grace_s=0.0)

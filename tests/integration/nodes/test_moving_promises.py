@@ -56,7 +56,7 @@ class Scene:
         config = GatewayConfig(grpc_port=0, http_port=0, model=str(self.system.model_dir))
         found = await serve(config, ClusterConfig(self.system.redis.url, CLUSTER, SECRET))
         self.gateways.append(found)
-        await found.wait_ready(20)
+        await asyncio.wait_for(found.startup_lines(), 20)
         return found
 
     def engine(self, name: str, gateway: int = 0) -> LinkedEngine | None:

@@ -82,7 +82,7 @@ async def scene(system: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr(move, "MOVE_EVERY_S", 0.02)
     config = GatewayConfig(grpc_port=0, http_port=0, model=str(system.model_dir))
     gateway = await serve(config, ClusterConfig(system.redis.url, CLUSTER, SECRET))
-    await gateway.wait_ready(20)
+    await asyncio.wait_for(gateway.startup_lines(), 20)
     yield Scene(system, gateway)
     await gateway.stop(grace_s=0.0)
 
