@@ -118,37 +118,28 @@ class Load:
         return num_good
 
 
+@dataclass(eq=False)
 class HostTier:
     """One engine's. `cost`: what copies take, as measured."""
 
-    def __init__(
-        self,
-        copier: HostCopier,
-        blocks: HostBlocks,
-        pool: BlockPool,
-        cache: PrefixCache,
-        generations: Generations,
-        step_cost: Callable[[], StepCost | None],
-        block_size: int,
-        disk: DiskTier | None = None,
-    ) -> None:
-        self.cost = CopyCost()
-        self.disk = disk
-        self._copier = copier
-        self._blocks = blocks
-        self._pool = pool
-        self._cache = cache
-        self._generations = generations
-        self._step_cost = step_cost
-        self._block_size = block_size
-        self._writes: deque[_Write] = deque()
-        self._loads: deque[_CopyIn] = deque()
-        self._reads: dict[DiskRead, _CopyIn] = {}
-        self._coming: dict[BlockHash, tuple[_CopyIn, int]] = {}  # and where in the copy
-        self._on_their_way: set[BlockHash] = set()
-        self._num_entered = 0  # slices
-        self._bytes = dict.fromkeys(Direction, 0)
-        self._num_lost_blocks = 0
+    _copier: HostCopier
+    _blocks: HostBlocks
+    _pool: BlockPool
+    _cache: PrefixCache
+    _generations: Generations
+    _step_cost: Callable[[], StepCost | None]
+    _block_size: int
+    disk: DiskTier | None = None
+    cost: CopyCost = field(default_factory=CopyCost)
+    _writes: deque[_Write] = field(default_factory=deque)
+    _loads: deque[_CopyIn] = field(default_factory=deque)
+    _reads: dict[DiskRead, _CopyIn] = field(default_factory=dict)
+    # And where in the copy.
+    _coming: dict[BlockHash, tuple[_CopyIn, int]] = field(default_factory=dict)
+    _on_their_way: set[BlockHash] = field(default_factory=set)
+    _num_entered: int = 0  # slices
+    _bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    _num_lost_blocks: int = 0
 
     @property
     def counts(self) -> HostCounts:

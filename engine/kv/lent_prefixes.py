@@ -28,21 +28,15 @@ class BorrowedPrefix:
     _fences: tuple[Fence, ...] = field(repr=False)
 
 
+@dataclass(eq=False)
 class LentPrefixes:
     """Of one engine. `room()`: blocks beside the peak of all that has blocks."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        cache: PrefixCache,
-        generations: Generations,
-        room: Callable[[], int],
-    ) -> None:
-        self._pool = pool
-        self._cache = cache
-        self._generations = generations
-        self._room = room
-        self._fences: set[Fence] = set()
+    _pool: BlockPool
+    _cache: PrefixCache
+    _generations: Generations
+    _room: Callable[[], int]
+    _fences: set[Fence] = field(default_factory=set)
 
     def lend(self, block_hashes: Sequence[BlockHash]) -> tuple[Fence, tuple[BlockRef, ...]] | None:
         """Hold the cached blocks of these hashes, which are computed, for somebody who copies them;
