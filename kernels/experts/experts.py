@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..products.int4_weights import CHUNK, Int4Weight
+from ..products.int4_weights import Int4Weight, PackedInt4
 from ..products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
 
 BY_ROW, BY_BLOCK = 1, 2
@@ -55,11 +55,8 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Experts:
-    """The same in four bits: behind each other what the Int4Weights of the experts have."""
-
-    data: Tensor  # [experts, chunks, outputs, 32] int16
-    groups: Tensor  # [experts, groups, outputs] int32: scales and zeros
+class Int4Experts(PackedInt4):
+    """The same in four bits: [experts, outputs, inputs]."""
 
     @classmethod
     def empty(
@@ -75,34 +72,15 @@ class Int4Experts:
 
     @property
     def num_experts(self) -> int:
-        return self.data.shape[0]
+        return self.shape[0]
 
     @property
     def num_outputs(self) -> int:
-        return self.data.shape[2]
+        return self.shape[1]
 
     @property
     def num_inputs(self) -> int:
-        return self.data.shape[1] * CHUNK
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.num_experts, self.num_outputs, self.num_inputs))
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.groups.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def group_size(self) -> int:
-        return self.num_inputs // self.groups.shape[1]
+        return self.shape[2]
 
     def of(self, expert: int) -> Int4Weight:
         """[outputs, inputs] of one expert: views, of which no shares of inputs are made."""

@@ -29,11 +29,39 @@ _SHIFTS = tuple(4 * number for number in range(PER_WORD))
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """Packed; of a number of inputs that is a multiple of 128."""
+class PackedInt4:
+    """Of a number of inputs that is a multiple of 128; one weight, or several of a shape behind
+    each other."""
 
-    data: Tensor  # [chunks, outputs, 32] int16
-    groups: Tensor  # [groups, outputs] int32: scales and zeros
+    data: Tensor  # [..., chunks, outputs, 32] int16
+    groups: Tensor  # [..., groups, outputs] int32: scales and zeros
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., outputs, inputs]"""
+        *others, chunks, outputs, _ = self.data.shape
+        return torch.Size((*others, outputs, chunks * CHUNK))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.groups.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[-1] // self.groups.shape[-2]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight(PackedInt4):
+    """[outputs, inputs]"""
+
     turns: Tensor  # zeros, int32: what programs that add up count by; as many as may ever be
 
     @classmethod
@@ -52,25 +80,6 @@ class Int4Weight:
 
     def __len__(self) -> int:
         return self.data.shape[1]
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self), self.data.shape[0] * CHUNK))
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.groups.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def group_size(self) -> int:
-        return self.shape[1] // len(self.groups)
 
     def part(self, first: int, count: int) -> Int4Weight:
         """A view of outputs [first, first + count)."""

@@ -25,11 +25,9 @@ LEAST_MAXIMUM = 1e-10  # of what is scaled by its largest number: zeros stay zer
 
 
 @dataclass(frozen=True, slots=True)
-class RowScaled:
-    """data[output] * scale[output]."""
-
+class _Scaled:
     data: Tensor  # [outputs, inputs], e4m3
-    scale: Tensor  # [outputs], float32
+    scale: Tensor  # [outputs], or [ceil(outputs / 128), ceil(inputs / 128)], float32
 
     def __len__(self) -> int:
         return len(self.data)
@@ -37,6 +35,11 @@ class RowScaled:
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
+
+
+@dataclass(frozen=True, slots=True)
+class RowScaled(_Scaled):
+    """data[output] * scale[output]."""
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs]"""
@@ -44,18 +47,8 @@ class RowScaled:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScaled:
+class BlockScaled(_Scaled):
     """data[output, input] * scale[output // 128, input // 128]."""
-
-    data: Tensor  # [outputs, inputs], e4m3
-    scale: Tensor  # [ceil(outputs / 128), ceil(inputs / 128)], float32
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs]"""
