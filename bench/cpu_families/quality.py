@@ -80,7 +80,7 @@ def perplexity(config: ModelConfig, model: Decoder, windows: torch.Tensor) -> fl
     with torch.inference_mode():
         for window in windows:
             tables = [list(range(num_blocks))]
-            attention.plan(AttentionMetadata([_WINDOW], [_WINDOW], tables, positions))
+            attention.plan(AttentionMetadata([_WINDOW], [_WINDOW], tables, positions, 0))
             hidden = model.forward(window[:-1], positions, positions, attention)
             logits = model.lm_head.project(hidden)
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))

@@ -173,9 +173,9 @@ def metadata_of(
         seq_lens=[piece.start + n for piece, n in zip(batch, query_lens, strict=True)],
         block_tables=[piece.block_table for piece in batch],
         slot_mapping=slots,
+        num_decodes=len(batch) if is_single else num_decodes(batch),
         is_graph=is_graph,
         graph_decodes=graph_decodes,
-        num_decode_slices=len(batch) if is_single else num_decodes(batch),
     )
 
 

@@ -38,29 +38,22 @@ _INT32S = {array, memoryview}
 class AttentionMetadata:
     """One step. Host values, but `slot_mapping` [tokens] int64, which lies on the device.
 
-    A block table may be longer than its sequence needs. `is_graph`: all slices are decodes, and the
+    A block table may be longer than its sequence needs. `num_decodes`: so many slices at the
+    beginning are decodes, of one token or several with drafts; what follows them is treated as
+    prefill. `is_graph`: all slices are decodes, and the
     step is captured in, or replayed from, a CUDA graph of so many. `graph_decodes`: so is this one,
     a graph of as many tokens as the slices have, with room for so many tokens of decodes; the other
     slices are all treated as prefill: at most MAX_GRAPH_SLICES with at most MAX_GRAPH_TOKENS
-    together. `num_decode_slices`: so many slices at the beginning are decodes, those of several
-    tokens with drafts; None: those of one token.
+    together.
     """
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]  # new tokens included
     block_tables: BlockTables
     slot_mapping: Tensor
+    num_decodes: int
     is_graph: bool = False
     graph_decodes: int | None = None
-    num_decode_slices: int | None = None
-
-    @property
-    def num_decodes(self) -> int:
-        """Slices at the beginning that are decodes; what follows them is treated as prefill."""
-        if self.num_decode_slices is not None:
-            return self.num_decode_slices
-        lens = self.query_lens
-        return next((i for i, length in enumerate(lens) if length > 1), len(lens))
 
 
 class AttentionBackend(Protocol):

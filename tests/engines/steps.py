@@ -1,4 +1,4 @@
-"""Steps of a runner alone."""
+"""Steps of a runner alone, and what is said of them."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ from baton.engine.execution.batch import Runner, SampledToken, SequenceSlice
 def execute(runner: Runner, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
     """Run one and wait for it."""
     return runner.launch(batch).collect()
+
+
+def leading_decodes(query_lens: Sequence[int]) -> int:
+    """Slices of one token at the beginning."""
+    return next((i for i, length in enumerate(query_lens) if length > 1), len(query_lens))

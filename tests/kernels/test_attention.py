@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from engines.steps import leading_decodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,7 @@ def make_step(heads: Heads, lens: list[tuple[int, int]], seed: int, blocks: int 
         seq_lens=[start + new for start, new in lens],
         block_tables=tables,
         slot_mapping=torch.tensor(slots),
+        num_decodes=leading_decodes([new for _, new in lens]),
     )
     q = torch.randn(len(slots), heads.q, heads.dim, generator=generator)
     k = torch.cat([key[start:] for key, (start, _) in zip(keys, lens, strict=True)])
@@ -140,6 +142,7 @@ def test_a_slice_gives_the_same_bits_in_any_batch(name: str) -> None:
             seq_lens=step.metadata.seq_lens[index : index + 1],
             block_tables=step.metadata.block_tables[index : index + 1],
             slot_mapping=step.metadata.slot_mapping[mine],
+            num_decodes=leading_decodes(lens[index][1:]),
         )
         backend = BACKENDS[name](step.pool)
         backend.plan(alone)

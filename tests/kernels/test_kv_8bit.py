@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from engines.steps import leading_decodes
 
 from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata, TorchAttention
 from baton.kernels.kv import kv_blocks
@@ -126,6 +127,7 @@ class Step:
             seq_lens=[start + new for start, new in lens],
             block_tables=tables,
             slot_mapping=torch.tensor(slots, device=DEVICE),
+            num_decodes=leading_decodes([new for _, new in lens]),
         )
         self.num_heads = num_heads
         self.qkv = torch.randn(len(slots), num_heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
@@ -274,9 +276,7 @@ def test_sliding_windows(window: int, lens: str, kv_dtype: torch.dtype) -> None:
 def test_the_prefill_of_graphs(kv_dtype: torch.dtype) -> None:
     step = Step((4, 2), 64, LENS["mixed"], torch.float32, kv_dtype)
     num_decodes = step.metadata.num_decodes
-    step.metadata = dataclasses.replace(
-        step.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
-    )
+    step.metadata = dataclasses.replace(step.metadata, graph_decodes=num_decodes + 3)
     out = step.run()
     assert difference(out, step.expected()) < 4e-6
 
@@ -285,7 +285,7 @@ def test_the_prefill_of_graphs(kv_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, *([24] if HAS_GPU else [])])
 def test_rows_of_drafts(window: int | None, kv_dtype: torch.dtype) -> None:
     step = Step((4, 2), 64, [(40, 1), (1400, 3), (15, 2)], torch.float32, kv_dtype)
-    step.metadata = dataclasses.replace(step.metadata, num_decode_slices=3)
+    step.metadata = dataclasses.replace(step.metadata, num_decodes=3)
     assert difference(step.run(window=window, rows_each=3), step.expected(window)) < 4e-6
 
 
@@ -388,7 +388,9 @@ def attend(hay: Haystack, kv_dtype: torch.dtype, prefill: str | None = None) -> 
     store = store_kv_8bit if is_8bit(pool) else kv_blocks.store_kv
     store(pool, 1, k, v, places // BLOCK_SIZE, places % BLOCK_SIZE)
     new = 1 if prefill is None else 2  # their own K and V are written once more, not rotated
-    metadata = AttentionMetadata([new], [num_keys], [range(num_blocks)], places[-new:])
+    metadata = AttentionMetadata(
+        [new], [num_keys], [range(num_blocks)], places[-new:], int(prefill is None)
+    )
     q = hay.q.to(DEVICE, dtype).expand(new, -1, -1)
     qkv = torch.cat([q, k[-new:], v[-new:]], dim=1).contiguous()
     rope = kv_blocks.rope_angles(places[:new] * 0, torch.zeros(dim // 2, device=DEVICE))

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from engines.steps import leading_decodes
+
 from baton.core.request.request import SamplingParams
 from baton.kernels.attention.attention import (
     AttentionBackend,
@@ -288,6 +290,7 @@ class Batch:
             seq_lens=[start + new for start, new in lens],
             block_tables=tables,
             slot_mapping=torch.tensor(slots, device=DEVICE),
+            num_decodes=leading_decodes([new for _, new in lens]),
         )
         self.qkv = randn(len(slots), num_heads + 2 * kv_heads, dim, dtype=dtype)
         positions = torch.tensor([p for s, n in lens for p in range(s, s + n)], device=DEVICE)
@@ -352,9 +355,7 @@ def test_prefill_in_a_graph(window: int | None) -> None:
     batch = Batch((4, 2), 64, LENS["mixed"], torch.float32)
     expected, _ = batch.reference(window)
     num_decodes = batch.metadata.num_decodes
-    batch.metadata = dataclasses.replace(
-        batch.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
-    )
+    batch.metadata = dataclasses.replace(batch.metadata, graph_decodes=num_decodes + 3)
     attention = triton_attention(batch, window=window)
     for _ in range(2):  # the second time what is left of the first lies in the fixed places
         close_to_float32(batch.run(attention), expected)
@@ -405,7 +406,7 @@ def test_rows_of_drafts(
     has_prompt = num_decodes < len(pairs)
     batch.metadata = dataclasses.replace(
         plain,
-        num_decode_slices=num_decodes,
+        num_decodes=num_decodes,
         is_graph=is_graph and not has_prompt,
         graph_decodes=num_rows + 3 if is_graph and has_prompt else None,
     )
@@ -438,7 +439,7 @@ def test_padding_rows_share_the_padding_block() -> None:
     slots = batch.metadata.slot_mapping.clone()
     slots[1:] = 0
     batch.metadata = AttentionMetadata(
-        [1] * 3, [34, 1, 1], [*batch.metadata.block_tables[:1], [0], [0]], slots
+        [1] * 3, [34, 1, 1], [*batch.metadata.block_tables[:1], [0], [0]], slots, 3
     )
     expected, _ = batch.reference()
     close_to_float32(batch.run(triton_attention(batch))[:1], expected[:1])
@@ -454,9 +455,7 @@ def test_flashinfer(heads: tuple[int, int], lens: str, is_graph: bool) -> None:
     expected, expected_pool = batch.reference()
     num_decodes = batch.metadata.num_decodes
     if is_graph and num_decodes < len(batch.metadata.query_lens) and lens != "long":
-        batch.metadata = dataclasses.replace(
-            batch.metadata, graph_decodes=num_decodes + 3, num_decode_slices=num_decodes
-        )
+        batch.metadata = dataclasses.replace(batch.metadata, graph_decodes=num_decodes + 3)
     close_to_float32(batch.run(triton_attention(batch, "flashinfer")), expected)
     close_to_float32(batch.pool, expected_pool)
 

@@ -228,7 +228,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
             pool = torch.zeros(4, 2, 2, 2, 16, 64, device=DEVICE)
             attention = TorchAttention(pool, [None, None])
             positions = torch.arange(len(ids), device=DEVICE)
-            attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions))
+            attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions, 0))
             hidden = model.forward(ids, positions, 16 + positions, attention)
             outputs.append(torch.nn.functional.linear(hidden, model.lm_head.weight))
         limit = 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
