@@ -30,7 +30,7 @@ class BadReference(ValueError):
 def check_references(schema: Any) -> None:
     """Raises BadReference for the first one that leads nowhere, out of the schema, or in a loop."""
     schemas = list(_schemas_within(schema))
-    targets = {id(one): _target(schema, one["$ref"]) for one in schemas if "$ref" in one}
+    targets = {id(one): target_of(schema, one["$ref"]) for one in schemas if "$ref" in one}
     is_open: dict[int, bool] = {}  # by id; False: all that it refers to was looked at
     for one in schemas:
         pending: list[tuple[Any, bool]] = [(one, False)]
@@ -69,7 +69,7 @@ def _of_same_value(schema: _JsonObject) -> Iterator[Any]:
         yield from inner if isinstance(inner, list) else (inner,)
 
 
-def _target(schema: Any, reference: Any) -> Any:
+def target_of(schema: Any, reference: Any) -> Any:
     """What a JSON pointer (RFC 6901) in a URI's fragment names."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         shown = str(reference)[:_MAX_SHOWN]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .schema_values import value_of
+from .schema_values import ArgumentValues
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
@@ -243,12 +243,12 @@ class XmlScanner:
     _VALUE_END = "</parameter>"
     _END = re.compile(r"\s*</function>")
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """`schemas`: of the arguments, by function."""
+    def __init__(self, values: Mapping[str, ArgumentValues]) -> None:
+        """`values`: by function."""
         self.name: str | None = None
         self.is_done = self.is_broken = False
         self.raw = ""  # before the name is known
-        self._schemas = schemas
+        self._values = values
         self._text = ""
         self._searched = 0  # of `_text`, for the end of a value
         self._key: str | None = None  # of the value that is being read
@@ -317,10 +317,8 @@ class XmlScanner:
         return True
 
     def _add(self, key: str, text: str) -> None:
-        whole = self._schemas.get(self.name or "", {})
-        properties = whole.get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        value = json.dumps(value_of(text, schema, whole), ensure_ascii=False)
+        values = self._values.get(self.name or "") or ArgumentValues({})
+        value = json.dumps(values.value_of(key, text), ensure_ascii=False)
         self._arguments.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key)}: {value}")
         self._num_parameters += 1
 

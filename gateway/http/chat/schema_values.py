@@ -3,48 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MAX_REFERENCES = 8  # one to the next, of a schema
-_MAX_DEPTH = 4  # of alternatives in alternatives
+from ....constraints.schema_references import BadReference, target_of
+
+_MAX_DEPTH = 16  # of references and alternatives, one in the other
 
 
-def value_of(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
-    """A text is a string, unless its schema, a part of `whole`, has another type and it is JSON of
-    that."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    if _has_texts(schema, whole):
-        return text
-    try:
-        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-        json.dumps(value, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return text
-    return value
+class ArgumentValues:
+    """Of one function; each part of its schema is looked at once."""
 
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self._has_texts: dict[int, bool] = {}  # by the part's id
 
-def _has_texts(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> bool:
-    """Whether a schema may have strings among its values. References are followed in `whole`."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or "$ref" not in schema:
-            break
-        schema = _referred(schema["$ref"], whole)
-    if not isinstance(schema, dict) or depth == _MAX_DEPTH:
-        return True
-    if (kind := schema.get("type")) is not None:
-        return kind == "string" or (isinstance(kind, list) and "string" in kind)
-    if isinstance(values := schema.get("enum"), list):
-        return any(isinstance(value, str) for value in values)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(several := schema.get(key), list):
-            return any(_has_texts(one, whole, depth + 1) for one in several)
-    return True
+    def value_of(self, name: str, text: str) -> Any:
+        """A text is a string, unless the argument has another type and it is JSON of that."""
+        text = text.removeprefix("\n").removesuffix("\n")
+        properties = self._schema.get("properties")
+        if self._may_be_text(properties.get(name) if isinstance(properties, dict) else None):
+            return text
+        try:
+            value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+            json.dumps(value, allow_nan=False).encode()
+        except (ValueError, RecursionError):
+            return text
+        return value
 
+    def _may_be_text(self, schema: Any, depth: int = 0) -> bool:
+        """Whether a schema may have strings among its values; True if that is hard to tell."""
+        if not isinstance(schema, dict) or depth == _MAX_DEPTH:
+            return True
+        if (known := self._has_texts.get(id(schema))) is None:
+            self._has_texts[id(schema)] = True  # for itself: it may lead back
+            known = all(self._take_texts(schema, depth + 1))
+            self._has_texts[id(schema)] = known
+        return known
 
-def _referred(reference: Any, whole: Mapping[str, Any]) -> Any:
-    """What `#/$defs/Name` stands for; None where that is nothing."""
-    found: Any = whole
-    for key in str(reference).removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+    def _take_texts(self, schema: Mapping[str, Any], depth: int) -> Iterator[bool]:
+        """Whether its keywords do, one by one."""
+        if (kind := schema.get("type")) is not None:
+            yield kind == "string" or (isinstance(kind, list) and "string" in kind)
+        if "const" in schema:
+            yield isinstance(schema["const"], str)
+        if isinstance(values := schema.get("enum"), list):
+            yield any(isinstance(value, str) for value in values)
+        if "$ref" in schema:
+            yield self._may_be_text(self._referred(schema["$ref"]), depth)
+        for key, among in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            if isinstance(several := schema.get(key), list):
+                yield among(self._may_be_text(one, depth) for one in several)
+
+    def _referred(self, reference: Any) -> Any:
+        try:
+            return target_of(self._schema, reference)
+        except BadReference:
+            return None

@@ -17,10 +17,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ...text.special_tokens import any_of
 from .call_scanners import CallScanner, TaggedScanner, XmlScanner
+from .schema_values import ArgumentValues
 from .tool_call_parsers import (
     Llama3Parser,
     MistralParser,
@@ -76,9 +76,9 @@ class ToolFormat:
         return " ".join(one for one in (*pieces, json.dumps(text[last:])) if one != '""') or '""'
 
 
-def _schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:
+def _values(tools: Sequence[Tool]) -> Mapping[str, ArgumentValues]:
     functions = [tool["function"] for tool in tools]
-    return {one["name"]: one.get("parameters") or {} for one in functions}
+    return {one["name"]: ArgumentValues(one.get("parameters") or {}) for one in functions}
 
 
 def _tagged(
@@ -137,7 +137,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
     "qwen3_coder": ToolFormat(
         f"{_HERMES}\n<function=", ">\n", "",
-        lambda tools: TagParser(partial(XmlScanner, _schemas(tools)), _HERMES, (_HERMES_END,)),
+        lambda tools: TagParser(partial(XmlScanner, _values(tools)), _HERMES, (_HERMES_END,)),
         is_json=False,
     ),
     "pythonic": ToolFormat("[", "(", "", lambda tools: PythonicParser(), is_json=False),

@@ -369,32 +369,3 @@ def test_objects_that_are_not_quite_calls(cuts: str) -> None:
     assert read(HERMES, f"<tool_call>{unescaped}</tool_call>").calls == [_NOW]
     deep = '<tool_call>{"name": ' + "[" * 1500 + "]" * 1500 + ', "arguments": {}}</tool_call>'
     assert read(HERMES, deep).calls == []
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
-        ({"oneOf": [{"type": "array"}]}, '["x"]', ["x"]),
-        ({"enum": [1, 2]}, "1", 1),
-        ({"enum": ["1", 2]}, "1", "1"),
-        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
-        ({"$ref": "#/$defs/Name"}, "94105", "94105"),
-        ({"$ref": "#/$defs/Loop"}, "1", "1"),
-        ({"$ref": "elsewhere"}, "1", "1"),
-        ({"description": "any"}, "1", "1"),
-    ],
-)
-def test_values_by_what_their_schema_has(schema: Any, text: str, value: object) -> None:
-    defs = {
-        "Point": {"type": "object"},
-        "Name": {"type": "string"},
-        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]},
-    }
-    parameters = {"properties": {"a": schema}, "$defs": defs}
-    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    parser = FORMATS["qwen3_coder"].parser(tools)
-    call = f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"
-    deltas: list[Any] = [*parser.feed(call), *parser.finish()]
-    assert json.loads("".join(delta.arguments for delta in deltas)) == {"a": value}
