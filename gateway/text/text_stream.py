@@ -24,6 +24,8 @@ from tokenizers.decoders import DecodeStream
 from ...core.errors import is_failure
 
 _NUM_CONTEXT_TOKENS = 8
+_MAX_HELD_TOKENS = 32  # without a text that is whole; some vocabularies cut most characters
+_MAX_CHARACTER_BYTES = 4  # of UTF-8, so at most as many tokens
 _REPLACEMENT = "\ufffd"
 _WORD_START = "\u2581"  # how SentencePiece writes a leading space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
@@ -132,23 +134,30 @@ class WholeTexts(dict[int, str | None]):
     """By token id, a token's text wherever it stands; None for one that depends on the others.
 
     With byte-level vocabularies (GPT-2's) a text's bytes are its tokens' bytes, one by one, and
-    a token of whole characters is always the same text. Filled as ids are looked up, so at
-    most as long as the vocabulary.
+    a token of whole characters is always the same text. `hidden_ids` have none, nor have ids that
+    the tokenizer does not know. Filled as ids are looked up, so at most as long as the vocabulary.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, hidden_ids: frozenset[int]) -> None:
         super().__init__()
         self._library = library
         self._is_byte_level = isinstance(library.decoder, decoders.ByteLevel)
-        # Special tokens are shown or not, as a request wants.
-        self._left_out = hidden_ids | library.get_added_tokens_decoder().keys()
+        self._hidden_ids = hidden_ids
+        added = library.get_added_tokens_decoder()
+        self._added_ids = added.keys()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     def __missing__(self, token_id: int) -> str | None:
-        text = ""
-        if self._is_byte_level and token_id not in self._left_out:
-            text = decode_few(self._library, [token_id])
-        self[token_id] = text if text and _REPLACEMENT not in text else None
-        return self[token_id]
+        self[token_id] = text = self._text(token_id)
+        return text
+
+    def _text(self, token_id: int) -> str | None:
+        if token_id in self._hidden_ids or self._library.id_to_token(token_id) is None:
+            return ""
+        if not self._is_byte_level or token_id in self._added_ids:
+            return None  # special ones are shown or not, as a request wants
+        text = decode_few(self._library, [token_id])
+        return text if text and _REPLACEMENT not in text else None
 
 
 class Detokenizer:
@@ -156,47 +165,66 @@ class Detokenizer:
 
     A character whose bytes are not all there yet is held back; a text that ends inside one loses
     it. The prompt's last tokens are the context: some tokenizers write a word's leading space
-    only behind another word. `hidden_ids` never show up as text.
+    only behind another word.
     """
 
     def __init__(
         self,
         library: tokenizers.Tokenizer,
         whole_texts: WholeTexts,
-        hidden_ids: frozenset[int],
         prompt_token_ids: Sequence[int],
         skips_special_tokens: bool = True,
     ) -> None:
         self._library = library
         self._whole_texts = whole_texts
-        self._hidden_ids = hidden_ids
         context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         if decode_few(library, context).endswith(_REPLACEMENT):
             context = []  # ends inside a character: the stream would repeat it as output
         self._skips_special_tokens = skips_special_tokens
+        self._skipped_ids = whole_texts.special_ids if skips_special_tokens else frozenset()
         self._stream = self._stream_after(context)
-        self._holds_none = True  # of the last token's text
+        self._held: list[int] = []  # the last tokens, whose text the stream has not given yet
+        self._num_shown = 0  # characters of it that were shown nevertheless
 
     def step(self, token_id: int) -> str:
         """The text that this token completes: often a word, sometimes nothing."""
-        if self._holds_none:
-            text = self._whole_texts[token_id]
-            if text is not None:  # nearly always; the stream's context may miss such tokens
-                return text
-        return self._step(token_id)
+        text = self._whole_texts[token_id]
+        if text is not None and not (text and self._held):
+            return text  # nearly always; the stream's context may miss such tokens
+        return "" if token_id in self._skipped_ids else self._step(token_id)
 
     def _step(self, token_id: int) -> str:
-        if token_id in self._hidden_ids:
-            return ""
         try:
             text = self._stream.step(self._library, token_id)
         except BaseException as error:  # where bytes are no UTF-8, text that was shown changed
             if not is_failure(error):
                 raise
             self._stream = self._stream_after([])
+            self._held, self._num_shown = [], 0
             text = self._stepped_alone(token_id)
-        self._holds_none = text is not None
-        return text or ""
+        if text is None:
+            self._held.append(token_id)
+            return self._shorten() if len(self._held) > _MAX_HELD_TOKENS else ""
+        text = text[self._num_shown :]
+        self._held, self._num_shown = [], 0
+        return text
+
+    def _shorten(self) -> str:
+        """The stream decodes all that is held for each token: go on with the last character alone,
+        and show what lies before that."""
+        text = self._text_of_held()
+        self._held = self._held[-_MAX_CHARACTER_BYTES:]
+        self._stream = self._stream_after(self._held)
+        kept, begun = self._text_of_held(), self._num_shown
+        if not kept.endswith(_REPLACEMENT):
+            self._held, self._num_shown = [], 0
+            return text[begun:]
+        self._num_shown = len(kept) - 1  # the stream gives it again
+        return text[begun:-1]
+
+    def _text_of_held(self) -> str:
+        skips = self._skips_special_tokens
+        return decode_few(self._library, self._held, skip_special_tokens=skips)
 
     def _stepped_alone(self, token_id: int) -> str | None:
         """A token that the library fails at even alone must not end what others' tokens need."""

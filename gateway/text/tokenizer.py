@@ -225,13 +225,7 @@ class Tokenizer:
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
     ) -> Detokenizer:
         """An incremental detokenizer for the continuation of this prompt."""
-        return Detokenizer(
-            self._library,
-            self._whole_texts,
-            self.hidden_ids,
-            prompt_token_ids,
-            skips_special_tokens,
-        )
+        return Detokenizer(self._library, self._whole_texts, prompt_token_ids, skips_special_tokens)
 
     def close(self) -> None:
         self._lanes.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,13 @@ from fakes.gateway.byte_model import EOS_ID, write_byte_model
 from fakes.gateway.engine_link import Letters
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import SOON_S
 from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.gateway.request.output_chunk import TokenSplice
-from baton.gateway.text.text_stream import StopMatcher, TextStream
+from baton.gateway.text.text_stream import StopMatcher, TextStream, WholeTexts
 from baton.gateway.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -176,6 +179,51 @@ def test_each_step_is_what_the_library_says(
             own = DecodeStream(ids=[], skip_special_tokens=skips)
             expected = own.step(library, token_id)
         assert text == (expected or "")
+
+
+_BYTES = st.sampled_from([*b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\xff", EOS_ID, EOS_ID + 3])
+
+
+@given(st.lists(st.tuples(_BYTES, st.integers(1, 50)), max_size=8), st.booleans())
+def test_bytes_that_are_no_text_are_shown_all_along(
+    tokenizer: Tokenizer, runs: list[tuple[int, int]], skips: bool
+) -> None:
+    """As decode() shows them in the end, and none is held for long."""
+    ids = [i for i, count in runs for _ in range(count)]
+    detokenizer = tokenizer.detokenizer([], skips_special_tokens=skips)
+    text = ""
+    for place, token_id in enumerate(ids, 1):
+        text += detokenizer.step(token_id)
+        whole = bytes(i for i in ids[:place] if i < EOS_ID).decode(errors="replace")
+        assert whole.startswith(text) and len(whole) - len(text) <= 32
+    whole = tokenizer._library.decode(ids)
+    assert not whole.removeprefix(text).strip("\ufffd")
+
+
+def test_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
+    """As a vocabulary of merged bytes has for scripts of three bytes a character."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2}, []))
+    library.decoder = decoders.ByteLevel()
+    library.save(str(tmp_path / "tokenizer.json"))
+    detokenizer = Tokenizer.load(tmp_path).detokenizer([0, 2])
+    pieces = [detokenizer.step(i) for i in [0, *[1] * 999, 2, 0, 2]]
+    assert "".join(pieces) == "€" * 1001
+    assert max(map(len, pieces)) <= 33
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("token_id", [0x80, 0xE2, EOS_ID, EOS_ID + 3])
+def test_a_token_without_a_text_costs_the_same_each_time(
+    tokenizer: Tokenizer, token_id: int, skips: bool
+) -> None:
+    """The library decodes all that it holds again: a minute for these."""
+    tokenizer = replace(tokenizer, _whole_texts=WholeTexts(tokenizer._library, frozenset()))
+    detokenizer = tokenizer.detokenizer([*b"so "], skips_special_tokens=skips)
+    began_s = time.thread_time()
+    for _ in range(20_000):
+        detokenizer.step(token_id)
+    assert time.thread_time() - began_s < SOON_S
+    assert detokenizer.step(ord("x")).endswith("x")
 
 
 def test_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
