@@ -7,7 +7,9 @@ function_call_output                                 a tool's message
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ....core.errors import InvalidRequest
@@ -98,25 +100,22 @@ def _part(value: Any, name: str) -> str:
 def joined(messages: Sequence[Message]) -> list[Message]:
     """Assistant's messages in a row as one, and system's in front."""
     found: list[Message] = []
-    for message in messages:
-        role = message["role"]
-        is_in_front = all(one["role"] == "system" for one in found)
-        if not found or found[-1]["role"] != role or role not in ("assistant", "system"):
-            found.append(dict(message))
-        elif role == "assistant" or is_in_front:
-            _join(found[-1], message)
+    for role, run in itertools.groupby(messages, key=itemgetter("role")):
+        if role == "assistant" or (role == "system" and not found):
+            found.append(_as_one([*run]))
         else:
-            found.append(dict(message))
+            found += map(dict, run)
     return found
 
 
-def _join(into: Message, message: Message) -> None:
+def _as_one(run: Sequence[Message]) -> Message:
+    whole = dict(run[0])
     for key in ("content", "reasoning_content"):
-        texts = [text for one in (into, message) if (text := one.get(key))]
-        if texts:
-            into[key] = "\n\n".join(texts)
-    if "tool_calls" in message:
-        into["tool_calls"] = [*into.get("tool_calls", []), *message["tool_calls"]]
+        if texts := [text for one in run if (text := one.get(key))]:
+            whole[key] = "\n\n".join(texts)
+    if calls := [call for one in run for call in one.get("tool_calls", ())]:
+        whole["tool_calls"] = calls
+    return whole
 
 
 def _tools(value: Any, name: str) -> Any:
