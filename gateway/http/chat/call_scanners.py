@@ -200,15 +200,15 @@ class TaggedScanner:
             return self._read(text)
         for place, char in enumerate(text):  # however it is cut, it breaks at the same place
             self._header += char
-            header, behind = self._header.removesuffix(self._separator), text[place + 1 :]
+            header = self._header.removesuffix(self._separator)
             if has_all := len(header) < len(self._header):
                 match = self._name_in.fullmatch(header.strip())
                 if match is not None and _NAME.match(match[1]):
                     self.name = match[1]
-                    return self._read(behind)
+                    return self._read(text[place + 1 :])
             if has_all or len(header) > _MAX_HEADER_CHARS:
                 self.is_broken = True
-                return behind
+                return text[place + 1 :]
         return ""
 
     def _read(self, text: str) -> str:
@@ -238,22 +238,27 @@ class TaggedScanner:
 class XmlScanner:
     """Qwen3-Coder's. A value is text: what it stands for depends on the function's schema."""
 
-    _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,64})>")
-    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>")
+    _FUNCTION = re.compile(r"<function=([^>\n]{1,64})>")
+    _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
     _VALUE_END = "</parameter>"
-    _END = re.compile(r"\s*</function>")
+    _END = "</function>"
 
     def __init__(self, values: Mapping[str, ArgumentValues]) -> None:
         """`values`: by function."""
         self.name: str | None = None
         self.is_done = self.is_broken = False
-        self.raw = ""  # before the name is known
         self._values = values
+        self._space: list[str] = []  # in front of the function's tag
         self._text = ""
         self._searched = 0  # of `_text`, for the end of a value
         self._key: str | None = None  # of the value that is being read
         self._num_parameters = 0
         self._arguments: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        """Before the name is known."""
+        return "".join((*self._space, self._text))
 
     def take_arguments(self) -> str:
         taken = "".join(self._arguments)
@@ -263,6 +268,9 @@ class XmlScanner:
     def feed(self, text: str) -> str:
         if self.name is None:
             for place, char in enumerate(text):  # as a TaggedScanner
+                if not self._text and char in _SPACE:
+                    self._space.append(char)
+                    continue
                 self._text += char
                 if self._begin() or self.is_broken:
                     text = text[place + 1 :]
@@ -280,26 +288,26 @@ class XmlScanner:
     def _begin(self) -> bool:
         match = self._FUNCTION.match(self._text)
         if match is None or not _NAME.match(match[1]):
-            self.raw, written = self._text, self._text.lstrip()
-            may_begin = "<function=".startswith(written[:10])
-            self.is_broken = match is not None or not may_begin or len(written) > _MAX_HEADER_CHARS
+            may_begin = "<function=".startswith(self._text[:10])
+            is_long = len(self._text) > _MAX_HEADER_CHARS
+            self.is_broken = match is not None or not may_begin or is_long
             return False
-        self.name, self._text = match[1], self._text[match.end() :]
+        self.name, self._text = match[1], ""
         return True
 
     def _read_tag(self) -> bool:
         """Between values; False: more text is needed."""
-        if match := self._END.match(self._text):
+        self._text = tag = self._text.lstrip()
+        if tag.startswith(self._END):
             self._arguments.append("}" if self._num_parameters else "{}")
             self.is_done = True
-            self._text = self._text[match.end() :]
-        elif match := self._PARAMETER.match(self._text):
+            self._text = tag.removeprefix(self._END)
+        elif match := self._PARAMETER.match(tag):
             self._key = match[1]
-            self._text = self._text[match.end() :]
+            self._text = tag[match.end() :]
+        elif any(one.startswith(tag[: len(one)]) for one in (self._END, "<parameter=")):
+            return False
         else:
-            tag = self._text.lstrip()
-            if any(one.startswith(tag[: len(one)]) for one in ("</function>", "<parameter=")):
-                return False
             _, found, behind = tag[1:].partition("<")  # what belongs to no tag is dropped
             self._text = found + behind
         return True

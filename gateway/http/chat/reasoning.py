@@ -85,6 +85,8 @@ class ReasoningParser:
         self._is_plain = False  # it began with no tag, and needed one
         self._is_blank = True  # nothing of the part that is being read was passed on
         self._skips_breaks = False
+        self._space: list[str] = []  # in front of all text, until it is known what begins there
+        self._num_breaks = 0  # of lines, in front of `_text`: passed on if reasoning follows
         self._text = ""  # not judged yet
 
     @property
@@ -101,6 +103,10 @@ class ReasoningParser:
         """More text; returns the reasoning and the other text that are certain by now."""
         if self.is_over:
             return "", text
+        if not self._has_begun and not self._text:
+            begun = text.lstrip()
+            self._space.append(text[: len(text) - len(begun)])
+            text = begun
         self._text += text
         if not self._has_begun and not self._begin():
             return "", ""
@@ -109,19 +115,21 @@ class ReasoningParser:
 
     def finish(self) -> tuple[str, str]:
         """No more text comes: what is held was no tag."""
-        text, self._text = self._text, ""
+        text, self._text = "".join((*self._space, self._text)), ""
         if self._is_inside:
-            return text.rstrip("\n"), ""
+            return self._reasoning(text), ""
         return "", "" if self._skips_breaks else text
 
     def _begin(self) -> bool:
         """Whether it is known by now if the text begins with a tag."""
-        text = self._text.lstrip()
-        if len(text) < len(self._tags.begin) and self._tags.begin.startswith(text):
+        text, tag = self._text, self._tags.begin
+        if len(text) < len(tag) and tag.startswith(text):
             return False
-        if text.startswith(self._tags.begin):
-            self._text = text.removeprefix(self._tags.begin)
+        self._text = "".join((*self._space, text))
+        if text.startswith(tag):
+            self._text = text.removeprefix(tag)
             self._is_inside = True
+        self._space.clear()
         self._is_plain = not self._is_inside
         self._has_begun = True
         return True
@@ -132,12 +140,18 @@ class ReasoningParser:
         reasoning, found, behind = self._text.partition(self._tags.end)
         if found:
             self._text, self._is_inside, self._skips_breaks = behind, False, True
-            return reasoning.rstrip("\n")
-        num_shown = len(reasoning) - beginning_of(self._tags.end, reasoning)
-        shown = reasoning[:num_shown].rstrip("\n")
-        self._text = reasoning[len(shown) :]
+            return self._reasoning(reasoning)
+        num_certain = len(reasoning) - beginning_of(self._tags.end, reasoning)
+        self._text = reasoning[num_certain:]
+        return self._reasoning(reasoning[:num_certain])
+
+    def _reasoning(self, text: str) -> str:
+        """More of it, without the line breaks at its end."""
+        shown = text.rstrip("\n")
+        breaks = "\n" * self._num_breaks if shown else ""
+        self._num_breaks += len(text) - len(shown) - len(breaks)
         self._is_blank = self._is_blank and not shown
-        return shown
+        return breaks + shown
 
     def _read_behind(self) -> str:
         text, self._text = self._text, ""

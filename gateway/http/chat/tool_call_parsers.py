@@ -45,6 +45,7 @@ class ToolCallParser(ABC):
     def __init__(self, new_scanner: Callable[[], Scanner] = CallScanner) -> None:
         self._new_scanner = new_scanner
         self._text = ""  # not judged yet
+        self._space: list[str] = []  # behind it
         self._scanner: Scanner | None = None
         self._num_calls = 0
         self._is_named = False
@@ -57,8 +58,17 @@ class ToolCallParser(ABC):
         is_open = self._scanner is not None and self._is_named and not self._scanner.is_done
         return self._num_calls if is_open else None
 
+    @property
+    def _needs_text(self) -> bool:
+        """Whether white space decides nothing, whatever was before."""
+        return self._scanner is None and not self._has_content
+
     def feed(self, text: str) -> list[Delta]:
-        self._text += text
+        if self._needs_text and text.isspace():
+            self._space.append(text)
+            return []
+        self._text = "".join((self._text, *self._space, text))
+        self._space.clear()
         deltas: list[Delta] = []
         while self._text and (self._scan(deltas) if self._scanner else self._read(deltas)):
             pass
@@ -66,7 +76,7 @@ class ToolCallParser(ABC):
 
     def finish(self) -> list[Delta]:
         """No more text comes."""
-        deltas: list[Delta] = []
+        deltas = self.feed("")
         if self._scanner is not None and not self._is_named:
             self._content(self._given_up(self._scanner), deltas)
         elif self._scanner is not None:
@@ -167,6 +177,11 @@ class MistralParser(TagParser):
     def __init__(self, new_scanner: Callable[[], Scanner], begin: str) -> None:
         super().__init__(new_scanner, begin)
         self._is_at_tag = self._is_in_list = False
+
+    @property
+    def _needs_text(self) -> bool:
+        is_within = self._is_at_tag or self._is_in_list
+        return super()._needs_text or (is_within and self._scanner is None)
 
     def _begin(self) -> None:
         self._is_at_tag = True

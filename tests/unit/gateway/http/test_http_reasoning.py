@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import SOON_S
 from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import InvalidRequest
@@ -73,6 +75,25 @@ def test_cuts_do_not_matter(start: Start, words: list[str], data: Any) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert told_apart(start, pieces) == told_apart(start, [text])
+
+
+@pytest.mark.parametrize(
+    ("start", "before", "piece", "behind", "wanted"),
+    [
+        (UNDECIDED, "", " " * 64, "<think>why", ("why", "")),
+        (UNDECIDED, "", " " * 64, "so", ("", " " * 64 * 30_000 + "so")),
+        (OPEN, "", "\n" * 64, "why", ("why", "")),
+        (OPEN, "why", "\n" * 64, "not", ("why" + "\n" * 64 * 30_000 + "not", "")),
+        (OPEN, "why", "\n" * 64, "</think>so", ("why", "so")),
+        (OPEN, "why</think>", "\n" * 64, "so", ("why", "so")),
+    ],
+)
+def test_white_space_that_never_ends_is_read_once(
+    start: Start, before: str, piece: str, behind: str, wanted: tuple[str, str]
+) -> None:
+    began_s = time.thread_time()
+    assert told_apart(start, [before, *[piece] * 30_000, behind]) == wanted
+    assert time.thread_time() - began_s < SOON_S
 
 
 def test_the_prompts_end_says_where_an_answer_begins() -> None:

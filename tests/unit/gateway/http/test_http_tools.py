@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import SOON_S
 
 from baton.gateway.http.chat.tool_call_parsers import Content
 from baton.gateway.http.chat.tool_formats import (
@@ -94,7 +95,6 @@ LLAMA = [
      '{"some": "json"} {"name": "a", "parameters": {}}', []),
     ('text {"name": "a", "parameters": {}}', 'text {"name": "a", "parameters": {}}', []),
 ]  # fmt: skip
-QWEN3_CODER = FORMATS["qwen3_coder"]
 XML = (
     "<tool_call>\n<function=typed>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\n5\n</parameter>\n"
     "<parameter=l>\n[1, {}]\n</parameter>\n<parameter=u>\nnull\n</parameter>\n<parameter=b>\nTrue\n"
@@ -200,6 +200,35 @@ def test_a_long_call_takes_time_by_its_length() -> None:
     assert time.perf_counter() - began_s < 8
 
 
+def test_many_calls_that_are_none_in_one_piece() -> None:
+    """Of which the rest was copied for each of their characters: half a minute."""
+    tag = "<｜tool▁call▁begin｜>"
+    began_s = time.thread_time()
+    assert parsed(FORMATS["deepseek_v31"], [tag * 32_000]).content == tag * 32_000
+    assert time.thread_time() - began_s < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "behind"),
+    [
+        *((name, "", "x") for name in FORMATS), ("hermes", hermes("f", {}), "x"),
+        ("llama3_json", '{"name": "f", "parameters": {}};', '{"name": "g", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS]", '[{"name": "f", "arguments": {}}]'),
+        ("mistral", "so [TOOL_CALLS][", '{"name": "f", "arguments": {}}]'),
+        ("pythonic", "[", "f()]"), ("qwen3_coder", "<tool_call>", "<function=f></function>"),
+        ("qwen3_coder", "<tool_call>", "no"),
+        ("qwen3_coder", "<tool_call><function=f>", "</functional></function>"),
+    ],
+)  # fmt: skip
+def test_white_space_that_never_ends_is_read_once(name: str, before: str, behind: str) -> None:
+    began_s = time.thread_time()
+    found = parsed(FORMATS[name], [before, *[" " * 64] * 30_000, behind])
+    assert time.thread_time() - began_s < SOON_S
+    few = parsed(FORMATS[name], [before, "  ", behind])
+    assert (found.content.split(), found.calls) == (few.content.split(), few.calls)
+    assert len(found.content) - len(few.content) == (0 if few.calls else 64 * 30_000 - 2)
+
+
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA3_JSON])
 def test_openings_are_read_as_the_beginning_of_a_call(tool_format: ToolFormat) -> None:
     assert parsed(
@@ -214,7 +243,7 @@ def test_openings_are_read_as_the_beginning_of_a_call(tool_format: ToolFormat) -
 
 def test_the_template_tells_the_format() -> None:
     assert format_of_template("... <tool_call> ...") is HERMES
-    assert format_of_template("<tool_call>\n<function=x>") is QWEN3_CODER
+    assert format_of_template("<tool_call>\n<function=x>") is FORMATS["qwen3_coder"]
     for text, name in (
         ("[TOOL_CALLS]", "mistral"), ("<|tool_call_begin|>", "kimi_k2"),
         ("<｜tool▁call▁begin｜>", "deepseek_v31"), ("<｜tool▁call▁begin｜>```json", "deepseek_v3"),
