@@ -239,7 +239,8 @@ class XmlScanner:
     """Qwen3-Coder's. A value is text: what it stands for depends on the function's schema."""
 
     _FUNCTION = re.compile(r"<function=([^>\n]{1,64})>")
-    _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
+    _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})[>\n]")  # some forget the bracket
+    _MAY_BE_PARAMETER = re.compile(r"<parameter=[^>\n]{0,256}\Z")
     _VALUE_END = "</parameter>"
     _END = "</function>"
 
@@ -305,12 +306,16 @@ class XmlScanner:
         elif match := self._PARAMETER.match(tag):
             self._key = match[1]
             self._text = tag[match.end() :]
-        elif any(one.startswith(tag[: len(one)]) for one in (self._END, "<parameter=")):
+        elif self._is_begun(tag):
             return False
         else:
             _, found, behind = tag[1:].partition("<")  # what belongs to no tag is dropped
             self._text = found + behind
         return True
+
+    def _is_begun(self, tag: str) -> bool:
+        may_be_either = any(one.startswith(tag) for one in (self._END, "<parameter="))
+        return may_be_either or self._MAY_BE_PARAMETER.match(tag) is not None
 
     def _read_value(self) -> bool:
         """Up to the value's end; False: more text is needed."""

@@ -109,6 +109,10 @@ OTHERS: list[tuple[str, str, str, Any]] = [
      "</function></tool_call>", "", [["f", '{"a": "x\\n</function>\\n\\""}']]),
     ("qwen3_coder", "<tool_call>\n<function=typed>\n<parameter=n>\nmany\n</parameter>\n</function>",
      "", [["typed", '{"n": "many"}']]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a\nx\n</parameter><parameter=b>y</parameter>"
+     "</function></tool_call> z", "z", [["f", '{"a": "x", "b": "y"}']]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=>x</parameter><parameter=" + "a" * 300 + ">x"
+     "</parameter> <parameter=b>y</parameter></function></tool_call>", "", [["f", '{"b": "y"}']]),
     ("qwen3_coder", "<tool_call>\nno</tool_call>", "<tool_call>\nno</tool_call>", []),
     ("qwen3_coder", "<tool_call>\n<function=", "<tool_call>\n<function=", []),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[ARGS]{}', "",
