@@ -243,11 +243,13 @@ class ReasoningGrammar:
         any_text = f"{self._but()}*"
         behind = any_text if body is None else r"/\n{0,2}/ body"
         reasoned = f"{inside} <[{self.end_id}]> {behind}"
+        begun = f"<[{self.begin_id}]> {reasoned}"
         if start is Start.OPEN:
             rules = [f"start: {reasoned}"]
+        elif body is None:  # there may be white space in front, which is any tokens
+            rules = [f"start: {self._but(self.begin_id)}* ({begun})?"]
         else:
-            plain = f"({self._but(self.begin_id)} {any_text})?" if body is None else "body"
-            rules = [f"start: <[{self.begin_id}]> {reasoned} | {plain}"]
+            rules = [f"start: {begun} | body"]
         return "\n".join([*rules, *([] if body is None else [f"body: {body}"])])
 
     def _but(self, *ids: int) -> str:

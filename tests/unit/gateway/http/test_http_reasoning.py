@@ -234,13 +234,15 @@ def test_the_mask_begins_behind_the_reasoning(
         assert follow(vocabulary, text, begin + "<|endoftext|>")[0] == begin, "it must answer"
     plain = grammar.of(UNDECIDED, lark_of(fields, name))
     assert follow(vocabulary, plain, good) == (good, True)
+    assert follow(vocabulary, plain, f"\n{good}")[0] == "", "it would have to reason behind that"
 
 
 def test_a_budget_ends_reasoning_and_nothing_else(vocabulary: Tokenizer) -> None:
     ids = vocabulary.token_to_id("<think>"), vocabulary.token_to_id("</think>")
     grammar = ReasoningGrammar(*ids, (0,))
     words = " a b c d e f g h"
-    for start, begin in ((OPEN, ""), (UNDECIDED, "<think>")):
+    begins = ("<think>", "\n<think>", " \n\n <think>", "\t\n" * 99 + "<think>")
+    for start, begin in ((OPEN, ""), *((UNDECIDED, begin) for begin in begins)):
         for budget in (0, 3):
             text = grammar.of(start, None, budget)
             assert follow(vocabulary, text, begin + words) == (begin + words[: 2 * budget], False)
