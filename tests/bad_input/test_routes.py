@@ -82,6 +82,8 @@ def test_absent_paths(target: Target, path: str) -> None:
         ("/chat/completions", "the path is /v1/chat/completions"),
         ("/v1/v1/chat/completions", "the path is /v1/chat/completions"),
         ("/v1/completions/", "the path is /v1/completions"),
+        ("/load_lora_adapter", "the path is /v1/load_lora_adapter"),
+        ("/unload_lora_adapter", "the path is /v1/unload_lora_adapter"),
         ("/get_model_info", "GET /v1/models"),
         ("/wat", "/v1/chat/completions, /v1/completions"),
         ("/" + "x/" * 2000, "GET /openapi.json"),

@@ -72,8 +72,8 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("readyz", "health_generate"), "use GET /ready"),
     **dict.fromkeys(("docs", "redoc", "swagger"), "use GET /openapi.json"),
     **dict.fromkeys(("pause", "resume", "sleep", "wake_up", "update_weights"), _OPERATED),
-    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter", "reset_prefix_cache"), _OPERATED),
-    **dict.fromkeys(("flush_cache", "collective_rpc", "start_profile", "stop_profile"), _OPERATED),
+    **dict.fromkeys(("reset_prefix_cache", "flush_cache", "collective_rpc"), _OPERATED),
+    **dict.fromkeys(("start_profile", "stop_profile"), _OPERATED),
 }
 _RENAMED: Mapping[str, str] = {  # ours, without /v1 or with one too many
     "chat/completions": "/v1/chat/completions",
@@ -81,6 +81,8 @@ _RENAMED: Mapping[str, str] = {  # ours, without /v1 or with one too many
     "responses": "/v1/responses",
     "messages": "/v1/messages",
     "models": "/v1/models",
+    "load_lora_adapter": "/v1/load_lora_adapter",
+    "unload_lora_adapter": "/v1/unload_lora_adapter",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
     "metrics": "/metrics",
