@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...text.special_tokens import any_of
-from .call_scanners import CallScanner, PythonicScanner, Scanner
+from .call_scanners import CallScanner, Scanner
+from .pythonic_scanner import PythonicScanner
 from .reasoning import beginning_of
 
 PYTHON_TAG = "<|python_tag|>"

@@ -1,0 +1,92 @@
+"""One tool call in Python's syntax, now(zone="UTC"), as a Scanner reads it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+from .call_scanners import NAME
+
+
+class PythonicScanner:
+    """A call in Python's syntax, whose arguments are literals by name. Parsed, never evaluated."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_done = self.is_broken = False
+        self._text: list[str] = []
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+        self._arguments = ""
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._text)
+
+    def take_arguments(self) -> str:
+        taken, self._arguments = self._arguments, ""
+        return taken
+
+    def feed(self, text: str) -> str:
+        for place, char in enumerate(text):
+            self._take(char)
+            if self._depth == 0 and char == ")" and not self._quote:
+                self._text.append(text[: place + 1])
+                self._parse()
+                return text[place + 1 :]
+            if self._depth < 0:
+                self.is_broken = True
+                self._text.append(text[: place + 1])
+                return text[place + 1 :]
+        self._text.append(text)
+        return ""
+
+    def _take(self, char: str) -> None:
+        if self._quote:
+            if not self._is_escaped and char == self._quote:
+                self._quote = ""
+            self._is_escaped = char == "\\" and not self._is_escaped
+        elif char in "'\"":
+            self._quote = char
+        else:
+            self._depth += (char in "([{") - (char in ")]}")
+
+    def _parse(self) -> None:
+        try:
+            call = ast.parse(self.raw.strip(), mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError
+            name = ast.unparse(call.func)
+            found = {one.arg: _literal(one.value) for one in call.keywords if one.arg}
+            arguments = json.dumps(found, ensure_ascii=False, allow_nan=False)
+            arguments.encode()
+            if not NAME.match(name) or len(found) != len(call.keywords):
+                raise ValueError
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            self.is_broken = True
+            return
+        self.name, self._arguments, self.is_done = name, arguments, True
+
+
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    """Raises ValueError for what is no literal of JSON's kinds."""
+    match node:
+        case ast.Constant(value=value) if isinstance(value, str | int | float | None):
+            return value
+        case ast.Name(id=name) if name.lower() in _CONSTANTS:
+            return _CONSTANTS[name.lower()]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            named = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if len(named) != len(keys) or not all(isinstance(key, str) for key in named):
+                raise ValueError
+            return dict(zip(named, map(_literal, values), strict=True))
+    raise ValueError
