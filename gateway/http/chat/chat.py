@@ -85,9 +85,9 @@ class Chat(Response):
             request_id=self.label,
             text=prepared.prompt.text,
             add_special_tokens=False,
-            # What begins a call, or ends reasoning, may be a special token.
-            skip_special_tokens=False if prepared.tool_format or model.reasoning else None,
         )
+        if prepared.tool_format or model.reasoning:
+            wire.skip_special_tokens = False  # what begins a call, or ends reasoning, may be one
         self.prompts = [wire]
         self.special_at = prepared.prompt.special_at
         self._found = found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fakes.gateway.byte_model import write_byte_model
 from fakes.node.node import FakeNode
+from tokenizers import AddedToken, Tokenizer
 
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
@@ -46,9 +47,9 @@ class ConversationGateway:
     url: str
     nodes: tuple[FakeNode, FakeNode]
 
-    def writes(self, answer: str | Callable[[str], str]) -> None:
+    def writes(self, answer: str | Sequence[int] | Callable[[str], str]) -> None:
         """What the model writes to every request from now on, or what gives that of a prompt."""
-        if not isinstance(answer, str):
+        if callable(answer):
             by_prompt = answer
             for node in self.nodes:
                 node.answer = lambda request: by_prompt(prompt_of(request))
@@ -57,9 +58,14 @@ class ConversationGateway:
             node.answer = answer
 
     @property
+    def last_request(self) -> Request:
+        """As the nodes have it."""
+        return codec.request_from_wire(self.nodes[0].dispatched[-1])
+
+    @property
     def last_prompt(self) -> str:
         """Of the last request, as text."""
-        return prompt_of(codec.request_from_wire(self.nodes[0].dispatched[-1]))
+        return prompt_of(self.last_request)
 
 
 def prompt_of(request: Request) -> str:
@@ -72,6 +78,21 @@ def write_conversation_model(folder: Path, max_model_len: int) -> Path:
     write_byte_model(folder, max_model_len=max_model_len)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def write_tagged_model(folder: Path, max_model_len: int) -> dict[str, int]:
+    """The same with tags of one token each, that begins its reasoning itself; returns their ids.
+
+    `<tool_call>` and its end are special tokens."""
+    write_conversation_model(folder, max_model_len)
+    template = TEMPLATE.replace("{% else %}<think>\n", "")
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(text) for text in ("<think>", "</think>")])
+    tags = ("<tool_call>", "</tool_call>")
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in tags])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return {text: tokenizer.token_to_id(text) for text in ("<think>", "</think>", *tags)}
 
 
 @asynccontextmanager

@@ -66,8 +66,9 @@ class FakeNode:
     error: BatonError | None = None  # every dispatch is answered with it
     is_silent: bool = False
     can_constrain: bool = True
-    # What it writes, to its end, in bytes as tokens, or what gives that; empty: by the formula.
-    answer: str | Callable[[Request], str] = ""
+    # What it writes, to its end, as ids or in bytes as tokens, or what gives that; empty: by the
+    # formula.
+    answer: str | Sequence[int] | Callable[[Request], str] = ""
     dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
     cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
     num_sessions: int = 0
@@ -167,8 +168,9 @@ class FakeNode:
             return text[index]
         return token_at(request.prompt_token_ids, index)
 
-    def _text(self, request: Request) -> bytes:
-        return (self.answer if isinstance(self.answer, str) else self.answer(request)).encode()
+    def _text(self, request: Request) -> Sequence[int]:
+        answer = self.answer(request) if callable(self.answer) else self.answer
+        return answer.encode() if isinstance(answer, str) else answer
 
     def _reason(self, request: Request, index: int) -> FinishReason:
         text = self._text(request)

@@ -17,6 +17,7 @@ from fakes.gateway.conversation_gateway import (
     ConversationGateway,
     conversation_gateway,
     write_conversation_model,
+    write_tagged_model,
 )
 
 from baton.cluster.redis_server import RedisServer
@@ -147,6 +148,53 @@ async def test_a_forced_call_ends_the_reasoning_where_no_grammar_can_follow_it(
     with pytest.raises(openai.BadRequestError) as error:
         await chat(world, extra_body={"thinking_token_budget": 5})
     assert error.value.param == "thinking_token_budget"
+
+
+# --- where the tags are tokens --------------------------------------------------------------------
+
+
+@dataclass
+class Tagged:
+    """The same with a model that begins its reasoning itself; `ids` of its tags."""
+
+    gateway: ConversationGateway
+    http: aiohttp.ClientSession
+    ids: dict[str, int]
+
+    def writes(self, *pieces: str) -> None:
+        """Tags, and texts."""
+        found = [[self.ids[one]] if one in self.ids else one.encode() for one in pieces]
+        self.gateway.writes([token_id for piece in found for token_id in piece])
+
+    async def choice(self, **more: Any) -> Any:
+        body = {"model": "demo", "messages": USER, **more}
+        async with self.http.post("/v1/chat/completions", json=body) as answer:
+            found = await answer.json()
+            assert answer.status == 200, found
+            return found["choices"][0]
+
+
+@pytest.fixture
+async def tagged(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Tagged]:
+    ids = write_tagged_model(tmp_path / "demo", MAX_MODEL_LEN)
+    async with (
+        conversation_gateway(redis_server.url, tmp_path / "demo", MAX_MODEL_LEN) as gateway,
+        aiohttp.ClientSession(gateway.url, timeout=aiohttp.ClientTimeout(10)) as http,
+    ):
+        yield Tagged(gateway, http, ids)
+
+
+@pytest.mark.parametrize("more", [{}, {"skip_special_tokens": True}])
+async def test_special_tags_are_read_whatever_a_client_hides(
+    tagged: Tagged, more: dict[str, Any]
+) -> None:
+    call = ("<tool_call>", CALL.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    tagged.writes("<think>", "why", "</think>", "\n\n", *call, "</tool_call>")
+    tools = [{"type": "function", "function": TOOL}]
+    choice = await tagged.choice(tools=tools, **more)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == "why"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"zone": "UTC"}'
 
 
 # --- OpenAI's Responses API -----------------------------------------------------------------------
