@@ -108,12 +108,12 @@ async def prepare(app: web.Application, found: Mapping[str, Any]) -> Prepared:
             f"a strict tool cannot be forced: {reason}", "tools", "unsupported_parameter"
         )
     opening = model.tool_format.opening(choice.function, is_constrained=is_constrained)
+    if start is not Start.CLOSED and calls is not None and model.reasoning_grammar is not None:
+        begin = model.tool_format.literal(opening, _token_id(app))
+        whole = f"start: {begin} call\ncall: %lark {{\n{calls}\n}}"
+        return Prepared(prompt, "", model.tool_format, whole, start)
     ended = ""
     if start is Start.OPEN and model.reasoning is not None:
-        if calls is not None and model.reasoning_grammar is not None:
-            begin = model.tool_format.literal(opening, _token_id(app))
-            whole = f"start: {begin} call\ncall: %lark {{\n{calls}\n}}"
-            return Prepared(prompt, "", model.tool_format, whole, start)
         ended = f"\n{model.reasoning.end}\n\n"
     prompt = model.template.opened(prompt, ended + opening)
     return Prepared(prompt, opening, model.tool_format, calls)

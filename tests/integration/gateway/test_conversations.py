@@ -197,6 +197,24 @@ async def test_special_tags_are_read_whatever_a_client_hides(
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"zone": "UTC"}'
 
 
+async def test_a_forced_call_comes_behind_reasoning_that_the_model_begins(tagged: Tagged) -> None:
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": TOOL}]
+    tagged.writes("<think>", "why", "</think>", "\n\n", "<tool_call>", '\n{"name": "now", '
+                  '"arguments": {}}')  # fmt: skip
+    choice = await tagged.choice(tools=tools, tool_choice="required", thinking_token_budget=5)
+    asked = tagged.gateway.last_request
+    assert bytes(i for i in asked.prompt_token_ids if i < 256).endswith(b"\nassistant:")
+    assert asked.sampling.constraint is not None
+    rules = asked.sampling.constraint.source.splitlines()
+    think, end, call = (tagged.ids[tag] for tag in ("<think>", "</think>", "<tool_call>"))
+    assert rules[0].startswith(f"start: <[{think}]> ") and rules[0].endswith(" | body")
+    assert f"{{0,5}} <[{end}]> " in rules[0]
+    assert f'start: <[{call}]> "\\n{{\\"name\\": \\"" call' in rules
+    assert choice["message"]["reasoning_content"] == "why"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
+
+
 # --- OpenAI's Responses API -----------------------------------------------------------------------
 
 FLAT_TOOL: Any = {"type": "function", "strict": False, **TOOL}
