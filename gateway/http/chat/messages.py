@@ -43,7 +43,7 @@ def read_message(value: Any, name: str) -> Message:
     calls = value.get("tool_calls")
     if role == "assistant" and calls:
         message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
-    if value.get("content") is not None or "tool_calls" not in message:
+    if value.get("content") is not None or role != "assistant":
         message["content"] = _content(value.get("content"), f"{name}.content")
     else:
         message["content"] = ""

@@ -55,6 +55,8 @@ def _turn(value: Any, name: str) -> list[Message]:
     if role not in _ROLES:
         raise invalid(f"{name}.role", f"one of {', '.join(_ROLES)}")
     content = value.get("content")
+    if role == "assistant" and content in (None, []):  # an answer without a token has no block
+        content = ""
     if isinstance(content, str):
         return [read_message({"role": role, "content": content}, name)]
     blocks = _blocks(content, f"{name}.content")

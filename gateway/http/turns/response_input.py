@@ -53,8 +53,9 @@ def _item(value: Any, name: str) -> Message:
         raise invalid(name, "an item")
     match value.get("type", "message"):
         case "message":
-            message = {"role": value.get("role"), "content": _texts(value.get("content"), name)}
-            return read_message(message, name)
+            content = value.get("content")
+            text = None if content is None else _texts(content, name)
+            return read_message({"role": value.get("role"), "content": text}, name)
         case "function_call":
             called = _called(value.get("namespace"), value.get("name"), name)
             function = {"name": called, "arguments": value.get("arguments")}

@@ -24,6 +24,8 @@ from baton.gateway.http.generate.request_fields import (
     require,
 )
 from baton.gateway.http.protocol.body import parse_object
+from baton.gateway.http.turns.message_input import FIELDS as MESSAGES
+from baton.gateway.http.turns.response_input import FIELDS as RESPONSES
 
 
 def refusal(call: Any, *arguments: Any) -> tuple[str, str | None]:
@@ -292,6 +294,20 @@ def test_messages_as_a_template_takes_them() -> None:
         },
         {"role": "tool", "content": "5", "tool_call_id": "c1"},
     ]
+
+
+@pytest.mark.parametrize("more", [{}, {"content": None}])
+def test_an_answer_that_was_cut_in_its_reasoning_can_be_sent_back(more: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": "", "reasoning_content": "wh"}
+    given = {"role": "assistant", "reasoning_content": "wh"} | more
+    assert read_fields({"messages": [given]}, CHAT) == {"messages": [said]}
+    empty = [{"role": "assistant"} | more]
+    plain = [{"role": "assistant", "content": ""}]
+    assert read_fields({"messages": empty}, CHAT)["messages"] == plain
+    assert read_fields({"input": empty}, RESPONSES)["input"] == plain
+    for content in (more, {"content": []}):  # as an answer without a token has it
+        turns = [{"role": "assistant"} | content, USER]
+        assert read_fields({"messages": turns}, MESSAGES)["messages"] == [*plain, USER]
 
 
 @pytest.mark.parametrize(
