@@ -51,7 +51,7 @@ def read_message(value: Any, name: str) -> Message:
         for key in ("reasoning_content", "reasoning"):
             if value.get(key) is not None:
                 message["reasoning_content"] = STRING.read(value[key], f"{name}.{key}")
-    if role == "tool" and "tool_call_id" in value:
+    if role == "tool" and value.get("tool_call_id") is not None:
         message["tool_call_id"] = STRING.read(value["tool_call_id"], f"{name}.tool_call_id")
     if value.get("name") is not None:
         message["name"] = STRING.read(value["name"], f"{name}.name")
@@ -92,12 +92,15 @@ def _call(value: Any, name: str) -> dict[str, Any]:
         "name": STRING.read(function.get("name"), f"{name}.function.name"),
         "arguments": arguments,
     }
-    call_id = STRING.read(value.get("id", ""), f"{name}.id")
+    call_id = value.get("id")
+    call_id = "" if call_id is None else STRING.read(call_id, f"{name}.id")
     return {"id": call_id, "type": "function", "function": called}
 
 
 def _arguments(value: Any, name: str) -> dict[str, Any]:
     """Templates take them as an object; clients send its JSON."""
+    if value is None:
+        return {}
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
@@ -117,7 +120,7 @@ _MESSAGE = record(
         "content": nullable({"anyOf": [STRING.schema, _PARTS]}),
         "name": nullable(STRING.schema),
         "reasoning_content": nullable(STRING.schema),
-        "tool_call_id": STRING.schema,
+        "tool_call_id": nullable(STRING.schema),
         "tool_calls": nullable({"type": "array", "maxItems": _MAX_CALLS}),
     },
 )

@@ -51,8 +51,8 @@ def _input(value: Any, name: str) -> list[Message]:
 def _item(value: Any, name: str) -> Message:
     if not isinstance(value, dict):
         raise invalid(name, "an item")
-    match value.get("type", "message"):
-        case "message":
+    match value.get("type"):
+        case "message" | None:
             content = value.get("content")
             text = None if content is None else _texts(content, name)
             return read_message({"role": value.get("role"), "content": text}, name)

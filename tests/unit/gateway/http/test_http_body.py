@@ -310,6 +310,24 @@ def test_an_answer_that_was_cut_in_its_reasoning_can_be_sent_back(more: dict[str
         assert read_fields({"messages": turns}, MESSAGES)["messages"] == [*plain, USER]
 
 
+def test_null_is_absent_within_items() -> None:
+    call = {"id": None, "type": None, "function": {"name": "f", "arguments": None}}
+    given = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": None, "name": None, "tool_calls": None},
+    ]
+    called = {"name": "f", "arguments": {}}
+    assert read_fields({"messages": given}, CHAT)["messages"] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "", "type": "function", "function": called}],
+        },
+        {"role": "tool", "content": "5"},
+    ]
+    assert read_fields({"input": [USER | {"type": None}]}, RESPONSES) == {"input": [USER]}
+
+
 @pytest.mark.parametrize(
     ("value", "code", "param"),
     [
