@@ -48,7 +48,9 @@ LOGPROBS = request.SAMPLING["logprobs"].field
 FRONT: Mapping[str, FieldKind] = {
     "model": STRING,
     "stream": BOOLEAN,
-    "stream_options": options(include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN),
+    "stream_options": options(
+        include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN, include_obfuscation=BOOLEAN
+    ),
     "return_token_ids": BOOLEAN,
     "user": string(512),
     "metadata": FieldKind(

@@ -451,6 +451,13 @@ def test_values_reach_the_wire() -> None:
     assert wire.HasField("add_special_tokens") and not wire.add_special_tokens
 
 
+def test_options_of_a_stream_that_openai_has() -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    for table in (COMPLETIONS, CHAT):
+        body = {"stream_options": options}
+        assert read_fields(body, table) == body
+
+
 def test_null_is_absent_everywhere() -> None:
     names = {*COMPLETIONS, *CHAT, *UNSUPPORTED, *INTERNAL, "whatever"}
     assert read_fields(dict.fromkeys(names), COMPLETIONS) == {}
