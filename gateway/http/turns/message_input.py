@@ -20,11 +20,17 @@ from ....core.request.json_fields import (
     options,
     record,
 )
-from ....core.request.request import SAMPLING
+from ..chat.chat_template import VARIABLES
 from ..chat.messages import MAX_MESSAGES, Message, read_message
 from ..chat.reasoning import REASONING
 from ..chat.tools import TOOLS, ToolChoice
-from ..generate.request_fields import FRONT, MAX_TOKENS
+from ..generate.request_fields import (
+    FRONT,
+    GENERATION,
+    MAX_TOKENS,
+    SAMPLING,
+    UNSUPPORTED_IN_TURNS,
+)
 from ..generate.structured import STRUCTURED
 
 _ROLES = ("user", "assistant", "system")
@@ -235,22 +241,32 @@ COUNTED: Mapping[str, FieldKind] = {  # what a prompt is made of
         format=FieldKind(record({"type": {"enum": ["json_schema"]}}), _format),
         effort=FieldKind({"enum": ["low", "medium", "high", "xhigh", "max"]}, _effort),
     ),
+    "chat_template_kwargs": VARIABLES,
+}
+_SAMPLED = {
+    name: kind
+    for name, kind in {**SAMPLING, **GENERATION, **STRUCTURED}.items()
+    if name not in ("n", "prompt_logprobs", "response_format", "stop")
 }
 FIELDS: Mapping[str, FieldKind] = {
     **COUNTED,
+    **_SAMPLED,
     "max_tokens": MAX_TOKENS,
     "stream": FRONT["stream"],
-    "stop_sequences": SAMPLING["stop"].field,
-    **{name: SAMPLING[name].field for name in ("temperature", "top_p", "top_k")},
+    "stop_sequences": SAMPLING["stop"],
 }
+_AS_IN_CHATS = {*_SAMPLED, "model", "stream", "tools", "max_tokens", "chat_template_kwargs"}
 COUNTED_REQUIRED = ("model", "messages")
 REQUIRED = (*COUNTED_REQUIRED, "max_tokens")
 NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED_IN_TURNS,
     "container": (),
     "mcp_servers": ([],),
+    "output_format": (),
+    "parallel_tool_calls": (True,),
     "prefill": (),
+    "service_tier": ("auto", "standard_only"),
     "stop": (),
-    "n": (1,),
 }
 
 
@@ -261,15 +277,14 @@ def chat_fields(found: Mapping[str, Any], follows: Collection[str]) -> dict[str,
     model, so others are dropped.
     """
     system = found.get("system")
-    fields = {"model": found["model"], "messages": list(found["messages"])}
+    kept = {name: value for name, value in found.items() if name in _AS_IN_CHATS}
+    fields = kept | {"messages": list(found["messages"])}
     if system:
         fields["messages"].insert(0, {"role": "system", "content": system})
     choice, is_parallel = found.get("tool_choice", (None, True))
     output = found.get("output_config", {})
     reasoning = {**found.get("thinking", {}), "reasoning_effort": output.get("effort")}
     given = {
-        **{name: found.get(name) for name in ("stream", "tools", "temperature", "top_p", "top_k")},
-        "max_tokens": found.get("max_tokens"),
         "stop": found.get("stop_sequences"),
         "tool_choice": choice,
         "parallel_tool_calls": is_parallel,

@@ -27,7 +27,13 @@ from ..chat.chat_template import VARIABLES
 from ..chat.messages import MAX_MESSAGES, Message, read_message
 from ..chat.reasoning import REASONING
 from ..chat.tools import TOOL_CHOICE, TOOLS, ToolChoice
-from ..generate.request_fields import FRONT, GENERATION, MAX_TOKENS, SAMPLING, UNSUPPORTED
+from ..generate.request_fields import (
+    FRONT,
+    GENERATION,
+    MAX_TOKENS,
+    SAMPLING,
+    UNSUPPORTED_IN_TURNS,
+)
 from ..generate.structured import STRUCTURED
 
 _BETWEEN = "__"  # of a namespace and a function's name, as MCP's clients have it
@@ -219,6 +225,7 @@ FIELDS: Mapping[str, FieldKind] = {
     **{name: FRONT[name] for name in ("model", "stream", "user", "metadata")},
     **{name: kind for name, kind in SAMPLING.items() if name != "prompt_logprobs"},
     **{name: kind for name, kind in GENERATION.items() if name != "n"},
+    **{name: kind for name, kind in STRUCTURED.items() if name != "response_format"},
     "input": FieldKind(
         {"anyOf": [STRING.schema, {"type": "array", "items": _ITEM, "minItems": 1}]}, _input
     ),
@@ -246,17 +253,11 @@ FIELDS: Mapping[str, FieldKind] = {
 }
 REQUIRED = ("model", "input")
 NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
-    **{name: harmless for name, harmless in UNSUPPORTED.items() if name not in FIELDS},
+    **UNSUPPORTED_IN_TURNS,
     "background": (False,),
     "conversation": (),
     "max_tokens": (),
     "max_tool_calls": (),
-    "logprobs": (False,),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "response_format": (),
-    "return_token_ids": (False,),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 

@@ -164,7 +164,8 @@ TURNS: list[Row] = [
     *_of(_MESSAGES, "no-tools", [{"tool_choice": {"type": "any"}}], "invalid_value",
          "tool_choice"),
     *[row for name, value in (("container", "x"), ("mcp_servers", [{"url": "http://a"}]),
-                              ("stop", ["x"]), ("n", 2))
+                              ("stop", ["x"]), ("n", 2), ("logprobs", True), ("input", "x"),
+                              ("response_format", {"type": "json_object"}), ("prompt", "x"))
       for row in _values(_MESSAGES, name, [value], "unsupported_parameter")],
     *_values(_MESSAGES, "kv_transfer_params", [{}], "unknown_parameter"),
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from baton.gateway.http.generate.request_fields import (
     read_fields,
     require,
 )
+from baton.gateway.http.generate.structured import constraint_of
 from baton.gateway.http.protocol.body import parse_object
+from baton.gateway.http.turns import message_input, response_input
 from baton.gateway.http.turns.message_input import FIELDS as MESSAGES
 from baton.gateway.http.turns.response_input import FIELDS as RESPONSES
 
@@ -116,7 +119,7 @@ JSON = st.recursive(
 def test_a_refusal_says_what_there_is_instead(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"completions takes|max_tokens"):
         read_fields({name: {"a": 1}}, COMPLETIONS)
-    assert INSTEAD.keys() <= UNSUPPORTED.keys()
+    assert INSTEAD.keys() <= {*UNSUPPORTED, *message_input.NOT_SUPPORTED, "max_tokens"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -449,6 +452,60 @@ def test_values_reach_the_wire() -> None:
     assert (wire.n, wire.cache_salt, wire.include_stop_str_in_output) == (2, "s", True)
     assert wire.HasField("skip_special_tokens") and not wire.skip_special_tokens
     assert wire.HasField("add_special_tokens") and not wire.add_special_tokens
+
+
+ENDPOINTS = {
+    "chat": (CHAT, UNSUPPORTED),
+    "completions": (COMPLETIONS, UNSUPPORTED),
+    "responses": (RESPONSES, response_input.NOT_SUPPORTED),
+    "messages": (MESSAGES, message_input.NOT_SUPPORTED),
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_no_endpoint_ignores_what_changes_the_answer_of_another(endpoint: str) -> None:
+    known, unsupported = ENDPOINTS[endpoint]
+    others = {name for fields, _ in ENDPOINTS.values() for name in fields}
+    ignored = others - known.keys() - unsupported.keys()
+    assert ignored <= {"metadata", "stream_options", "user"}, "they change nothing"
+    for name in others - known.keys() - ignored:
+        read = partial(read_fields, unsupported=unsupported)
+        assert refusal(read, {name: {"a": 1}}, known) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(
+    ("body", "constraint"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"guided_json": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"guided_grammar": "start: A"}, {"grammar": "start: A"}),
+    ],
+)
+def test_structured_output_of_all_endpoints(body: Any, constraint: Any) -> None:
+    ((name, _),) = body.items()
+    answered = read_fields(body | {"model": "m", "input": [USER]}, RESPONSES)
+    message = read_fields(body | {"model": "m", "messages": [USER]}, MESSAGES)
+    for fields in (
+        response_input.chat_fields(answered, answered["input"]),
+        message_input.chat_fields(message, ()),
+    ):
+        assert constraint_of(fields) == (constraint, name)
+
+
+def test_anthropics_messages_take_a_chats_parameters() -> None:
+    asked = {"model": "m", "messages": [USER], "max_tokens": 5, "stop_sequences": ["x"]}
+    body = {
+        "logit_bias": {"7": -100}, "seed": 3, "stop_token_ids": [4], "repetition_penalty": 1.5,
+        "use_beam_search": True, "best_of": 2, "top_k": 5,
+    }  # fmt: skip
+    more = {"cache_salt": "s", "chat_template_kwargs": {"a": 1}}
+    fields = message_input.chat_fields(read_fields(asked | body | more, MESSAGES), ())
+    assert fields["chat_template_kwargs"] == {"a": 1}
+    wire = generate_request(fields, {"max_tokens": fields["max_tokens"]})
+    wanted = generate_request(
+        read_fields(body | {"model": "m", "stop": "x", "cache_salt": "s"}, CHAT), {"max_tokens": 5}
+    )
+    assert wire == wanted
 
 
 def test_options_of_a_stream_that_openai_has() -> None:
