@@ -245,10 +245,16 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes."""
+    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes.
+
+    Texts of several tokens leave it out where it `is_special`, unless a request shows these, and in
+    any case where it `is_hidden`.
+    """
 
     text: str
     data: bytes
+    is_special: bool = False
+    is_hidden: bool = False
 
     @property
     def name(self) -> str:

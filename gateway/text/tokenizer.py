@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,6 +80,7 @@ class Tokenizer:
     _least: LeastTokens | None
     _marked: MarkedEncoder | None
     _special_ids: frozenset[int]
+    _skipped_ids: frozenset[int]  # special as the library has it
     hidden_ids: frozenset[int]
     refuses_special: bool = False
     _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
@@ -125,6 +126,7 @@ class Tokenizer:
             least_tokens(spec),
             marked,
             frozenset(i for i in special_ids if i is not None),
+            frozenset(i for i, t in library.get_added_tokens_decoder().items() if t.special),
             hidden,
             refuses_special,
         )
@@ -213,7 +215,11 @@ class Tokenizer:
     def token(self, token_id: int) -> TokenText:
         """One token alone, special or not."""
         if (found := self._tokens.get(token_id)) is None:
-            found = self._tokens[token_id] = token_text(self._library, token_id)
+            found = self._tokens[token_id] = replace(
+                token_text(self._library, token_id),
+                is_special=token_id in self._skipped_ids,
+                is_hidden=token_id in self.hidden_ids,
+            )
         return found
 
     def token_id(self, text: str) -> int | None:

@@ -102,7 +102,7 @@ class CompletionSample(Sample):
         super().__init__(index, found, token_of)
         self._found = found
         self._prompt = prompt
-        self._offsets = TextOffsets()
+        self._shows_special = not found.get("skip_special_tokens", True)
         has_scores = "logprobs" in found or "prompt_logprobs" in found
         if not (found.get("echo") or self._returns_ids or has_scores):
             self.text_event = TextEvent(
@@ -120,9 +120,12 @@ class CompletionSample(Sample):
         found, result, prompt = self._found, chunk.result, self._prompt
         is_first, self._is_first = self._is_first, False
         echoed = prompt if is_first and found.get("echo") else None
+        text = (echoed.text if echoed else "") + chunk.text
+        if is_first:
+            self._offsets = TextOffsets(text)
         choice = CompletionChoice(
             index=self._index,
-            text=(echoed.text if echoed else "") + chunk.text,
+            text=text,
             logprobs=self._logprobs(chunk, echoed) if "logprobs" in found else None,
             finish_reason=None if result is None else result.finish_reason.value,
             stop_reason=None if result is None else result.matched_stop,
@@ -141,37 +144,59 @@ class CompletionSample(Sample):
         scores: list[TokenLogprobs | None] = []
         if echoed is not None:
             ids, scores = list(echoed.token_ids), [None, *echoed.scores]
+        offsets = [self._offsets.of(self._token_of(token_id)) for token_id in ids]
+        offsets += [
+            self._offsets.of(self._token_of(token_id), shows_special=self._shows_special)
+            for token_id in chunk.token_ids
+        ]
         ids, scores = [*ids, *chunk.token_ids], [*scores, *chunk.logprobs]
-        return completion_logprobs(ids, scores, self._token_of, self._offsets)
+        return completion_logprobs(ids, scores, self._token_of, offsets)
 
 
 class TextOffsets:
     """Where tokens begin in the text, in characters. One of several tokens begins with the first of
-    them, and ends with the last."""
+    them, and ends with the last; one that the text leaves out has no length.
 
-    def __init__(self) -> None:
+    `text`: of its beginning, as far as it is known, with a text prompt as the client wrote it: with
+    special tokens, and without the blank that many vocabularies put before a first word.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_first = True  # the next word, of the text or behind a special token
 
-    def of(self, token: TokenText) -> int:
-        """Of the next one."""
+    def of(self, token: TokenText, *, shows_special: bool = False) -> int:
+        """Of the next one; `shows_special`: it is of an output whose special tokens show."""
+        is_left_out = token.is_hidden or (token.is_special and not shows_special)
+        if is_left_out and not self._text.startswith(token.text, self._at):
+            data = b""
+        else:
+            data = self._without_added(token.data) if self._is_first else token.data
+            self._is_first = token.is_special or (self._is_first and not data.strip(b" "))
         pending, _ = self._decoder.getstate()
-        is_cut = bool(pending and token.data) and token.data[0] & 0xC0 != 0x80  # no more of it
+        is_cut = bool(pending and data) and data[0] & 0xC0 != 0x80  # no more of it
         begin = self._at + is_cut
-        self._at += len(self._decoder.decode(token.data))
+        self._at += len(self._decoder.decode(data))
         return begin
+
+    def _without_added(self, data: bytes) -> bytes:
+        num_blanks = len(data) - len(data.lstrip(b" "))
+        known = self._text[self._at : self._at + num_blanks]
+        num_known = len(known) - len(known.lstrip(" "))
+        return data if num_known == len(known) else data[num_blanks - num_known :]
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     scores: Sequence[TokenLogprobs | None],
     token_of: TokenOf,
-    offsets: TextOffsets,
+    offsets: list[int],
 ) -> CompletionLogprobs:
     """/v1/completions: the first token of a prompt has no score.
 
-    `top_logprobs` hold the token itself beside the likeliest, equals by name once. `offsets`: of
-    what stands before these.
+    `top_logprobs` hold the token itself beside the likeliest, equals by name once.
     """
     tokens = [token_of(token_id) for token_id in token_ids]
     return CompletionLogprobs(
@@ -181,7 +206,7 @@ def completion_logprobs(
             None if score is None else _by_text(token.name, score, token_of)
             for token, score in zip(tokens, scores, strict=True)
         ],
-        text_offset=[offsets.of(token) for token in tokens],
+        text_offset=offsets,
     )
 
 

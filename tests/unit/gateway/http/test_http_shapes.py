@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from fakes.gateway.chat_models import SPECIALS, VOCABULARIES, named_tokens, write_chat_model
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from baton.core.errors import InvalidRequest
@@ -26,7 +28,7 @@ from baton.gateway.http.generate.completions import (
 )
 from baton.gateway.http.generate.responses import prompt_logprobs
 from baton.gateway.http.protocol.answers import json_text
-from baton.gateway.request.output_chunk import OutputChunk, RequestResult
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult, merged
 from baton.gateway.text.text_stream import TokenText
 from baton.gateway.text.tokenizer import Tokenizer
 
@@ -51,9 +53,7 @@ A, B, C = ord("a"), ord("b"), ord("c")
 
 def test_logprobs_of_completions() -> None:
     scores = [None, TokenLogprobs(-1.0, ((C, -0.5), (200, -0.75))), TokenLogprobs(-2.0)]
-    assert msgspec.to_builtins(
-        completion_logprobs([A, B, 200], scores, token_of, TextOffsets())
-    ) == {
+    assert msgspec.to_builtins(completion_logprobs([A, B, 200], scores, token_of, [0, 2, 4])) == {
         "tokens": ["aa", "bb", "bytes:\\xc8"],
         "token_logprobs": [None, -1.0, -2.0],
         "top_logprobs": [
@@ -72,6 +72,52 @@ def test_offsets_behind_characters_of_several_tokens() -> None:
     tokens = [TokenText(piece.decode(errors="replace"), piece) for piece in pieces]
     assert [offsets.of(token) for token in tokens] == [0, 1, 1, 2, 4, 4, 4, 5, 6, 7]
     assert b"".join(pieces).decode(errors="replace")[4:] == "\U0001f600y\ufffdz"
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("prompt", [" hello", "hello  to you", "<|user|>the <|end|>the"])
+@pytest.mark.parametrize("is_text", [True, False])
+async def test_offsets_are_of_the_text_that_is_shown(
+    tmp_path: Path, vocabulary: str, skips: bool, prompt: str, is_text: bool
+) -> None:
+    """A begin token is put before all, and EOS is amid the output."""
+    library = write_chat_model(tmp_path, vocabulary, "x")
+    begin, end = named_tokens(vocabulary)
+    begin_id, end_id = library.token_to_id(begin), library.token_to_id(end)
+    library.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, begin_id)]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path, [end_id])
+    prompt_ids = await tokenizer.encode(prompt)
+    output_ids = (
+        *library.encode("the im", add_special_tokens=False).ids, end_id,
+        *library.encode("<|user|>hi", add_special_tokens=False).ids,
+    )  # fmt: skip
+    echoed = EchoedPrompt(prompt if is_text else await tokenizer.decode(prompt_ids), prompt_ids)
+    echoed.scores = (TokenLogprobs(-1.0),) * (len(prompt_ids) - 1)
+    detokenizer = tokenizer.detokenizer(prompt_ids, skips_special_tokens=skips)
+    chunks = [
+        OutputChunk(detokenizer.step(i), (i,), at, logprobs=(TokenLogprobs(-1.0),))
+        for at, i in enumerate(output_ids)
+    ]
+    options = {"echo": True, "logprobs": 0, "skip_special_tokens": skips}
+    streamed = CompletionSample(0, options, echoed, tokenizer.token)
+    pieces = [streamed.choice(chunk) for chunk in chunks]
+    text = "".join(piece.text for piece in pieces)
+    found = [at for piece in pieces if piece.logprobs for at in piece.logprobs.text_offset]
+    whole = CompletionSample(0, options, echoed, tokenizer.token).choice(merged(chunks))
+    assert whole.logprobs is not None and whole.logprobs.text_offset == found
+    ids = [*prompt_ids, *output_ids]
+    shown = [text[a:b] for a, b in zip(found, [*found[1:], len(text)], strict=True)]
+    assert "".join(shown) == text == whole.text
+    for token_id, part in zip(ids, shown, strict=True):
+        token = tokenizer.token(token_id).text
+        assert part in (token, token[1:] if token[0] == " " else "", ""), shown
+        if part == "" and token != " ":
+            assert token_id in (begin_id, end_id) or token in SPECIALS
+    tokenizer.close()
 
 
 def test_logprobs_of_chats_and_prompts() -> None:
