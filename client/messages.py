@@ -108,7 +108,7 @@ class Result:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    matched_stop: str | None
+    matched_stop: int | str | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -299,7 +299,9 @@ class Collector:
             text="".join(sample.text),
             token_ids=tuple(sample.token_ids),
             finish_reason=reason,
-            matched_stop=wire.matched_stop or None,
+            matched_stop=wire.matched_stop_id
+            if wire.HasField("matched_stop_id")
+            else wire.matched_stop or None,
             times=TokenTimes(self._sent_s, tuple(sample.token_s)),
             sample_index=wire.sample_index,
             logprobs=tuple(sample.logprobs),

@@ -33,7 +33,6 @@ from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Wo
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import Session
 from ..gateway.text.special_tokens import Spans
-from ..gateway.text.text_stream import TextStream
 from ..gateway.validation.served_model import ServedModel
 from ..gateway.validation.validation import (
     ModelLimits,
@@ -207,22 +206,12 @@ class LocalCalls:
         index: int,
         siblings: Sequence[Session],
     ) -> Session:
-        options, sampling = request.options, request.sampling
-        detokenizer = self.model.tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
-        )
-        text = TextStream(
-            detokenizer,
-            sampling.stop,
-            min_tokens=sampling.min_tokens,
-            includes_stop=options.include_stop_str_in_output,
-        )
         return Session(
             self._entropy.new_id(),
             request,
             deadline_s=math.inf,
             arrived=arrived,
-            text=text,
+            text=self.model.text_stream(request),
             sink=sink,
             router=self,
             clock=self._clock,

@@ -27,7 +27,8 @@ LogprobsByToken = dict[int, Logprob]  # by token id: the token itself and the li
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample. `token_ids` have what ended it (EOS, a stop id), the text has not.
+    """One sample. `token_ids` have what ended it (EOS, a stop id), the text has not, unless
+    `include_stop_str_in_output` wants a stop id's.
 
     `stop_reason`: the stop string or id that matched; None for EOS and for a length.
     `logprobs` and `cumulative_logprob` are None unless log-probabilities were requested.
@@ -93,9 +94,6 @@ def _completion(
     if request.sampling.logprobs is not None:
         pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
         logprobs = [_by_token(token_id, score, token_of) for token_id, score in pairs]
-    stop_reason: int | str | None = result.matched_stop
-    if stop_reason is None and chunk.token_ids[-1] in request.sampling.stop_token_ids:
-        stop_reason = chunk.token_ids[-1]
     return CompletionOutput(
         index=chunk.sample_index,
         text=chunk.text,
@@ -105,7 +103,7 @@ def _completion(
         else sum(score.logprob for score in chunk.logprobs),
         logprobs=logprobs,
         finish_reason=result.finish_reason.value,
-        stop_reason=stop_reason,
+        stop_reason=result.matched_stop,
         seed=result.seed,
     )
 

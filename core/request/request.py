@@ -95,7 +95,9 @@ class SamplingParams:
     stop: tuple[str, ...] = parameter(
         (), stop_strings(4, 256), "ends the output in front of the first match"
     )
-    stop_token_ids: tuple[int, ...] = parameter((), token_ids(256), "ends the output behind the id")
+    stop_token_ids: tuple[int, ...] = parameter(
+        (), token_ids(256), "ends the output behind the id, whose text is left out"
+    )
     ignore_eos: bool = parameter(
         False, FLAG, "EOS does not end the output; `min_tokens` forbids it all the same"
     )
@@ -211,7 +213,7 @@ class RequestOptions:
         "cached prefixes are shared with requests of the same salt alone",
     )
     include_stop_str_in_output: bool = parameter(
-        False, FLAG, "the text ends behind the stop string"
+        False, FLAG, "the text ends behind the stop string, or with the stop id's text"
     )
     skip_special_tokens: bool = parameter(
         True, FLAG, "false: special tokens show in the text, those that end it excepted"

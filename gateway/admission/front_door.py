@@ -30,7 +30,6 @@ from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
-from ..text.text_stream import TextStream
 from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
@@ -365,26 +364,17 @@ class FrontDoor:
         deadline_s: float,
     ) -> list[Session]:
         """One for each sample; the first leads the others."""
-        options, sampling = request.options, request.sampling
         sink: ChunkSink = queue
         if request.has_spare_samples:
             request, sink = best_of(request, queue)
 
         def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
-            detokenizer = self.model.tokenizer.detokenizer(
-                request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
-            )
             return Session(
                 self._entropy.new_id(),
                 request,
                 deadline_s=deadline_s,
                 arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                text=TextStream(
-                    detokenizer,
-                    sampling.stop,
-                    min_tokens=sampling.min_tokens,
-                    includes_stop=options.include_stop_str_in_output,
-                ),
+                text=self.model.text_stream(request),
                 sink=sink,
                 router=router,
                 clock=self._clock,

@@ -125,7 +125,10 @@ def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.Generate
     if (result := chunk.result) is not None:
         transfer = result.transfer
         wire.finish_reason = codec.finish_to_wire(result.finish_reason)
-        wire.matched_stop = result.matched_stop or ""
+        if isinstance(result.matched_stop, int):
+            wire.matched_stop_id = result.matched_stop
+        else:
+            wire.matched_stop = result.matched_stop or ""
         wire.result.CopyFrom(
             inference_pb2.Result(
                 prompt_tokens=result.prompt_tokens,

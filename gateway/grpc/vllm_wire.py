@@ -114,7 +114,8 @@ class Answer:
     def _complete(self, chunks: Sequence[OutputChunk], result: RequestResult) -> Any:
         """Of a stream: the last chunk's tokens, which its reader has counted already."""
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        matched = {} if result.matched_stop is None else {"matched_stop_str": result.matched_stop}
+        stop = result.matched_stop
+        name = "matched_token_id" if isinstance(stop, int) else "matched_stop_str"
         return vllm_engine_pb2.GenerateComplete(
             output_ids=token_ids,
             finish_reason=result.finish_reason.value,
@@ -124,7 +125,7 @@ class Answer:
             cached_tokens=result.cached_tokens,
             output_logprobs=_output_logprobs(chunks),
             input_logprobs=self._input_logprobs(chunks),
-            **matched,
+            **{name: stop},
         )
 
     def _input_logprobs(self, chunks: Sequence[OutputChunk]) -> Any:

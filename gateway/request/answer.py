@@ -81,10 +81,14 @@ class Answer:
         self, attempt: Attempt, reason: FinishReason, shown: Shown, *, num_attempts: int
     ) -> None:
         """The good end."""
-        text = shown.text if shown.matched_stop is not None else shown.text + self.text.flush()
+        matched_stop: int | str | None = shown.matched_stop
+        text = shown.text if matched_stop is not None else shown.text + self.text.flush()
+        if matched_stop is None:
+            ids = self._request.sampling.stop_token_ids
+            matched_stop = next((i for i in self.output_ids[-1:] if i in ids), None)
         result = RequestResult(
             finish_reason=reason,
-            matched_stop=shown.matched_stop,
+            matched_stop=matched_stop,
             prompt_tokens=len(self._request.prompt_token_ids),
             completion_tokens=len(self.output_ids),
             cached_tokens=self._cached_tokens,

@@ -96,10 +96,13 @@ _MAX_CHUNKS = 32  # that wait; more are put together, since a chunk is larger th
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What is known of a finished request. `decode_node` is None if the prefill node ended it."""
+    """What is known of a finished request. `decode_node` is None if the prefill node ended it.
+
+    `matched_stop`: the stop string, or the one of `stop_token_ids`, that ended it.
+    """
 
     finish_reason: FinishReason
-    matched_stop: str | None
+    matched_stop: int | str | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

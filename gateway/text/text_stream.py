@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -49,7 +49,7 @@ class TextStream:
     """One request's text so far: with what is held back.
 
     The text of the first `min_tokens` tokens is not searched for stop strings. The one that is
-    found is not shown, unless `includes_stop`.
+    found is not shown, nor is the token of `stop_ids` that ends the output, unless `includes_stop`.
     """
 
     def __init__(
@@ -59,9 +59,12 @@ class TextStream:
         *,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        stop_ids: Collection[int] = (),
     ) -> None:
-        self._detokenizer = detokenizer
-        self.next = detokenizer.step  # the next token's text, of a stream that is not searched
+        # The next token's text, of a stream that is not searched.
+        self.next: Callable[[int], str] = detokenizer.step
+        if stop_ids and not includes_stop:
+            self.next = lambda token: "" if token in stop_ids else detokenizer.step(token)
         self._matcher = StopMatcher(stops)
         self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
         self._num_unsearched = min_tokens
@@ -73,7 +76,7 @@ class TextStream:
             return TextPiece("".join(map(self.next, token_ids)), len(token_ids), None)
         shown: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
-            text, stop = self._detokenizer.step(token_id), None
+            text, stop = self.next(token_id), None
             if self._num_unsearched:
                 self._num_unsearched -= 1
             else:

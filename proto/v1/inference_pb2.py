@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.proto.v1 import common_pb2 as baton_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/proto/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\"\'\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0e\n\x06packed\x18\x02 \x01(\x0c\"\xf7\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12 \n\x13skip_special_tokens\x18\t \x01(\x08H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\n \x01(\x08H\x04\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\r\n\x0b_cache_saltB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokens\"\xa5\x02\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x06 \x01(\t\x12 \n\x06result\x18\x07 \x01(\x0b\x32\x10.baton.v1.Result\x12\x14\n\x0csample_index\x18\x08 \x01(\r\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x92\x02\n\x06Result\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x1e\n\x16transfer_cached_tokens\x18\x07 \x01(\r\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\x12\x0c\n\x04seed\x18\n \x01(\x04\x12)\n\x08timeline\x18\x0b \x03(\x0b\x32\x17.baton.v1.TimelineEvent\"\x1b\n\x0c\x41\x62ortRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x90\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12!\n\x05nodes\x18\x05 \x03(\x0b\x32\x12.baton.v1.NodeInfo\x12\x0f\n\x07version\x18\x06 \x01(\t\"\x95\x01\n\x08NodeInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08is_ready\x18\x04 \x01(\x08\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05links\x18\x07 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xd7\x02\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x42\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x13.baton.v1.ModelInfo\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/proto/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\"\'\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0e\n\x06packed\x18\x02 \x01(\x0c\"\xf7\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12 \n\x13skip_special_tokens\x18\t \x01(\x08H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\n \x01(\x08H\x04\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\r\n\x0b_cache_saltB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokens\"\xd7\x02\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x06 \x01(\t\x12 \n\x06result\x18\x07 \x01(\x0b\x32\x10.baton.v1.Result\x12\x14\n\x0csample_index\x18\x08 \x01(\r\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1c\n\x0fmatched_stop_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_matched_stop_id\"\x92\x02\n\x06Result\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x1e\n\x16transfer_cached_tokens\x18\x07 \x01(\r\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\x12\x0c\n\x04seed\x18\n \x01(\x04\x12)\n\x08timeline\x18\x0b \x03(\x0b\x32\x17.baton.v1.TimelineEvent\"\x1b\n\x0c\x41\x62ortRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x90\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12!\n\x05nodes\x18\x05 \x03(\x0b\x32\x12.baton.v1.NodeInfo\x12\x0f\n\x07version\x18\x06 \x01(\t\"\x95\x01\n\x08NodeInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08is_ready\x18\x04 \x01(\x08\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05links\x18\x07 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xd7\x02\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x42\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x13.baton.v1.ModelInfo\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=115
   _globals['_GENERATEREQUEST']._serialized_end=490
   _globals['_GENERATECHUNK']._serialized_start=493
-  _globals['_GENERATECHUNK']._serialized_end=786
-  _globals['_RESULT']._serialized_start=789
-  _globals['_RESULT']._serialized_end=1063
-  _globals['_ABORTREQUEST']._serialized_start=1065
-  _globals['_ABORTREQUEST']._serialized_end=1092
-  _globals['_ABORTRESPONSE']._serialized_start=1094
-  _globals['_ABORTRESPONSE']._serialized_end=1130
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1132
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1153
-  _globals['_MODELINFO']._serialized_start=1156
-  _globals['_MODELINFO']._serialized_end=1300
-  _globals['_NODEINFO']._serialized_start=1303
-  _globals['_NODEINFO']._serialized_end=1452
-  _globals['_TOKENIZEREQUEST']._serialized_start=1454
-  _globals['_TOKENIZEREQUEST']._serialized_end=1500
-  _globals['_TOKENIZERESPONSE']._serialized_start=1502
-  _globals['_TOKENIZERESPONSE']._serialized_end=1533
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1535
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1582
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1584
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1618
-  _globals['_INFERENCE']._serialized_start=1621
-  _globals['_INFERENCE']._serialized_end=1964
+  _globals['_GENERATECHUNK']._serialized_end=836
+  _globals['_RESULT']._serialized_start=839
+  _globals['_RESULT']._serialized_end=1113
+  _globals['_ABORTREQUEST']._serialized_start=1115
+  _globals['_ABORTREQUEST']._serialized_end=1142
+  _globals['_ABORTRESPONSE']._serialized_start=1144
+  _globals['_ABORTRESPONSE']._serialized_end=1180
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1182
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1203
+  _globals['_MODELINFO']._serialized_start=1206
+  _globals['_MODELINFO']._serialized_end=1350
+  _globals['_NODEINFO']._serialized_start=1353
+  _globals['_NODEINFO']._serialized_end=1502
+  _globals['_TOKENIZEREQUEST']._serialized_start=1504
+  _globals['_TOKENIZEREQUEST']._serialized_end=1550
+  _globals['_TOKENIZERESPONSE']._serialized_start=1552
+  _globals['_TOKENIZERESPONSE']._serialized_end=1583
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1585
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1632
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1634
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1668
+  _globals['_INFERENCE']._serialized_start=1671
+  _globals['_INFERENCE']._serialized_end=2014
 # @@protoc_insertion_point(module_scope)

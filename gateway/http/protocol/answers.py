@@ -92,7 +92,7 @@ class Choice(Struct, kw_only=True):
 
     index: int
     finish_reason: FinishReason | None = None
-    stop_reason: str | UnsetType | None = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 

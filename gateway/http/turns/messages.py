@@ -141,7 +141,7 @@ class _Message(Turn):
         )
 
     def _stop(self, result: RequestResult) -> Stop:
-        if result.matched_stop is not None:
+        if isinstance(result.matched_stop, str):
             return Stop("stop_sequence", result.matched_stop)
         if result.finish_reason is FinishReason.LENGTH:
             return Stop("max_tokens", None)

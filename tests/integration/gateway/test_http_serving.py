@@ -232,6 +232,32 @@ async def test_stop_strings_and_what_is_shown_of_them(world: World) -> None:
     assert (await over_grpc.finish()).text == whole[:14]
 
 
+@pytest.mark.parametrize("includes", [False, True])
+async def test_a_stop_id_is_told_and_not_shown(world: World, includes: bool) -> None:
+    world.prefill.answer = world.decode.answer = "abcd"
+    more = {"stop_token_ids": [ord("d")], "include_stop_str_in_output": includes}
+    shown = "abcd" if includes else "abc"
+    _, _, answer = await world.post("/v1/completions", PLAIN | more)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        shown, "stop", ord("d"),
+    )  # fmt: skip
+    _, _, answer = await world.post("/v1/chat/completions", CHAT | more)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["stop_reason"]) == (shown, ord("d"))
+    async with world.http.post("/v1/completions", json=PLAIN | more | {"stream": True}) as answer:
+        lines = (await answer.text()).splitlines()
+    events = [json.loads(one[6:]) for one in lines if one.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == shown
+    assert events[-1]["choices"][0]["stop_reason"] == ord("d")
+    _, _, answer = await world.post("/v1/messages", CHAT | more)
+    assert answer["content"][0]["text"] == shown
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    over_grpc = await world.grpc.generate(PROMPT, max_tokens=9, **more).finish()
+    assert (over_grpc.text, over_grpc.matched_stop) == (shown, ord("d"))
+    assert over_grpc.token_ids == tuple(b"abcd")
+
+
 BAD_CALLS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"model": None}, 400, "missing_required", "model"),
     ({"model": "other"}, 404, "model_not_found", "model"),

@@ -108,6 +108,12 @@ def test_samples_scores_and_stops(llm: LLM) -> None:
     by_id = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[ids[2]])
     (sample,) = llm.generate("def f(", by_id, use_tqdm=False)[0].outputs
     assert sample.token_ids[-1] == sample.stop_reason == ids[2]
+    by_id = dataclasses.replace(by_id, include_stop_str_in_output=True)
+    (shown,) = llm.generate("def f(", by_id, use_tqdm=False)[0].outputs
+    for length, stopped in ((2, sample), (3, shown)):
+        cut = SamplingParams(max_tokens=length, temperature=0)
+        assert llm.generate("def f(", cut, use_tqdm=False)[0].outputs[0].text == stopped.text
+    assert sample.text != shown.text
 
 
 def test_a_constrained_output_matches(llm: LLM) -> None:

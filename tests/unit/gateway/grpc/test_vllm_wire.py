@@ -139,6 +139,13 @@ def test_a_stream_ends_with_why() -> None:
     assert last.complete.cached_tokens == second.chunk.cached_tokens == 2
 
 
+def test_a_stop_id_is_told_as_one() -> None:
+    chunk = OutputChunk("", (9,), 0, result(matched_stop=9))
+    (message,) = Answer([1], is_stream=False).messages(chunk)
+    assert message.complete.WhichOneof("matched_stop") == "matched_token_id"
+    assert message.complete.matched_token_id == 9
+
+
 def test_without_a_stream_there_is_one_message() -> None:
     answer = Answer([1, 2, 3], is_stream=False)
     (message,) = [message for chunk in CHUNKS for message in answer.messages(chunk)]

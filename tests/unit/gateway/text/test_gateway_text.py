@@ -76,6 +76,18 @@ def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], s
     assert (shown + stream.flush(), None) == cut_at_first_stop(text, stops)
 
 
+@pytest.mark.parametrize("stops", [(), ("x",), ("bc",)])
+@pytest.mark.parametrize("includes", [False, True])
+def test_the_token_of_a_stop_id_is_not_shown(stops: tuple[str, ...], includes: bool) -> None:
+    stream = TextStream(Letters(), stops, includes_stop=includes, stop_ids=[ord("c")])
+    pieces = [stream.feed([ord("a"), ord("b")]), stream.feed([ord("c")])]
+    assert sum(piece.num_tokens for piece in pieces) == 3
+    matched = "bc" if includes and "bc" in stops else None  # what is not shown is not searched
+    assert pieces[-1].matched_stop == matched
+    text = "".join(piece.text for piece in pieces) + stream.flush()
+    assert text == ("abc" if includes else "ab")
+
+
 @given(st.permutations(range(12)), st.integers(0, 3), st.integers(1, 4))
 def test_splice_puts_any_order_in_order(order: list[int], base: int, width: int) -> None:
     splice = TokenSplice(base, max_tokens=20)
