@@ -45,7 +45,6 @@ class HostMemory:
         num_bytes: int,
         pin: Pin | None = None,
         unpin: Callable[[int], None] = lambda address: None,
-        available_bytes: Callable[[], int] | None = None,
     ) -> None:
         """`pin(address, bytes)` returns why it failed, if it did."""
         self.block_bytes = block_bytes
@@ -54,7 +53,6 @@ class HostMemory:
         unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes
         self.blocks_per_slice = max(1, _SLICE_BYTES // (unit * block_bytes)) * unit
         self._pin, self._unpin = pin, unpin
-        self._available_bytes = available_bytes or free_host_bytes
         self._pinned: list[int] = []
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -81,7 +79,7 @@ class HostMemory:
             num_more = min(self.blocks_per_slice, self.num_wanted - self.num_blocks)
             num_bytes = num_more * self.block_bytes
             first = self.address + self.num_blocks * self.block_bytes
-            if self._available_bytes() - self._promised_bytes < num_bytes + _SPARE_BYTES:
+            if free_host_bytes() - self._promised_bytes < num_bytes + _SPARE_BYTES:
                 self._degrade("the host has no more memory to spare")
                 return
             if self._pin is not None:

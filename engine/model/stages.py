@@ -66,10 +66,7 @@ def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) 
         num_ends = (first == 0) + (end == num_layers)
         return before[end] - before[first] + num_ends * embedding
 
-    def is_any(first: int, end: int) -> bool:
-        return True
-
-    most, _ = _divide(num_layers, num_stages, cost, is_any)
+    most, _ = _divide(num_layers, num_stages, cost, lambda first, end: True)
     _, ends = _divide(num_layers, num_stages, held, lambda first, end: cost(first, end) <= most)
     firsts = [0, *ends[:-1]]
     return [LayerRange(*each, num_layers) for each in zip(firsts, ends, strict=True)]

@@ -15,11 +15,6 @@ class Context(NamedTuple):
     max_drafts: int
 
     @property
-    def key(self) -> str:
-        """Its request's."""
-        return self.sequence.key
-
-    @property
     def token_ids(self) -> Sequence[int]:
         """Prompt and output so far."""
         return self.sequence.token_ids

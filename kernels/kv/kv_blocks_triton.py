@@ -30,7 +30,6 @@ def pull_blocks(
     pool: Tensor,
     source_ids: Tensor,
     block_ids: Tensor,
-    num_programs: int = _PULL_PROGRAMS,
 ) -> None:
     """Copy blocks of a pool at `source_address`, laid out like `pool`, to `block_ids` of `pool`.
 
@@ -41,7 +40,7 @@ def pull_blocks(
     target = _words(pool)
     num_words = target.shape[1]
     num_chunks = len(block_ids) * triton.cdiv(num_words, _PULL_WORDS)
-    _pull_words[(min(num_programs, num_chunks),)](
+    _pull_words[(min(_PULL_PROGRAMS, num_chunks),)](
         source_address,
         target,
         source_ids,
@@ -62,7 +61,6 @@ def pull_heads(
     num_heads: int,
     source_ids: Tensor,
     block_ids: Tensor,
-    num_programs: int = _PULL_PROGRAMS,
     *,
     layers: tuple[int, int, int, int] | None = None,
 ) -> None:
@@ -80,7 +78,7 @@ def pull_heads(
     num_tile_rows = _CHUNK_WORDS // num_columns
     tiles_per_block = triton.cdiv(num_rows, num_tile_rows) * triton.cdiv(width, num_columns)
     num_tiles = len(block_ids) * tiles_per_block
-    _pull_rows[(min(num_programs, num_tiles),)](
+    _pull_rows[(min(_PULL_PROGRAMS, num_tiles),)](
         source_address,
         pool.view(-1).view(word),
         source_ids,

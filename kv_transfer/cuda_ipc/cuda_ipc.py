@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from ...core.errors import HandoffFailed
+from ...engine.kv.cuda_memory import has_batches
 from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, receive
 from ..window.head_ranges import HeadPiece
@@ -74,7 +75,7 @@ class CudaIpcTransport(_MappingTransport):
         methods: list[type[KernelCopy | EngineCopy]] = [KernelCopy]
         cut = cut_of(piece, self._kv)
         is_worth_it = cut.width >= _LEAST_ENGINE_BYTES or self._method == EngineCopy.name
-        if is_worth_it and EngineCopy.is_available():
+        if is_worth_it and has_batches():
             methods.append(EngineCopy)
         wanted = [method for method in methods if self._method in (None, method.name)]
         if not wanted:

@@ -97,11 +97,6 @@ class EngineCopy:
         self._address = address
         self._piece = piece
 
-    @staticmethod
-    def is_available() -> bool:
-        """Whether this CUDA runtime has the batched call in the form that we know."""
-        return cuda_memory.has_batches()
-
     def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
         cut = BlockCut.of(self._piece, 2 * pool.shape[1], pool[0].nbytes)
         source, target = self._address, pool.data_ptr()

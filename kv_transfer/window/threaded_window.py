@@ -11,10 +11,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 
 from ...core.errors import HandoffFailed
-from .transport import BlockPairs, PullOutcome, Starter
+from .transport import BlockPairs, PoolWindow, PullOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ class Pull:
 class PullThread(ABC):
     """A `transport.PoolWindow` with a thread that copies, or waits for copies."""
 
+    prepare = PoolWindow.prepare  # nothing: the thread does all
     _is_closed = False
 
     def __init__(self, incarnation: str) -> None:
@@ -65,10 +65,6 @@ class PullThread(ABC):
         assert not self._is_closed, "a pull through a closed window"
         self._pulls.put(pull)
         return pull
-
-    def prepare(self, pairs: BlockPairs) -> Starter:
-        """Nothing: the thread does all."""
-        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         if not self._is_closed:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from baton.kernels.kv import kv_blocks_triton
 from baton.kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -14,7 +15,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("num_programs", [1, 3, 64])
 @pytest.mark.parametrize("dim", [8, 700])
-def test_pulls_blocks_to_where_they_belong(dim: int, num_programs: int) -> None:
+def test_pulls_blocks_to_where_they_belong(
+    dim: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_blocks_triton, "_PULL_PROGRAMS", num_programs)
     source, target = (
         torch.randn(9, 2, 2, 1, 4, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
     )
@@ -22,7 +26,7 @@ def test_pulls_blocks_to_where_they_belong(dim: int, num_programs: int) -> None:
     block_ids = torch.tensor([0, 8, 3], device=DEVICE)
     expected = target.clone()
     expected[block_ids] = source[source_ids]
-    pull_blocks(source.data_ptr(), target, source_ids, block_ids, num_programs)
+    pull_blocks(source.data_ptr(), target, source_ids, block_ids)
     assert torch.equal(target, expected)
 
 
@@ -41,7 +45,9 @@ def test_pulls_heads_to_where_they_belong(
     block_size: int,
     dim: int,
     num_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(kv_blocks_triton, "_PULL_PROGRAMS", num_programs)
     source, target = (
         torch.randn(9, 3, 2, heads, block_size, dim, device=DEVICE).bfloat16()
         for heads in (source_heads, my_heads)
@@ -60,7 +66,6 @@ def test_pulls_heads_to_where_they_belong(
         num_heads,
         source_ids,
         block_ids,
-        num_programs,
     )
     assert torch.equal(target, expected)
 

@@ -47,7 +47,7 @@ class Recorder(DraftModelProposer):
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:
         proposed = super().propose(contexts)
         for context, drafts in zip(contexts, proposed, strict=True):
-            self.found[context.key, tuple(context.token_ids)] = [*drafts]
+            self.found[context.sequence.key, tuple(context.token_ids)] = [*drafts]
         return proposed
 
     def share_of(self, other: Recorder) -> float:

@@ -72,7 +72,7 @@ class Scene:
         )
 
     def oracle(self, context: Context) -> Sequence[int]:
-        request = self.requests[context.key]
+        request = self.requests[context.sequence.key]
         num_outputs = len(context.token_ids) - len(request.prompt_token_ids)
         return self.expected(request, num_outputs + context.max_drafts)[num_outputs:]
 

@@ -25,6 +25,7 @@ PLENTY = 1 << 50
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_SLICE_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: PLENTY)
 
 
 class Pins:
@@ -50,7 +51,7 @@ class Pins:
 def test_nobody_waits_for_pinning() -> None:
     pins = Pins()
     pins.may_go_on.clear()
-    memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin, lambda: PLENTY)
+    memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin)
     memory.begin()
     assert memory.num_blocks == 0 and memory.num_wanted == 10
     pins.may_go_on.set()
@@ -69,7 +70,7 @@ def test_nobody_waits_for_pinning() -> None:
 def test_an_end_during_pinning_waits_for_no_more_than_a_slice() -> None:
     pins = Pins()
     pins.may_go_on.clear()
-    memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin, lambda: PLENTY)
+    memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin)
     memory.begin()
     threading.Timer(0.05, pins.may_go_on.set).start()
     memory.close()
@@ -85,10 +86,16 @@ def test_an_end_during_pinning_waits_for_no_more_than_a_slice() -> None:
     ],
 )
 def test_what_is_refused_degrades_with_one_message(
-    num_fine: int, available: int, num_blocks: int, why: str, caplog: pytest.LogCaptureFixture
+    num_fine: int,
+    available: int,
+    num_blocks: int,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pins = Pins(num_fine)
-    memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin, lambda: available)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: available)
+    memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin)
     memory.begin()
     memory.wait()
     assert memory.num_blocks == num_blocks
@@ -104,17 +111,18 @@ def test_address_space_that_is_refused(caplog: pytest.LogCaptureFixture) -> None
     memory.close()
 
 
-def test_without_pinning_what_is_promised_counts() -> None:
+def test_without_pinning_what_is_promised_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are taken when they are first written: the system still reports them as free."""
     spare = host_memory._SPARE_BYTES
-    memory = HostMemory(BLOCK, 100 * BLOCK, available_bytes=lambda: spare + 9 * BLOCK)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: spare + 9 * BLOCK)
+    memory = HostMemory(BLOCK, 100 * BLOCK)
     memory.begin()
     assert memory.num_blocks == 8
     memory.close()
 
 
 def test_slices_of_odd_blocks_begin_at_pages() -> None:
-    memory = HostMemory(mmap.PAGESIZE // 4 * 3, 100 * BLOCK, available_bytes=lambda: PLENTY)
+    memory = HostMemory(mmap.PAGESIZE // 4 * 3, 100 * BLOCK)
     assert memory.blocks_per_slice * memory.block_bytes % mmap.PAGESIZE == 0
     memory.close()
 

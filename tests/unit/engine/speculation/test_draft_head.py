@@ -97,7 +97,7 @@ class Recorder(DraftModelProposer):
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:
         proposed = super().propose(contexts)
         for context, drafts in zip(contexts, proposed, strict=True):
-            self.found.append((context.key, list(context.token_ids), list(drafts)))
+            self.found.append((context.sequence.key, list(context.token_ids), list(drafts)))
         return proposed
 
 

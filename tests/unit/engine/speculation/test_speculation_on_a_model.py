@@ -123,9 +123,9 @@ def test_every_kind_of_request(demo: Demo, seed: int) -> None:
     plain, _ = demo.run(requests, None)
 
     def oracle(context: Context) -> list[int]:
-        known = next(one for one in requests if context.key in (one.key, *forks_of(one)))
+        known = next(one for one in requests if context.sequence.key in (one.key, *forks_of(one)))
         num_outputs = len(context.token_ids) - len(known.prompt_token_ids)
-        return [token.token_id for token in plain[context.key]][num_outputs:]
+        return [token.token_id for token in plain[context.sequence.key]][num_outputs:]
 
     num_accepted = 0
     proposers: list[Proposer] = [
