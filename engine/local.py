@@ -28,7 +28,7 @@ _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
 
 
 class LocalEngine:
-    """`generate` runs a batch of requests to their ends."""
+    """`generating` runs a batch of requests to their ends."""
 
     def __init__(
         self, config: EngineConfig, runner: ModelRunner, ranks: Ranks | None = None
@@ -110,17 +110,11 @@ class LocalEngine:
             self._disk.close()
         self.runner.close()
 
-    def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Output token ids by request key, stop tokens included. Raises a request's error."""
-        outputs: dict[str, list[int]] = {}
-        for _ in self.generating(requests, outputs):
-            pass
-        return outputs
-
     def generating(
         self, requests: Sequence[Request], outputs: dict[str, list[int]]
     ) -> Iterator[None]:
-        """The same step by step: `outputs` grow."""
+        """Run them to their ends, step by step: `outputs` grow, token ids by request key, with
+        stop tokens. Raises a request's error."""
         for request in requests:
             outputs |= {sample.key: [] for sample in (request, *request.forks)}
             self.engine.add(request)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.generation import outputs_of
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
@@ -29,7 +30,7 @@ def gaps(engine: LocalEngine, theirs: Any) -> list[float]:
     sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     vocab = range(3, theirs.config.vocab_size)
     requests = [Request(f"{n:032x}", 0, tuple(rng.choices(vocab, k=n)), sampling) for n in LENS]
-    outputs, found = engine.generate(requests), []
+    outputs, found = outputs_of(engine, requests), []
     for request in requests:
         tokens, prompt = outputs[request.key], request.prompt_token_ids
         with torch.inference_mode():

@@ -114,7 +114,8 @@ def _time(engine: LocalEngine, num_requests: int, num_prompt_tokens: int, num_to
         Request(f"{i:032x}", 0, prompt(i, num_prompt_tokens), way) for i in range(num_requests)
     ]
     began_s = time.perf_counter()
-    engine.generate(requests)
+    for _ in engine.generating(requests, {}):
+        pass
     return time.perf_counter() - began_s
 
 

@@ -64,9 +64,11 @@ def _run(
     engine: LocalEngine, num_requests: int, num_tokens: int, num_prompt_tokens: int = _PROMPT_TOKENS
 ) -> None:
     way = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    engine.generate(
-        [Request(f"{i:032x}", 0, prompt(i, num_prompt_tokens), way) for i in range(num_requests)]
-    )
+    requests = [
+        Request(f"{i:032x}", 0, prompt(i, num_prompt_tokens), way) for i in range(num_requests)
+    ]
+    for _ in engine.generating(requests, {}):
+        pass
 
 
 def _best_s(run: Callable[[], None]) -> float:

@@ -71,7 +71,7 @@ def _prefill_ms(local: LocalEngine) -> tuple[float, ...]:
     requests = [
         Request(f"{i:032x}", 0, prompt(i, _PROMPT_TOKENS), once) for i in range(_REPEATS + 1)
     ]
-    times = [time_s(lambda r=request: local.generate([r])) * 1e3 for request in requests]  # type: ignore[misc]
+    times = [time_s(lambda r=request: [*local.generating([r], {})]) * 1e3 for request in requests]  # type: ignore[misc]
     return tuple(times[1:])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from deployments import Running
 from e2e.oracle import GreedyOracle
+from engines.generation import outputs_of
 from tokenizers import Tokenizer
 
 from baton.core.request.request import Request, SamplingParams
@@ -43,7 +44,7 @@ class Subject:
         request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
         forks = tuple(f"{random.getrandbits(128):032x}" for _ in range(n - 1))
         request = replace(request, fork_ids=forks)
-        found = self.local.generate([request])
+        found = outputs_of(self.local, [request])
         return [found[sample.key] for sample in (request, *request.forks)]
 
 

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import Running, running
 from e2e.handing_over import hand_over
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.adapters import merge, write_adapter
 
@@ -67,7 +68,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
     found = {}
     for name in ("base", *(f"{name}-merged" for name in ADAPTERS)):
         local = LocalEngine(config(folder / name), ModelRunner(config(folder / name)))
-        outputs = local.generate([Request("a" * 32, 0, PROMPT, greedy())])
+        outputs = outputs_of(local, [Request("a" * 32, 0, PROMPT, greedy())])
         found[name.removesuffix("-merged")] = outputs["a" * 32 + "/0"]
         local.close()
     assert len({str(tokens) for tokens in found.values()}) == 3

@@ -11,6 +11,7 @@ from checkpoints import VARIANTS, write_byte_tokenizer, write_checkpoint
 from deployments import running
 from e2e.handing_over import hand_over
 from e2e.oracle import GreedyOracle
+from engines.generation import outputs_of
 
 from baton.cli.deployment.deployment import UpConfig
 from baton.client import Client
@@ -72,7 +73,7 @@ def test_hand_off_in_one_process(tmp_path: Path, name: str) -> None:
         request = Request(f"{number:032x}", 0, prompt, sampling)
         tokens = hand_over(source, puller, request)
         oracle.check(prompt, tokens, NUM_TOKENS)
-        assert puller.generate([Request("f" * 32, number, prompt, sampling)]) == {
+        assert outputs_of(puller, [Request("f" * 32, number, prompt, sampling)]) == {
             f"{'f' * 32}/{number}": tokens
         }
 

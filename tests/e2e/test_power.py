@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from e2e.handing_over import hand_over
+from engines.generation import outputs_of
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
@@ -75,7 +76,7 @@ def tokens_of(pair: tuple[LocalEngine, ...], spoil: Spoil | None, index: int) ->
 def test_a_faithful_copy_gives_the_same_tokens(pair: tuple[LocalEngine, ...]) -> None:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     request = Request("a" * 32, 0, PROMPT, sampling)
-    assert tokens_of(pair, None, 0) == pair[0].generate([request])[request.key]
+    assert tokens_of(pair, None, 0) == outputs_of(pair[0], [request])[request.key]
 
 
 @pytest.mark.parametrize("index", range(6))

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from deployments import Running
+from engines.generation import outputs_of
 from tokenizers import Tokenizer
 
 from baton.client import Client
@@ -90,7 +91,7 @@ def test_the_tokens_are_those_of_one_process(demo: Subject) -> None:
         constraint = Constraint(ConstraintKind(kind), source)
         sampling = SamplingParams(**common, constraint=constraint)
         request = Request(f"{number:032x}", 0, prompt, sampling, fork_ids=(f"{number:031x}f",))
-        expected = demo.local.generate([request])
+        expected = outputs_of(demo.local, [request])
         params: Any = {**common, kind: source, "prompt_token_ids": prompt, "n": 2}
         generation = demo.grpc.generate(**params)
         for _ in generation:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from e2e.subject import Subject
+from engines.generation import outputs_of
 
 from baton.client import Client, Result
 from baton.core.request.request import Request, SamplingParams
@@ -30,7 +31,7 @@ def generate(client: Client, prompt: list[int], **params: object) -> Result:
 
 def local_tokens(subject: Subject, prompt: list[int], sampling: SamplingParams) -> list[int]:
     request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
-    return subject.local.generate([request])[request.key]
+    return outputs_of(subject.local, [request])[request.key]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -118,7 +119,7 @@ def test_every_sampling_parameter_at_once(subject: Subject) -> None:
     sampling = SamplingParams(logit_bias=((5, 4.0),), **settings)  # type: ignore[arg-type]
     request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
     request = dataclasses.replace(request, fork_ids=("1" * 32, "2" * 32))
-    wanted = subject.local.generate([request])
+    wanted = outputs_of(subject.local, [request])
     assert [list(r.token_ids) for r in results] == [
         wanted[sample.key] for sample in (request, *request.forks)
     ]
@@ -163,7 +164,7 @@ def test_beams_of_one_hand_off(subject: Subject) -> None:
     for prompt, found in zip(prompts, results, strict=True):
         request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
         request = dataclasses.replace(request, fork_ids=("1" * 32, "2" * 32))
-        wanted = subject.local.generate([request])
+        wanted = outputs_of(subject.local, [request])
         assert [list(one.token_ids) for one in found] == list(wanted.values())
         for one in found:
             assert [len(each.top) for each in one.logprobs] == [2] * len(one.token_ids)

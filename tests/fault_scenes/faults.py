@@ -26,6 +26,7 @@ from typing import Any
 
 import grpc
 import torch
+from engines.generation import outputs_of
 from fault_scenes.fault_cluster import MODEL, Cluster
 from node_driver import SECRET, abstract_sockets, is_idle
 
@@ -63,7 +64,7 @@ class Reference:
     def tokens(self, streams: Sequence[Stream]) -> list[list[int]]:
         """What each stream should bring; of one that ends by an error, what it has brought."""
         requests = [self._request(stream) for stream in streams]
-        outputs = self._local.generate(requests)
+        outputs = outputs_of(self._local, requests)
         return [outputs[request.key] for request in requests]
 
     def num_near_ties(self, stream: Stream, expected: list[int]) -> int:
@@ -109,7 +110,7 @@ class Reference:
         if num_known == stream.num_due:
             return []
         request = self._request(stream, num_known)
-        return self._local.generate([request])[request.key]
+        return outputs_of(self._local, [request])[request.key]
 
     def _request(self, stream: Stream, num_known: int = 0) -> Request:
         return Request(

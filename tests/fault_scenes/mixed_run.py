@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.generation import outputs_of
 from fault_scenes.fault_cluster import Cluster
 from fault_scenes.faults import Ledger, Scene, Stream
 from node_driver import CLUSTER, SECRET
@@ -152,7 +153,7 @@ class Reference:
     def generate(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
         """One request's tokens."""
         request = Request(f"{random.getrandbits(128):032x}", 0, prompt, sampling)
-        return self._local.generate([request])[request.key]
+        return outputs_of(self._local, [request])[request.key]
 
     def compare(self, streams: list[Stream], outcome: Outcome) -> None:
         """Assert that what each stream brought is what this process gives, but for near-ties."""
@@ -160,7 +161,7 @@ class Reference:
         for start in range(0, len(compared), _REFERENCE_BATCH):
             batch = compared[start : start + _REFERENCE_BATCH]
             requests = [_request(stream) for stream in batch]
-            outputs = self._local.generate(requests)
+            outputs = outputs_of(self._local, requests)
             for stream, request in zip(batch, requests, strict=True):
                 self._compare(stream, outputs[request.key], outcome)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from engines.steps import execute
 from transformers import AutoModelForCausalLM
@@ -150,7 +151,7 @@ def requests_of(folder: Path, vocab_size: int, **sampling: Any) -> list[Request]
 
 
 def generate(engine: LocalEngine, requests: list[Request]) -> list[list[int]]:
-    outputs = engine.generate(requests)
+    outputs = outputs_of(engine, requests)
     check_integrity(engine.engine)
     assert engine.engine.pool.counts.held == 0
     return [outputs[request.key] for request in requests]
@@ -232,7 +233,7 @@ def test_a_process_may_have_an_engine_on_each_gpu() -> None:
         config = config_of(folder, device=device)
         runner = ModelRunner(config)
         found.append(
-            LocalEngine(config, runner).generate([Request("ab" * 16, 0, (5, 6), sampling)])
+            outputs_of(LocalEngine(config, runner), [Request("ab" * 16, 0, (5, 6), sampling)])
         )
         runner.close()
     assert found[0] == found[1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import write_byte_tokenizer
 from deployments import running
+from engines.generation import outputs_of
 
 from baton.client import Client
 from baton.client.messages import Result
@@ -92,7 +93,7 @@ def single_process(config: EngineConfig, prompts: list[tuple[int, ...]]) -> list
     outputs = []
     for index, prompt in enumerate(prompts):
         request = Request(f"{index:032x}", 0, prompt, sampling)
-        outputs.append(engine.generate([request])[request.key])
+        outputs.append(outputs_of(engine, [request])[request.key])
     runner.close()
     return outputs
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
@@ -92,7 +93,7 @@ def config_of(**changes: Any) -> EngineConfig:
 def generate(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     request = Request("a" * 32, 0, prompt, sampling)
-    tokens = engine.generate([request])[request.key]
+    tokens = outputs_of(engine, [request])[request.key]
     check_integrity(engine.engine)
     return tokens
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import running
+from engines.generation import outputs_of
 from engines.steps import execute
 
 from baton.client import Client
@@ -55,7 +56,7 @@ def tokens_of(config: EngineConfig, *, together: bool) -> list[list[int]]:
     engine = LocalEngine(config, ModelRunner(config))
     outputs: dict[str, list[int]] = {}
     for batch in [requests] if together else [[request] for request in requests]:
-        outputs |= engine.generate(batch)
+        outputs |= outputs_of(engine, batch)
     engine.close()
     return [outputs[request.key] for request in requests]
 

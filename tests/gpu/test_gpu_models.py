@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from engines.generation import outputs_of
 from engines.steps import execute
 from transformers import PreTrainedModel
 
@@ -76,7 +77,7 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
         Request(f"{n:032x}", 0, tuple(rng.choices(range(3, vocab_size), k=n)), sampling)
         for n in (1, 17, 40, 130, 200)
     ]
-    outputs = pair.ours.generate(requests)
+    outputs = outputs_of(pair.ours, requests)
     for request in requests:
         tokens, prompt = outputs[request.key], request.prompt_token_ids
         rows = pair.logprobs([*prompt, *tokens])[len(prompt) - 1 : -1]

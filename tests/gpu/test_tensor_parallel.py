@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from node_driver import Heard, NodeProcess, launch, members, session
 
@@ -67,7 +68,7 @@ def requests_of(vocab_size: int, **sampling: float) -> list[Request]:
 
 
 def generate(engine: LocalEngine, requests: list[Request]) -> list[list[int]]:
-    outputs = engine.generate(requests)
+    outputs = outputs_of(engine, requests)
     check_integrity(engine.engine)
     return [outputs[request.key] for request in requests]
 

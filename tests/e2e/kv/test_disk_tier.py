@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from deployments import running
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 
 from baton.client import Client
@@ -51,7 +52,7 @@ def engine_of(config: EngineConfig) -> LocalEngine:
 
 def generate(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
     request = Request("0" * 32, 0, prompt, SAMPLING)
-    tokens = engine.generate([request])[request.key]
+    tokens = outputs_of(engine, [request])[request.key]
     check_integrity(engine.engine)
     return tokens
 

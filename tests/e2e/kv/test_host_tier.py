@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from deployments import running
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 
 from baton.client import Client
@@ -53,7 +54,7 @@ def engine_of(kind: str, num_kv_blocks: int, swap_space: float) -> LocalEngine:
 def generate(engine: LocalEngine, prompts: Prompts, num_tokens: int) -> list[list[int]]:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     requests = [Request(f"{n:032x}", 0, prompt, sampling) for n, prompt in enumerate(prompts)]
-    outputs = engine.generate(requests)
+    outputs = outputs_of(engine, requests)
     check_integrity(engine.engine)
     return [outputs[request.key] for request in requests]
 

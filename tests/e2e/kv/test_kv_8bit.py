@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from deployments import running
 from effort import number
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from tokenizers import Tokenizer
 
@@ -52,7 +53,7 @@ def tokens_of(
         )
         for index, prompt in enumerate(prompts()[:num_prompts])
     ]
-    outputs = engine.generate(requests)
+    outputs = outputs_of(engine, requests)
     check_integrity(engine.engine)
     assert (engine.engine.totals().num_preemptions > 0) == is_tight
     engine.close()

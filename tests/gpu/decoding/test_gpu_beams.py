@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
@@ -45,7 +46,7 @@ def outputs_on(device: str, folder: Path) -> dict[str, list[int]]:
     requests += [Request(f"p{i}", 0, tuple(range(i, 40 + i)), plain) for i in range(5)]
     local = LocalEngine.load(config, print)
     try:
-        found = local.generate(requests)
+        found = outputs_of(local, requests)
         check_integrity(local.engine)
         assert local.engine.pool.counts.held == 0
         return found

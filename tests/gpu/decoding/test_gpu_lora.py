@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from fakes.adapters import merge, write_adapter
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +63,7 @@ def test_a_mixed_batch(tmp_path: Path, dtype: str) -> None:
         for number, adapter in enumerate(adapters)
         for length in LENS
     }
-    outputs = engine.generate([*requests.values()])
+    outputs = outputs_of(engine, [*requests.values()])
     engine.close()
     folders = [base, *(merge(tmp_path / f"{p.name}-merged", base, p) for p in paths)]
     different: set[str] = set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, requests
 from tokenizers import Tokenizer
@@ -146,7 +147,7 @@ def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
         )
         for index, (tokens, drafts) in enumerate(asked)
     ]
-    outputs = alone.generate(requests)
+    outputs = outputs_of(alone, requests)
     pairs = zip(requests, asked, strict=True)
     same = sum(outputs[request.key] == drafts for request, (_, drafts) in pairs)
     alone.close()

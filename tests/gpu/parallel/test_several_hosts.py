@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from fakes.node.namespaces import Wire
 from integration.hosts.test_several_hosts import (
     Cluster,
@@ -103,7 +104,7 @@ def expected(model_dir: Path, device: str, prompts: list[list[int]]) -> list[lis
             )
             for index, prompt in enumerate(prompts)
         ]
-        tokens = engine.generate(requests)
+        tokens = outputs_of(engine, requests)
         found.append([tokens[request.key] for request in requests])
     engine.close()
     return found

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from fakes.ranks.linked_nodes import Nodes, connected, request_of, wait_for_no_process
 from node_driver import NodeProcess, launch
 
@@ -102,7 +103,7 @@ async def test_tokens_are_those_of_one_gpu(case: Case, tmp_path: Path) -> None:
         request_of(50, max_tokens=20, temperature=0.8, top_k=20, seed=6),
     ]
     engine = LocalEngine.load(config, print)
-    expected = [engine.generate([request])[request.key] for request in requests]
+    expected = [outputs_of(engine, [request])[request.key] for request in requests]
     block_bytes = engine.runner.kv.block_bytes
     engine.close()
     with nodes_of(case, tmp_path) as nodes:

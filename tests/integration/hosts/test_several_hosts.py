@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from engines.generation import outputs_of
 from fakes.node.namespaces import Wire, second_host
 from node_driver import NodeProcess, launch_program, write_tiny_model
 from preloaded.starts import children_of
@@ -131,7 +132,7 @@ async def until(has_come: Callable[[], bool], within_s: float = 40.0) -> None:
 def expected(reference: LocalEngine, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     requests = [Request(secrets.token_hex(16), 0, tuple(prompt), params) for prompt in prompts]
-    found = reference.generate(requests)
+    found = outputs_of(reference, requests)
     return [found[request.key] for request in requests]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.generation import outputs_of
 from fakes.ranks.linked_nodes import Nodes, connected
 from fakes.speculation.eagle3_heads import DIM, head_tensors, make_head, write_head, write_target
 from fakes.speculation.mtp_heads import write_model_with_head
@@ -58,7 +59,7 @@ async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
     (drafting, drafts_of), asked = write(tmp_path), requests()
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=300)
     alone = LocalEngine.load(config, print)
-    expected = alone.generate(asked)
+    expected = outputs_of(alone, asked)
     alone.close()
     flags = ("--model", str(tmp_path), "--num-kv-blocks", "300")
     flags += ("--speculative-config", json.dumps(drafting | {"num_speculative_tokens": 1}))

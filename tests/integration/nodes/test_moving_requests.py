@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from deployments import marked_processes
+from engines.generation import outputs_of
 from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from node_driver import CLUSTER, OUR_MARK, SECRET
 
@@ -129,7 +130,7 @@ def tokens_of(local: LocalEngine, prompt: tuple[int, ...], settings: dict[str, A
         given["constraint"] = Constraint(ConstraintKind.REGEX, regex)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=ignores_eos, **given)
     request = Request(f"{prompt[0]:032x}", 0, prompt, sampling)
-    return local.generate([request])[request.key]
+    return outputs_of(local, [request])[request.key]
 
 
 async def test_a_stop_string_and_samples_of_one_prompt(scene: Scene) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed
@@ -28,11 +29,11 @@ def test_two_stages_equal_one_and_end_together(tmp_path: Path) -> None:
         Request(f"{index:032x}", 0, tuple(range(3, 20 + index)), SamplingParams(max_tokens=12))
         for index in range(4)
     ]
-    expected = LocalEngine(config, ModelRunner(config)).generate(requests)
+    expected = outputs_of(LocalEngine(config, ModelRunner(config)), requests)
     engine = LocalEngine.load(dataclasses.replace(config, pipeline_parallel_size=2), print)
     assert engine.ranks is not None
     (process,) = engine.ranks.processes
-    assert engine.generate(requests) == expected
+    assert outputs_of(engine, requests) == expected
     endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     engine.engine.add(Request("d" * 32, 0, (3, 4, 5), endless))
     for _ in range(5):

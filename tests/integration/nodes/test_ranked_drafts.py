@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.generation import outputs_of
 from fakes.speculation.eagle3_heads import write_target
 from fakes.speculation.head_engines import eagle3, mtp
 
@@ -39,7 +40,8 @@ def test_two_ranks_draft_and_give_the_tokens_of_one(
         )
         engine = LocalEngine.load(config, print)
         try:
-            tokens = engine.generate(
+            tokens = outputs_of(
+                engine,
                 [
                     Request(
                         f"r{index}",
@@ -53,7 +55,7 @@ def test_two_ranks_draft_and_give_the_tokens_of_one(
                         ),
                     )
                     for index in range(4)
-                ]
+                ],
             )
             return dict(tokens), engine.engine.totals().speculation
         finally:

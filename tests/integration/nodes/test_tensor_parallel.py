@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.adapters import merge, write_adapter
 from int4_checkpoints import write_int4_checkpoint
@@ -208,7 +209,7 @@ def test_ranks_have_their_parts_of_lora_adapters(tmp_path: Path) -> None:
     plain = Request("a" * 32, 0, tuple(range(3, 23)), sampling)
 
     def tokens(engine: LocalEngine, *requests: Request) -> list[list[int]]:
-        outputs = engine.generate(requests)
+        outputs = outputs_of(engine, requests)
         engine.close()
         return [outputs[request.key] for request in requests]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from deployments import marked_processes
+from engines.generation import outputs_of
 from fakes.ranks.linked_nodes import Nodes, connected, request_of, wait_for_no_process
 from node_driver import OUR_MARK, NodeProcess, health, launch, wait_idle, write_tiny_model
 
@@ -63,7 +64,7 @@ def reference(model_dir: Path) -> LocalEngine:
 
 
 def expected_of(reference: LocalEngine, request: Request) -> list[int]:
-    return reference.generate([request])[request.key]
+    return outputs_of(reference, [request])[request.key]
 
 
 async def test_handoffs_between_ranks_equal_one_process(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from engines.generation import outputs_of
 from fakes.node.namespaces import Wire, second_host
 from node_driver import NodeProcess, launch_program, wait_idle, write_tiny_model
 
@@ -135,7 +136,7 @@ async def check_tokens(cluster: Cluster, reference: LocalEngine) -> None:
                 tuple(prompt),
                 SamplingParams(max_tokens=12, ignore_eos=True, **params),
             )
-            assert found == reference.generate([request])[request.key]
+            assert found == outputs_of(reference, [request])[request.key]
     opened = [line for line in cluster.decode.said if "reads from source" in line]
     assert len(opened) == 1
     assert "over tcp at" in opened[0]

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from effort import examples
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 from fakes.runner import FakeRunner
@@ -79,7 +80,7 @@ class Demo:
         return tuple(self.tokenizer.encode(text).ids)
 
     def run(self, *requests: Request) -> list[list[int]]:
-        found = self.source.generate(requests)
+        found = outputs_of(self.source, requests)
         return [found[request.key] for request in requests]
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -172,7 +173,7 @@ def test_a_retry_goes_on_where_the_last_attempt_was_lost(demo: Demo) -> None:
 def test_samples_of_one_prompt_each_keep_to_it(demo: Demo) -> None:
     request = ask(demo.ids("# a person\n"), of_schema(PERSON), 50, seed=3, max_tokens=120)
     request = dataclasses.replace(request, fork_ids=("f" * 32, "e" * 32))
-    found = demo.source.generate([request])
+    found = outputs_of(demo.source, [request])
     texts = [demo.text(found[sample.key]) for sample in (request, *request.forks)]
     for text in texts:
         jsonschema.validate(json.loads(text), PERSON)
@@ -239,7 +240,7 @@ def test_whatever_the_schema_the_output_matches(
         ask([5, 6, 7], of_schema(schema), i, seed=seed, max_tokens=250, temperature=1.0)
         for i, schema in enumerate(found)
     ]
-    outputs = random_model.generate(requests)
+    outputs = outputs_of(random_model, requests)
     tokenizer = Tokenizer.from_file(str(random_model.model_dir / "tokenizer.json"))
     for request, schema in zip(requests, found, strict=True):
         tokens = outputs[request.key]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 
 import baton
@@ -50,7 +51,7 @@ def local() -> Iterator[LocalEngine]:
 
 def tokens_of(local: LocalEngine, prompt: list[int], sampling: EngineSampling) -> tuple[int, ...]:
     request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
-    return tuple(local.generate([request])[request.key])
+    return tuple(outputs_of(local, [request])[request.key])
 
 
 def test_greedy_and_seeded_tokens_are_the_engines(llm: LLM, local: LocalEngine) -> None:
@@ -220,7 +221,7 @@ def test_beam_search_finds_the_engines_beams(llm: LLM, local: LocalEngine) -> No
         )
         request = Request(f"{random.getrandbits(128):032x}", 0, tuple(ids), sampling, (), "", 0)
         request = dataclasses.replace(request, fork_ids=("a" * 32, "b" * 32))
-        wanted = local.generate([request])
+        wanted = outputs_of(local, [request])
         assert [one.tokens for one in output.sequences] == [[*ids, *t] for t in wanted.values()]
         scores = [one.cum_logprob / len(one.logprobs) ** 0.5 for one in output.sequences]
         assert scores == sorted(scores, reverse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import VARIANTS, write_checkpoint
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.adapters import ATTENTION, merge, write_adapter
 
@@ -55,7 +56,7 @@ def request(
 
 def tokens(engine: LocalEngine, prompts: list[list[int]]) -> list[list[int]]:
     requests = [request(prompt, index) for index, prompt in enumerate(prompts)]
-    outputs = engine.generate(requests)
+    outputs = outputs_of(engine, requests)
     return [outputs[one.key] for one in requests]
 
 
@@ -107,7 +108,7 @@ def mixed(world: World, engine: LocalEngine) -> dict[str, list[list[int]]]:
         for order, (name, adapter) in enumerate(adapters.items())
         for index, prompt in enumerate(PROMPTS)
     }
-    outputs = engine.generate([*requests.values()])
+    outputs = outputs_of(engine, [*requests.values()])
     return {
         name: [outputs[requests[name, index].key] for index in range(len(PROMPTS))]
         for name in adapters
@@ -129,7 +130,7 @@ def test_blocks_of_one_adapter_are_never_hit_by_another(world: World, engine: Lo
         before = engine.engine.totals().prefix_hit_tokens
         asked = request(PROMPTS[0], number, adapter)
         name = "" if adapter is None else adapter.name
-        assert engine.generate([asked])[asked.key] == world.expected[name][0]
+        assert outputs_of(engine, [asked])[asked.key] == world.expected[name][0]
         hit = engine.engine.totals().prefix_hit_tokens - before
         assert (hit > 0) == (number >= 3), "its own blocks alone"
 
@@ -177,8 +178,8 @@ def test_one_slot_serves_all_adapters_in_turn_and_evicted_ones_come_back(world: 
 
 def test_preempted_requests_keep_their_adapter(world: World) -> None:
     engine = lora(world.base, num_kv_blocks=24, max_model_len=80, enable_prefix_caching=False)
-    engine.generate(
-        [request(PROMPTS[2], n, num_tokens=1) for n in range(64)]
+    outputs_of(
+        engine, [request(PROMPTS[2], n, num_tokens=1) for n in range(64)]
     )  # "outputs are short"
     assert mixed(world, engine) == world.expected
     assert engine.engine.totals().num_preemptions > 0
@@ -189,7 +190,7 @@ def test_further_samples_have_the_adapter_too(world: World, engine: LocalEngine)
     one = engine.load_adapter("one", str(world.paths["one"]))
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     asked = Request("a" * 32, 0, PROMPTS[1], sampling, adapter=one, fork_ids=("b" * 32, "c" * 32))
-    outputs = engine.generate([asked])
+    outputs = outputs_of(engine, [asked])
     assert [*outputs.values()] == [world.expected["one"][1]] * 3
 
 
@@ -207,5 +208,5 @@ def test_without_the_flag_adapters_are_refused(world: World) -> None:
     with pytest.raises(InvalidRequest, match="--enable-lora"):
         engine.load_adapter("one", str(world.paths["one"]))
     with pytest.raises(InvalidRequest, match="--enable-lora"):
-        engine.generate([request(PROMPTS[0], 1, Adapter("one", "0" * 32, "/x"))])
+        outputs_of(engine, [request(PROMPTS[0], 1, Adapter("one", "0" * 32, "/x"))])
     engine.close()

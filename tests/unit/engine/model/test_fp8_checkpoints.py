@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from engines.generation import outputs_of
 from fp8_checkpoints import FORMATS, FP8, write_fp8_checkpoint
 from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
@@ -94,7 +95,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
     prompt = tuple(rng.choices(range(3, 320), k=40))
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     request = Request(f"{1:032x}", 0, prompt, sampling)
-    tokens = engine.generate([request])[request.key]
+    tokens = outputs_of(engine, [request])[request.key]
     with torch.inference_mode():
         logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
     for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
@@ -499,7 +500,7 @@ def test_tokens_of_experts_in_fp8(tmp_path: Path, name: str) -> None:
     prompt = tuple(random.Random(1).choices(range(3, 320), k=40))
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     request = Request(f"{1:032x}", 0, prompt, sampling)
-    tokens = engine.generate([request])[request.key]
+    tokens = outputs_of(engine, [request])[request.key]
     with torch.inference_mode():
         logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
     for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):

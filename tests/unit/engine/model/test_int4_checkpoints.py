@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
+from engines.generation import outputs_of
 from int4_checkpoints import FORMATS, quantised, write_int4_checkpoint
 from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
@@ -99,7 +100,7 @@ def greedy(engine: LocalEngine) -> tuple[tuple[int, ...], list[int]]:
     prompt = tuple(random.Random(1).choices(range(3, 320), k=40))
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     request = Request(f"{1:032x}", 0, prompt, sampling)
-    return prompt, list(engine.generate([request])[request.key])
+    return prompt, list(outputs_of(engine, [request])[request.key])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from effort import number
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.adapters import merge, write_adapter
 from fakes.ranks.played_ranks import PlayedProcess, play_ranks
@@ -224,7 +225,7 @@ def test_a_stage_may_wait_for_a_slow_one(
             return launch(batch)
 
         monkeypatch.setattr(rank.runner, "launch", slow)
-    engine.generate([dataclasses.replace(requests()[0], sampling=SamplingParams(max_tokens=2))])
+    outputs_of(engine, [dataclasses.replace(requests()[0], sampling=SamplingParams(max_tokens=2))])
     engine.close()
 
 
@@ -265,13 +266,13 @@ def test_a_stage_has_its_layers_of_a_lora_adapter(
     expected = []
     for path in (base, merged):
         alone = load(dataclasses.replace(config, model=str(path)))
-        expected.append(alone.generate([plain])[plain.key])
+        expected.append(outputs_of(alone, [plain])[plain.key])
         alone.close()
     assert expected[0] != expected[1]
     engine = load(config, pipeline_parallel_size=3, enable_lora=True, max_lora_rank=8)
     one = engine.load_adapter("one", str(adapter))
     other = dataclasses.replace(plain, request_id="b" * 32, adapter=one)
-    found = engine.generate([plain, other])
+    found = outputs_of(engine, [plain, other])
     assert [found[plain.key], found[other.key]] == expected
     engine.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import VARIANTS, write_checkpoint
+from engines.generation import outputs_of
 from fakes.ranks.played_ranks import play_ranks
 from fp8_checkpoints import write_fp8_checkpoint
 from int4_checkpoints import write_int4_checkpoint
@@ -50,6 +51,6 @@ def test_two_stages_equal_one(name: str, tmp_path: Path, monkeypatch: pytest.Mon
             pipeline_parallel_size=num_stages,
         )
         engine = LocalEngine.load(config, lambda line: None)
-        tokens.append(engine.generate(requests))
+        tokens.append(outputs_of(engine, requests))
         engine.close()
     assert tokens[0] == tokens[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from tokenizers import Tokenizer
 
@@ -111,7 +112,7 @@ def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
             ignore_eos=True,
         )
         request = Request(f"d{index}", 0, tuple(tokens), sampling)
-        num_different += alone.generate([request])[request.key] != drafts
+        num_different += outputs_of(alone, [request])[request.key] != drafts
     alone.close()
     assert len(recorder.found) > 30
     assert num_different <= 1, "but where two tokens are nearly equal"
@@ -213,7 +214,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     other = LocalEngine(config(str(tmp_path / "draft"), None), alone)
     tokens = tuple(sequence.token_ids)
     request = Request("b", 0, tokens, SamplingParams(max_tokens=4, temperature=0.0))
-    assert other.generate([request])["b/0"] == list(drafts)
+    assert outputs_of(other, [request])["b/0"] == list(drafts)
     engine.abort("a/0")
     for runner in (drafting, alone):
         runner.close()

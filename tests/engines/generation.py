@@ -1,0 +1,16 @@
+"""Requests that one engine runs to their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.core.request.request import Request
+from baton.engine.local import LocalEngine
+
+
+def outputs_of(engine: LocalEngine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Token ids by request key, as `LocalEngine.generating` leaves them."""
+    outputs: dict[str, list[int]] = {}
+    for _ in engine.generating(requests, outputs):
+        pass
+    return outputs
