@@ -159,7 +159,7 @@ class Bench:
         self._shape = shape
         self._tp, self._num_stages = tp, num_stages
         self._engine = local.engine
-        self._steps = local.steps
+        self._steps = local.engine._runner
         self._loads = local.runner.model.loads
         self._rng = random.Random(0)
         self._num_requests = 0
@@ -176,7 +176,9 @@ class Bench:
         others = [n for n in range(2, engine.limits.num_blocks) if n not in filled]
         for first in range(0, len(others), 128):
             targets = others[first : first + 128]
-            local.steps.copy_blocks([(filled[n % 8], target) for n, target in enumerate(targets)])
+            local.engine._runner.copy_blocks(
+                [(filled[n % 8], target) for n, target in enumerate(targets)]
+            )
         engine.abort(request.key)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:

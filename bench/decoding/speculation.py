@@ -124,7 +124,9 @@ def code_completion(num_drafts: int) -> list[Figure]:
     }
     figures = [*_step_times(local)]
     for temperature in (0.0, 0.8):
-        engines = {kind: engine_of(local, local.steps, one) for kind, one in proposers.items()}
+        engines = {
+            kind: engine_of(local, local.engine._runner, one) for kind, one in proposers.items()
+        }
         speeds: dict[str, list[float]] = {kind: [] for kind in engines}
         outputs: dict[str, list[list[int]]] = {}
         for repeat in range(_REPEATS + 1):
@@ -292,12 +294,12 @@ def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
     for batch, context in _CASES:
         if only and f"{batch} x {context}" not in only:
             continue
-        plain, _ = _speed(engine_of(local, local.steps, None), batch, context, shape.vocab)
+        plain, _ = _speed(engine_of(local, local.engine._runner, None), batch, context, shape.vocab)
         figures.append(Figure(f"{batch} x {context}: without", "tokens/s", plain))
         for told, rate in _RATES.items():
             name = f"{batch} x {context}, acceptance {told}"
             device = local.runner.model.device
-            coin = CoinRunner(local.steps, shape, device, rate)
+            coin = CoinRunner(local.engine._runner, shape, device, rate)
             engine = engine_of(local, coin, _AnyTokens(num_drafts))
             speeds, mean = _speed(engine, batch, context, shape.vocab)
             target = _TARGETS.get(name, 0.98) * statistics.median(plain)

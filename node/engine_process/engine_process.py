@@ -19,7 +19,6 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
 
-from ...constraints.grammars import Grammars
 from ...core.channels.addresses import host_id
 from ...core.channels.channel import FrameSocket
 from ...core.channels.frames import BrokenStream
@@ -29,20 +28,13 @@ from ...core.ports import SystemClock, SystemEntropy
 from ...core.process.children import end_waits_on_time
 from ...core.process.collector import settle
 from ...core.process.logs import set_up_logging
-from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.hosts.head import ClusterTrust
-from ...engine.kv.disk.disk_thread import make_disk
 from ...engine.kv.generations import SharedGenerations
-from ...engine.lora.adapter_room import room_for
+from ...engine.local import Assembly, grammars_of
 from ...engine.model import fingerprint
-from ...engine.parallel.pipeline_runner import join_ranks
 from ...engine.parallel.rank_processes import Ranks, start_ranks
-from ...engine.parallel.ranked_adapters import adapters_of
-from ...engine.parallel.ranked_copies import host_copier_of
-from ...engine.parallel.ranked_drafts import drafter_of
-from ...engine.speculation.proposers import make_proposer
 from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.protocol.puller import Puller
@@ -168,31 +160,18 @@ def _serve(
         )
     )
     limits = limits_of(plan, engine_config, node_config, runner)
-    grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
+    grammars = grammars_of(runner)
     welcome = welcome_of(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
     block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
-    host_copier = host_copier_of(runner, ranks.followers)
-    disk = make_disk(engine_config, runner.host_copier, welcome.fingerprint)
-    adapters = adapters_of(runner.adapters, ranks.followers)
-    engine = Engine(
-        join_ranks(runner, ranks.followers, engine_config.pipeline_parallel_size),
-        limits,
-        generations_of(generations, ranks.followers),
-        fingerprint=fingerprint.short(runner.fingerprint),
-        eos_token_ids=runner.eos_token_ids,
-        enable_prefix_caching=engine_config.enable_prefix_caching,
-        cache_observer=outbox,
-        grammars=grammars,
-        host_copier=host_copier,
-        disk=disk,
-        adapters=room_for(adapters, engine_config.max_loras, engine_config.num_host_adapters),
-        proposer=make_proposer(engine_config.speculation, drafter_of(runner, ranks.followers)),
+    mirrored = generations_of(generations, ranks.followers)
+    assembly = Assembly(
+        engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_observer=outbox
     )
-    engine.promise.tbt_target_s = engine_config.tbt_target_s
+    engine = assembly.engine
     engine.count_experts = runner.expert_tokens
     if engine_config.enable_expert_parallel:
         engine.num_expert_ranks = engine_config.tensor_parallel_size
@@ -201,11 +180,8 @@ def _serve(
         took_s = engine.measure_first_steps(BUDGET_S)
         runner.forget_expert_tokens()
         report.line(f"first steps measured in {took_s:.1f} s")
-    if host_copier is not None:
-        host_copier.begin()  # no sooner: steps would take longer beside it
-    if disk is not None:
-        disk.begin()
-        offered.callback(disk.close)
+    assembly.begin()  # no sooner: steps would take longer beside it
+    offered.callback(assembly.close)
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     hello = Hello(incarnation, runner.fingerprint)
@@ -255,7 +231,7 @@ def _serve(
     gate = GrammarGate(grammars, inbox.put)
     adapter_gate = AdapterGate(
         engine.adapters,
-        adapters,
+        assembly.adapters,
         lambda key: requests.book.get(key) is not None,
         inbox.put,
         links.channels.to_gateway,

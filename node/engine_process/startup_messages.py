@@ -12,6 +12,7 @@ from ...core.channels.channel import FrameSocket
 from ...core.channels.engine_tls import EngineTls
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
+from ...engine import local
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
@@ -47,17 +48,7 @@ def read_settings(frames: FrameSocket) -> Settings:
 def limits_of(
     plan: RolePlan, engine: EngineConfig, node: NodeConfig, runner: ModelRunner
 ) -> EngineLimits:
-    limits = EngineLimits(
-        num_blocks=runner.kv.num_blocks,
-        block_size=engine.block_size,
-        max_model_len=runner.max_model_len,
-        max_num_seqs=runner.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        prefill_chunk_tokens=runner.prefill_chunk_tokens,
-        graph_rows=runner.graph_rows,
-        graph_prompt_tokens=runner.graph_prompt_tokens,
-        num_stages=engine.pipeline_parallel_size,
-    )
+    limits = local.limits_of(engine, runner)
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
 
 
