@@ -75,6 +75,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
+    "functions": ([],),
     "include": ([], ["reasoning.encrypted_content"]),  # none is encrypted
     "instructions": ("",),
     "logits_processors": ([],),
@@ -98,7 +99,6 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
         (
             *("allowed_token_ids", "audio", "chat_template", "enable_thinking", "function_call"),
             *(
-                "functions",
                 "guided_decoding_backend",
                 "input",
                 "json_schema",
@@ -132,7 +132,7 @@ UNSUPPORTED_IN_TURNS: Mapping[str, Sequence[Any]] = {
     "top_logprobs": (0,),
 }
 
-# What does the same here, or comes nearest.
+# What does the same, or comes nearest, in chats and completions.
 INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "structured_outputs bounds what can come, logit_bias favours tokens",
     "bad_words": "logit_bias of -100 keeps a token out",
@@ -148,21 +148,17 @@ INSTEAD: Mapping[str, str] = {
     "logprob_token_ids": "use logprobs",
     "max_completion_tokens": "the name is max_tokens",
     "max_output_tokens": "the name is max_tokens",
-    "max_tokens": "the name is max_output_tokens",
     "messages": "/v1/chat/completions takes them",
-    "output_config": "/v1/chat/completions takes response_format and reasoning_effort",
-    "output_format": "use output_config.format",
+    "output_config": "use response_format and reasoning_effort",
     "previous_response_id": "/v1/responses takes it",
     "prompt": "/v1/completions takes one",
-    "reasoning": "/v1/chat/completions takes reasoning_effort",
+    "reasoning": "use reasoning_effort",
     "reasoning_effort": "/v1/chat/completions takes it",
-    "response_format": "use text.format in /v1/responses, output_config.format in /v1/messages",
-    "stop": "the name is stop_sequences",
     "stop_sequences": "the name is stop",
     "suffix": "put it into the prompt as the model was taught",
     "system": "put a system message in front of the others",
     "text": "use response_format",
-    "thinking": "/v1/chat/completions takes enable_thinking and thinking_token_budget",
+    "thinking": "use enable_thinking and thinking_token_budget",
     "thinking_budget": "the name is thinking_token_budget",
     "thinking_token_budget": "/v1/chat/completions takes it",
     "tool_choice": "/v1/chat/completions takes it",
@@ -189,6 +185,7 @@ def read_fields(
     body: Mapping[str, Any],
     known: Mapping[str, FieldKind],
     unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
+    instead: Mapping[str, str] = INSTEAD,
 ) -> dict[str, Any]:
     """The fields that are there, read; raises InvalidRequest for what cannot be served."""
     found: dict[str, Any] = {}
@@ -201,7 +198,7 @@ def read_fields(
         elif name in INTERNAL:
             raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
         elif name in unsupported:
-            _check_harmless(name, value, unsupported[name])
+            _check_harmless(name, value, unsupported[name], instead.get(name))
         else:
             ignored.append(name[:64])
     if ignored:
@@ -209,10 +206,9 @@ def read_fields(
     return found
 
 
-def _check_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:
+def _check_harmless(name: str, value: Any, harmless: Sequence[Any], instead: str | None) -> None:
     if not any(type(value) is type(h) and value == h for h in harmless):
-        instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
-        message = f"{name} is not supported here{instead}"
+        message = f"{name} is not supported here" + (f": {instead}" if instead else "")
         raise InvalidRequest(message, name, "unsupported_parameter")
 
 
@@ -221,9 +217,10 @@ async def read_body(
     known: Mapping[str, FieldKind],
     required: Sequence[str],
     unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
+    instead: Mapping[str, str] = INSTEAD,
 ) -> dict[str, Any]:
     """The fields of a body; a required text is not empty. Raises InvalidRequest, Refusal."""
-    found = read_fields(await read_object(request), known, unsupported)
+    found = read_fields(await read_object(request), known, unsupported, instead)
     for name in required:
         require({} if found.get(name) == "" else found, name)
     return found

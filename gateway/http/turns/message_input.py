@@ -27,6 +27,7 @@ from ..chat.tools import TOOLS, ToolChoice
 from ..generate.request_fields import (
     FRONT,
     GENERATION,
+    INSTEAD,
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
@@ -267,6 +268,18 @@ NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
     "prefill": (),
     "service_tier": ("auto", "standard_only"),
     "stop": (),
+}
+INSTEAD_HERE: Mapping[str, str] = {
+    **INSTEAD,
+    **dict.fromkeys(("enable_thinking", "thinking_token_budget", "reasoning"), "use thinking"),
+    **dict.fromkeys(
+        ("json_schema", "output_format", "response_format", "text"), "use output_config.format"
+    ),
+    "input": "the name is messages",
+    "reasoning_effort": "use output_config.effort",
+    "stop": "the name is stop_sequences",
+    "thinking_budget": "use thinking",
+    **dict.fromkeys(("logprob_token_ids", "top_logprobs"), "/v1/chat/completions takes logprobs"),
 }
 
 

@@ -30,6 +30,7 @@ from ..chat.tools import TOOL_CHOICE, TOOLS, ToolChoice
 from ..generate.request_fields import (
     FRONT,
     GENERATION,
+    INSTEAD,
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
@@ -259,6 +260,18 @@ NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
     "max_tokens": (),
     "max_tool_calls": (),
     "truncation": ("disabled",),
+}
+INSTEAD_HERE: Mapping[str, str] = {
+    **INSTEAD,
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "the name is max_output_tokens"),
+    **dict.fromkeys(("response_format", "json_schema"), "use text.format"),
+    "messages": "the name is input",
+    "output_config": "use text.format and reasoning.effort",
+    "output_format": "use text.format",
+    "reasoning_effort": "use reasoning.effort",
+    "system": "the name is instructions",
+    "thinking": "use enable_thinking and thinking_token_budget",
+    **dict.fromkeys(("logprob_token_ids", "top_logprobs"), "/v1/chat/completions takes logprobs"),
 }
 
 

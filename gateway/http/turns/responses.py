@@ -20,7 +20,7 @@ from ..generate.responses import rename
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object
-from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
+from .response_input import FIELDS, INSTEAD_HERE, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
 from .response_items import (
     ArgumentsEvent,
     CachedDetails,
@@ -63,7 +63,7 @@ _NAMES = {
 async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, and keep it for the next turn."""
     body = await read_object(request)
-    found = read_fields(body, FIELDS, NOT_SUPPORTED)
+    found = read_fields(body, FIELDS, NOT_SUPPORTED, INSTEAD_HERE)
     for name in REQUIRED:
         require({} if found.get(name) == "" else found, name)
     earlier: Sequence[Message] = ()
