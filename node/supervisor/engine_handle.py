@@ -5,7 +5,7 @@
 
 The first start must succeed, or the node does not start. Later ones are tried for ever: 0.5 s after
 the first death, doubling to 60 s, and from the beginning after a minute of health. One that takes
-several times as long as the first is ended, and tried again.
+several times as long as the first is ended, and the next may take twice as long.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ LONGEST_DELAY_S = 60.0
 HEALTHY_S = 60.0
 HUNG_S = 30.0  # no heartbeat for so long: not a pause, the process is replaced
 START_S, SLOWER = 120.0, 5.0  # a later start may take so long, or so many times the first one
+KILLED_S = 10.0  # a process may take so long to end that was killed while it started
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ async def start_engine(
         writer.close()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        with contextlib.suppress(TimeoutError):  # in the kernel, perhaps for ever
+            await asyncio.wait_for(process.wait(), KILLED_S)
         raise
     return EngineHandle(process, reader, writer, ready, command.heartbeat_s, clock)
 
@@ -297,6 +299,7 @@ class EngineSlot:
                 self._report(f"the engine did not start: {failure.message}")
             except TimeoutError:
                 self._report(f"the engine did not start within {self._most_start_s:.0f} s")
+                self._most_start_s *= 2
 
     async def _start_engine(self) -> EngineHandle:
         return await start_engine(self._command, self._report, self._clock)

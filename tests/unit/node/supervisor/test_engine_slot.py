@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -130,16 +131,40 @@ async def test_an_engine_that_hangs_while_it_starts_again_is_ended_and_tried_ane
     running = await world.begin()
     world.may_start.clear()
     world.engines[0].over.set()
-    while not world.num_cut_off:
+    while world.num_cut_off < 3:
         await asyncio.wait({running}, timeout=0.01)
     await turns()
     assert "the engine did not start within 0 s" in world.said
+    assert world.slot._most_start_s == 8 * 0.05, "each may take twice as long as the last"
     world.may_start.set()
     while len(world.engines) == 1:
         await asyncio.wait({running}, timeout=0.01)
     assert world.slot.is_ready
     world.slot.drain(running)
     await end_of(running)
+
+
+async def test_a_process_that_cannot_be_killed_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stuck:
+        async def wait(self) -> int:
+            await asyncio.Event().wait()
+            return 0
+
+        def kill(self) -> None:
+            pass
+
+    ours, theirs = socket.socketpair()
+
+    async def spawn(_: EngineCommand) -> Any:
+        return Stuck(), ours
+
+    monkeypatch.setattr(engine_handle, "_spawn", spawn)
+    monkeypatch.setattr(engine_handle, "KILLED_S", 0.05)
+    with theirs, pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await start_engine(COMMAND, print, FakeClock())
 
 
 async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(
