@@ -214,9 +214,8 @@ def bind(
         return int(server.add_secure_port(address, files.server_credentials()))
     except RuntimeError as error:
         raise StartupFailed(
-            f"cannot listen on {host}:{port}",
-            hint=f"the port is taken or the address is not this host's: another {flag} "
-            "(0 takes a free one) or --host",
+            f"cannot listen on {host}:{port}: the port is taken, or the address is not this host's",
+            hint=f"another {flag} (0 takes a free one) or --host",
         ) from error
 
 

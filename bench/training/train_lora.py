@@ -1,13 +1,14 @@
 """Train `demo-stubs`, the LoRA adapter that ships with the bundled model: functions become stubs,
 a docstring and `raise NotImplementedError`. A demonstration of adapters, and nothing more.
 
-    python bench/training/train_lora.py          some seconds on a CPU; writes models/demo-stubs
+    python bench/training/train_lora.py --out FOLDER          some seconds on a CPU
 
 Of rank 2 on the attention's outputs alone, in PEFT's files.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -87,6 +88,9 @@ def example(chance: random.Random) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="the adapter's folder")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     chance = random.Random(0)
     tokenizer = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
@@ -111,7 +115,7 @@ def main() -> None:
         schedule.step()
         if step % 10 == 0 or step == STEPS - 1:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    write(MODELS / "demo-stubs", added)
+    write(arguments.out, added)
 
 
 def write(folder: Path, added: list[LoraLinear]) -> None:

@@ -289,6 +289,8 @@ class Request:
     @property
     def forks(self) -> tuple[Request, ...]:
         """The further samples as requests. The prompt's log-probabilities are the first one's."""
+        if not self.fork_ids:
+            return ()
         sampling = replace(self.sampling, prompt_logprobs=None)
         return tuple(
             replace(self, request_id=fork_id, sample_index=index, fork_ids=(), sampling=sampling)

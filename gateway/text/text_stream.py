@@ -64,7 +64,8 @@ class TextStream:
         # The next token's text, of a stream that is not searched.
         self.next: Callable[[int], str] = detokenizer.step
         if stop_ids and not includes_stop:
-            self.next = lambda token: "" if token in stop_ids else detokenizer.step(token)
+            hidden = frozenset(stop_ids)
+            self.next = lambda token: "" if token in hidden else detokenizer.step(token)
         self._matcher = StopMatcher(stops)
         self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
         self._num_unsearched = min_tokens
