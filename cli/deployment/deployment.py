@@ -54,6 +54,7 @@ class Deployment(ChildGroup):
         super().__init__(report, _MOST_ENDS)
         self.up, self.node, self.gateway = up, node, gateway
         self.engine = _with_promise(engine, up)
+        _check_adapters(engine, gateway)
         self.cluster = cluster or ClusterConfig()
         self.address = ""
         self.startup_lines: tuple[str, ...] = ()  # gateway/process/startup_message.py
@@ -225,6 +226,14 @@ def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:
     if engine.tbt_target_ms is not None:
         raise StartupFailed("--tbt-target-ms goes with --mode auto or aggregated")
     return engine
+
+
+def _check_adapters(engine: EngineConfig, gateway: GatewayConfig) -> None:
+    """Raises StartupFailed where adapters are to be served by engines that take none."""
+    if gateway.lora_modules and not engine.enable_lora:
+        raise StartupFailed(
+            "--lora-modules: the engines serve no LoRA adapters", hint="--enable-lora beside it"
+        )
 
 
 @contextmanager

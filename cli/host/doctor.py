@@ -252,7 +252,8 @@ def check_port(port: int) -> Finding:
         try:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
-            advice = "another --grpc-port (0 takes a free one), or stop what listens there"
+            ports = "another --grpc-port or --http-port (0 takes a free one)"
+            advice = f"{ports}, or stop what listens there"
             return problem(f"port {port}", f"cannot be had: {error}", advice)
     return ok(f"port {port}", "free")
 

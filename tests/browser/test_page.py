@@ -189,7 +189,7 @@ def test_no_traffic_and_an_engine_that_goes(
     server = serve(gateway)
     page = open_page(server.url)
     page.wait_for_selector(LIVE)
-    assert "No traffic yet" in text_of(page, "#empty")
+    assert "No traffic" in text_of(page, "#empty")
     assert f"curl -N {server.origin}/v1/chat/completions" in text_of(page, "#curl")
     assert page.locator(".card").count() == 5
     server.do(lambda: gateway.lose("decode-0.1"))

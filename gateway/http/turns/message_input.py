@@ -279,7 +279,10 @@ INSTEAD_HERE: Mapping[str, str] = {
     "reasoning_effort": "use output_config.effort",
     "stop": "the name is stop_sequences",
     "thinking_budget": "use thinking",
-    **dict.fromkeys(("logprob_token_ids", "top_logprobs"), "/v1/chat/completions takes logprobs"),
+    **dict.fromkeys(
+        ("logprobs", "logprob_token_ids", "prompt_logprobs", "top_logprobs"),
+        "/v1/chat/completions takes logprobs",
+    ),
 }
 
 

@@ -271,7 +271,10 @@ INSTEAD_HERE: Mapping[str, str] = {
     "reasoning_effort": "use reasoning.effort",
     "system": "the name is instructions",
     "thinking": "use enable_thinking and thinking_token_budget",
-    **dict.fromkeys(("logprob_token_ids", "top_logprobs"), "/v1/chat/completions takes logprobs"),
+    **dict.fromkeys(
+        ("logprobs", "logprob_token_ids", "prompt_logprobs", "top_logprobs"),
+        "/v1/chat/completions takes logprobs",
+    ),
 }
 
 

@@ -241,3 +241,12 @@ async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Ex
     part.reader = asyncio.create_task(part._read(report))
     await part.close()
     assert heard[:2] == ["one", "two"] and part.ready.result() == "127.0.0.1:1"
+
+
+def test_adapters_need_engines_that_serve_them() -> None:
+    gateway, up_config = GatewayConfig(lora_modules=("stubs=models/demo-stubs",)), UpConfig()
+    parts = (NodeConfig(), gateway, print)
+    with pytest.raises(StartupFailed, match="--lora-modules") as failed:
+        Deployment(up_config, EngineConfig(model="demo"), *parts)
+    assert "--enable-lora" in failed.value.hint
+    Deployment(up_config, EngineConfig(model="demo", enable_lora=True), *parts)
