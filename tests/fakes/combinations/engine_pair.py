@@ -1,0 +1,180 @@
+"""Two engines that requests are sent to, handed over between, tried again and cancelled on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from baton.core.request.request import Request, TokenLogprobs
+from baton.core.request.token_ids import block_hashes, root_hash
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import SampledToken
+from baton.engine.scheduling.outputs import FinishedBeam, Reservation, StepOutput, TokenOutput
+
+FINGERPRINT = "f"  # of both
+_MOST_IDLE = 500
+
+
+@dataclass
+class Outcome:
+    """What was output, by request id. `scores`: of prompts, by position."""
+
+    tokens: dict[str, list[TokenOutput]] = field(default_factory=dict)
+    beams: dict[str, FinishedBeam] = field(default_factory=dict)
+    scores: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def take(self, step: StepOutput) -> None:
+        for token in step.tokens:
+            tokens = self.tokens.setdefault(_id_of(token.key), [])
+            assert token.index == len(tokens)
+            tokens.append(token)
+        for part in step.prompt_logprobs:
+            scores = self.scores.setdefault(_id_of(part.key), {})
+            scores |= dict(enumerate(part.logprobs, part.first_index))
+        self.beams |= {_id_of(beam.key): beam for beam in step.beams}
+        for key, error in step.failed:
+            self.errors[_id_of(key)] = f"{type(error).__name__}: {error}"
+
+
+def _id_of(key: str) -> str:
+    return key.partition("/")[0]
+
+
+@dataclass(eq=False)
+class HandOff:
+    """Of a prompt that the first engine has computed. `first`: what a search begins with."""
+
+    request: Request
+    first: SampledToken | None
+    reservation: Reservation | None = None
+
+
+class EnginePair:
+    """`pools`: of each engine those of its ranks. `cancelled`: ids of requests."""
+
+    def __init__(
+        self, engines: Sequence[Engine], pools: Sequence[Sequence[Tensor]], draw: random.Random
+    ) -> None:
+        self.engines, self.outcome = engines, Outcome()
+        self.cancelled: set[str] = set()
+        self._pools, self._draw = pools, draw
+        self._held: dict[str, Request] = {}
+        self._hand_offs: list[HandOff] = []
+        self._sent: dict[str, tuple[Request, Engine]] = {}  # what goes on by itself, by key
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        waiting, num_idle = [*requests], 0
+        while waiting or self._hand_offs or self._has_work:
+            if waiting and self._happens(0.7):
+                self._send(waiting.pop(0))
+            for engine in self._draw.sample(self.engines, 2):
+                if engine.has_work:
+                    self._take(engine.step())
+            for one in [*self._hand_offs]:
+                if self._happens(0.5):
+                    self._advance(one)
+            if self._sent and self._happens(0.05):
+                self._disturb(*self._draw.choice([*self._sent.values()]))
+            num_idle = 0 if self._has_work else num_idle + 1
+            assert num_idle < _MOST_IDLE, "nothing gets on"
+        return self.outcome
+
+    @property
+    def _has_work(self) -> bool:
+        return any(engine.has_work for engine in self.engines)
+
+    def _happens(self, chance: float) -> bool:
+        return self._draw.random() < chance
+
+    def _take(self, step: StepOutput) -> None:
+        self.outcome.take(step)
+        ended = {token.key for token in step.tokens if token.finish_reason is not None}
+        for key in ended | {beam.key for beam in step.beams} | {key for key, _ in step.failed}:
+            self._sent.pop(key, None)
+        for chunk in step.chunks:
+            if chunk.is_last and chunk.key in self._held:
+                self._hand_offs.append(HandOff(self._held.pop(chunk.key), chunk.first))
+
+    # -- what happens to requests -----------------------------------------------------------------
+
+    def _send(self, request: Request) -> None:
+        if self._happens(0.3):
+            self._fetch_prefix(request)
+        if self._happens(0.4):
+            self._held[request.key] = request
+            self.engines[0].add(request, hold=True)
+            return
+        engine = self._draw.choice(self.engines)
+        engine.add(request)
+        self._sent |= {one.key: (one, engine) for one in (request, *request.forks)}
+
+    def _fetch_prefix(self, request: Request) -> None:
+        """From the first engine to the second."""
+        source, puller = (engine.prefixes for engine in self.engines)
+        root = root_hash(FINGERPRINT, request.cache_salt, request.adapter_digest)
+        size = self.engines[0].limits.block_size
+        hashes = block_hashes(root, request.known_token_ids, size)
+        hashes = hashes[: self._draw.randint(0, len(hashes))]
+        if not hashes or (lent := source.lend(hashes)) is None:
+            return
+        fence, refs = lent
+        if (borrowed := puller.borrow(hashes)) is not None:
+            self._copy([ref.block_id for ref in refs], borrowed.block_ids)
+            puller.keep(borrowed)
+        source.give_back(fence)
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for theirs, mine in zip(*self._pools, strict=True):
+            mine[[*targets]] = theirs[[*sources]]
+
+    def _advance(self, one: HandOff) -> None:
+        """Reserve for it, or copy and go on."""
+        (source, puller), request = self.engines, one.request
+        if one.reservation is None:
+            one.reservation = puller.reserve(request)
+            return
+        self._hand_offs.remove(one)
+        reservation = one.reservation
+        cached, known = reservation.num_cached_blocks, reservation.num_known_blocks
+        refs = source.block_refs(request.key, cached, known)
+        self._copy([ref.block_id for ref in refs], reservation.block_ids[cached:known])
+        source.abort(request.key)
+        if one.first is not None:
+            puller.start_beams(reservation, one.first)
+            self._sent |= {each.key: (each, puller) for each in (request, *request.forks)}
+            return
+        for each in (*request.forks, request):
+            token = self.outcome.tokens[each.request_id][-1]
+            if token.finish_reason is not None:
+                continue
+            if each is request:
+                puller.start(reservation, token.token_id)
+            else:
+                puller.fork(reservation, each, token.token_id)
+            self._sent[each.key] = (each, puller)
+        puller.drop(reservation)  # where its first sample has ended
+
+    def _disturb(self, request: Request, engine: Engine) -> None:
+        """Cancel it, or try it again behind the tokens that it has; not while others are to fork
+        from it, or it from another."""
+        sequence = engine._sequences.by_key.get(request.key)
+        is_search = request.key in engine._sequences.beams.by_key
+        if not is_search and (sequence is None or sequence.forks):
+            return
+        del self._sent[request.key]
+        engine.abort(request.key)
+        if is_search or self._happens(0.3):
+            self.cancelled.add(request.request_id)
+            return
+        tokens = self.outcome.tokens.get(request.request_id, ())
+        again = replace(
+            request,
+            attempt=request.attempt + 1,
+            output_token_ids=tuple(one.token_id for one in tokens),
+            fork_ids=(),
+        )
+        self._send(again)

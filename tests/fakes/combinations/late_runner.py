@@ -1,0 +1,105 @@
+"""A CPU's runner with a GPU's order: it runs ahead, and computes a step as late as can be."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.core.request.request import TokenLogprobs
+from baton.engine.execution.batch import LaunchedStep, SampledToken, SequenceSlice
+from baton.engine.execution.constraints import TokenCounts
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.lora.adapter_files import HostAdapter
+from baton.engine.lora.rank_adapters import RankAdapters
+
+
+@dataclass(eq=False)
+class LateStep:
+    runner: LateRunner
+    batch: Sequence[SequenceSlice]
+    number = 0
+    done: LaunchedStep | None = None
+
+    def has_completed(self) -> bool:
+        return self.done is not None
+
+    def collect(self) -> list[SampledToken | None]:
+        return self.runner.compute(self).collect()
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return self.runner.compute(self).prompt_logprobs()
+
+
+@dataclass(eq=False)
+class LateRunner:
+    """A Runner and Drafter, and the Adapters of its engine: what changes blocks or adapters comes
+    behind the steps that were launched."""
+
+    runner: ModelRunner
+    runs_ahead = True
+    _waiting: deque[LateStep] = field(default_factory=deque)
+    _last: Sequence[SampledToken | None] = ()
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LateStep:
+        assert len(self._waiting) < 2, "too many steps in flight"
+        step = LateStep(self, [_as_now(one) for one in batch])
+        self._waiting.append(step)
+        return step
+
+    def compute(self, until: LateStep) -> LaunchedStep:
+        while until.done is None:
+            self._compute_next()
+        return until.done
+
+    def _compute_next(self) -> None:
+        step = self._waiting.popleft()
+        step.done = self.runner.launch([self._with_token(one) for one in step.batch])
+        self._last = step.done.collect()
+
+    def _with_token(self, one: SequenceSlice) -> SequenceSlice:
+        if one.follows is None:
+            return one
+        sampled = self._last[one.follows]
+        assert sampled is not None
+        return one._replace(token_ids=(sampled.token_id,), follows=None)
+
+    def _compute_all(self) -> None:
+        while self._waiting:
+            self._compute_next()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._compute_all()
+        self.runner.copy_blocks(pairs)
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        assert not self._waiting, "drafts behind tokens that are not known"
+        return self.runner.draft(batch)
+
+    @property
+    def _adapters(self) -> RankAdapters:
+        assert self.runner.adapters is not None
+        return self.runner.adapters
+
+    def load(self, slot: int, digest: str) -> None:
+        self._compute_all()
+        self._adapters.load(slot, digest)
+
+    def keep(self, adapter: HostAdapter) -> None:
+        self._adapters.keep(adapter)
+
+    def forget(self, adapter: HostAdapter) -> None:
+        self._adapters.forget(adapter)
+
+    def drop(self, digest: str) -> None:
+        self._adapters.drop(digest)
+
+
+def _as_now(one: SequenceSlice) -> SequenceSlice:
+    """What of it may change while the step waits is copied, as a device's upload does."""
+    one = one._replace(block_table=array("i", one.block_table))
+    sample = one.sample
+    if sample is not None and isinstance(sample.counts, TokenCounts):
+        one = one._replace(sample=sample._replace(counts=sample.counts.behind(())))
+    return one
