@@ -163,11 +163,12 @@ class AdapterGate(Gate):
         return dispatch
 
     def _hold(self, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether its adapter is in host memory: then it stays there for the request's life."""
+        """Whether its adapter is in host memory: then it stays there for its requests' lives."""
         digest = dispatch.adapter.digest
         if self._room is None or not self._room.has(digest):
             return False
-        self._room.hold(f"{dispatch.request_id}/{dispatch.attempt}", digest)
+        for request_id in (dispatch.request_id, *dispatch.fork_request_ids):
+            self._room.hold(f"{request_id}/{dispatch.attempt}", digest)
         return True
 
     def _read(self, gateway: str, message: _Message, path: str, digest: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from baton.core.errors import AdapterRefused
+from baton.core.errors import AdapterRefused, Overloaded
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.scheduling.sequence import Sequence
@@ -53,10 +54,11 @@ class World:
         self.room = AdapterRoom[Sequence](Kept(), 1, max_host)
         self.reads: queue.SimpleQueue[Gated] = queue.SimpleQueue()
         self.sent: list[tuple[str, node_pb2.AdapterLoaded]] = []
+        self.is_wanted: Callable[[str], bool] = lambda key: True
         self.gate = AdapterGate(
             self.room,
             self.reader,
-            lambda key: True,
+            lambda key: self.is_wanted(key),
             self.reads.put,
             lambda gateway, message: self.sent.append((gateway, message.adapter_loaded)),
         )
@@ -127,6 +129,21 @@ def test_an_order_finds_no_room() -> None:
     world.reader.read = lambda path, digest="": HostAdapter("b" * 32, torch.zeros(1, 1))  # type: ignore[method-assign]
     world.next_read()
     assert "--max-cpu-loras" in world.sent[0][1].error.message
+
+
+def test_a_further_sample_keeps_its_adapter_when_the_first_is_over() -> None:
+    """They wait for their KV, or a slot: nothing in the engine uses the adapter yet."""
+    world = World(max_host=1)
+    sent = dispatch()
+    sent.fork_request_ids.append("s")
+    world.gate.admits("g", sent)
+    world.next_read()
+    world.is_wanted = {"s/2"}.__contains__
+    with pytest.raises(Overloaded):
+        world.room.keep(HostAdapter("b" * 32, torch.zeros(1, 1)))
+    world.is_wanted = lambda key: False
+    world.room.keep(HostAdapter("b" * 32, torch.zeros(1, 1)))
+    assert not world.room.has(DIGEST)
 
 
 def test_an_engine_without_adapters_says_so() -> None:
