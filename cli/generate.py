@@ -9,6 +9,7 @@ import time
 from ..core.engine_config import EngineConfig
 from ..core.model_dir import eos_token_ids
 from ..core.ports import SystemEntropy
+from ..core.process.event_loop import interruptible
 from ..core.request.request import Request, SamplingParams
 from ..gateway.text.tokenizer import Tokenizer
 
@@ -17,12 +18,14 @@ async def run(
     config: EngineConfig, prompts: list[str], *, max_tokens: int, temperature: float, seed: int
 ) -> int:
     """Continue every prompt in one continuous batch and print them with the time it took."""
-    from ..engine.local import LocalEngine
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    local = LocalEngine.load(config, report)
+    with interruptible():
+        from ..engine.local import LocalEngine  # takes long, too
+
+        local = LocalEngine.load(config, report)
     tokenizer = Tokenizer.load(local.model_dir, eos_token_ids(local.model_dir))
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     requests = [

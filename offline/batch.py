@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from ..core.engine_config import EngineConfig
 from ..core.errors import Unavailable
+from ..core.process.event_loop import interruptible
 from .batch_file import BatchLine, ResultFile, check_ids, read_lines
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ async def _endpoints(
         ) as session:
             yield session
         return
-    from .batch_endpoints import local_endpoints  # with --url no torch is imported
+    with interruptible():
+        from .batch_endpoints import local_endpoints  # with --url no torch is imported
 
     async with (
         local_endpoints(engine) as path,

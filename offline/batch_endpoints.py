@@ -17,6 +17,7 @@ from aiohttp import web
 from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
 from ..core.ports import SystemClock
+from ..core.process.event_loop import interruptible
 from ..gateway.admission.admission import LoopPacing
 from ..gateway.http.chat import chat
 from ..gateway.http.chat.chat_model import CHAT_MODEL, ChatModel
@@ -117,7 +118,10 @@ async def local_endpoints(engine: EngineConfig) -> AsyncIterator[Path]:
     """The same over a model that is loaded here, for as long as the block lasts. Raises
     StartupFailed."""
     front = GatewayConfig(model=engine.model, served_model_name=engine.served_model_name)
-    calls = LocalCalls.load(engine, front, lambda line: print(line, file=sys.stderr, flush=True))
+    with interruptible():
+        calls = LocalCalls.load(
+            engine, front, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     try:
         calls.begin()
         async with serving(batch_app(calls, front)) as path:

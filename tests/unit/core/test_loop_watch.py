@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from baton.core.process import event_loop as loop_watch
-from baton.core.process.event_loop import LoopWatch
+from baton.core.process.event_loop import LoopWatch, interruptible
 
 
 class Child:
@@ -84,3 +86,34 @@ async def test_nothing_is_written_where_no_parent_watches(
     monkeypatch.setenv("BATON_LOOP_WATCH_FD", number)
     async with asyncio.timeout(1):
         await loop_watch.show_turns()
+
+
+def test_ctrl_c_ends_what_a_coroutine_does_on_the_main_thread() -> None:
+    handlers = []
+
+    async def work() -> None:
+        with interruptible():
+            pass
+        handlers.append(signal.getsignal(signal.SIGINT))
+        try:
+            with interruptible():
+                os.kill(os.getpid(), signal.SIGINT)
+                handlers.append("it went on")
+        finally:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        loop_watch.run(work)
+    first, last = handlers
+    assert first is last is not signal.default_int_handler, "the loop's own is back"
+
+
+def test_a_thread_beside_the_main_one_has_no_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def work() -> None:
+        with interruptible():
+            assert signal.getsignal(signal.SIGINT) is before
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(work).result()
