@@ -33,6 +33,9 @@ def shared_ports(config: GatewayConfig) -> Iterator[Mapping[str, GatewayConfig]]
     """By name, what each gateway is started with; the ports are held meanwhile. Raises
     StartupFailed where one is taken."""
     if config.num_gateways == 1:
+        for port, flag in ((config.http_port, "--http-port"), (config.grpc_port, "--grpc-port")):
+            with _held(config, port, flag):
+                pass  # it is free: the gateway will take it, once it has loaded
         yield {GATEWAY: config}
         return
     with (

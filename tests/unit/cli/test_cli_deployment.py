@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -82,8 +83,22 @@ def test_gateways_share_two_ports_and_have_one_each() -> None:
         hold_exclusively(port)
     with shared_ports(replace(config, own_http_port=0)) as configs:
         assert {each.own_http_port for each in configs.values()} == {None}, "a free one for each"
-    with shared_ports(GatewayConfig()) as configs:
-        assert configs == {"gateway": GatewayConfig()}
+    alone = GatewayConfig(grpc_port=0, http_port=0)
+    with shared_ports(alone) as configs:
+        assert configs == {"gateway": alone}
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
+def test_a_port_that_is_taken_is_said_before_a_gateway_is_started(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0} | {flag[2:].replace("-", "_"): taken}
+        with (
+            pytest.raises(StartupFailed, match=f"cannot listen on .*{taken}") as failed,
+            shared_ports(GatewayConfig(**ports)),
+        ):
+            raise AssertionError("it is taken")
+        assert flag in failed.value.hint
 
 
 def hold_exclusively(port: int) -> None:
