@@ -28,11 +28,11 @@ from ...core.ports import SystemClock, SystemEntropy
 from ...core.process.children import end_waits_on_time
 from ...core.process.collector import settle
 from ...core.process.logs import set_up_logging
+from ...engine.assembly import Assembly, grammars_of
 from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.hosts.head import ClusterTrust
 from ...engine.kv.generations import SharedGenerations
-from ...engine.local import Assembly, grammars_of
 from ...engine.model import fingerprint
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...kv_transfer.device_transports import transports, wrapping

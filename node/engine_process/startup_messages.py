@@ -12,7 +12,7 @@ from ...core.channels.channel import FrameSocket
 from ...core.channels.engine_tls import EngineTls
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
-from ...engine import local
+from ...engine import assembly
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
@@ -48,7 +48,7 @@ def read_settings(frames: FrameSocket) -> Settings:
 def limits_of(
     plan: RolePlan, engine: EngineConfig, node: NodeConfig, runner: ModelRunner
 ) -> EngineLimits:
-    limits = local.limits_of(engine, runner)
+    limits = assembly.limits_of(engine, runner)
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
 
 
