@@ -85,7 +85,7 @@ class Attempt:
 
     @property
     def _lacks_scores(self) -> bool:
-        return self._is_search and self._scores is not None and not self._scores.is_complete
+        return self._scores is not None and not self._scores.is_complete
 
     @property
     def _has_first_token(self) -> bool:

@@ -290,13 +290,14 @@ class Session:
         self._num_attempts += 1
         sampling = self.request.sampling
         has_scores = sampling.prompt_logprobs is not None and not self.sample_index
+        is_search = sampling.use_beam_search
         return Attempt(
             number=self._num_attempts - 1,
             route=route,
             base_index=len(self._answer.output_ids),
             max_tokens=sampling.max_tokens,
-            is_search=sampling.use_beam_search,
-            scores=self._answer.prompt_scores if has_scores else None,
+            is_search=is_search,
+            scores=self._answer.prompt_scores if is_search and has_scores else None,
         )
 
     def _was_refused(self, attempt: Attempt, incarnation: str) -> None:
