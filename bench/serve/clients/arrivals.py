@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import lzma
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,14 +83,8 @@ def poisson(
     group: str,
 ) -> list[Arrival]:
     """Independent arrivals: exponential gaps with mean 1 / rate."""
-    rng = random.Random(seed)
-    arrivals: list[Arrival] = []
-    at_s = rng.expovariate(rate_per_s)
-    while at_s < duration_s:
-        prompt = Prompt.drawn(num_prompt_tokens, rng.getrandbits(63))
-        arrivals.append(Arrival(at_s, prompt, num_output_tokens, group))
-        at_s += rng.expovariate(rate_per_s)
-    return arrivals
+    lengths = num_prompt_tokens, num_output_tokens
+    return _poisson(rate_per_s, duration_s, lambda rng: lengths, seed, group)
 
 
 def poisson_of(
@@ -102,13 +96,23 @@ def poisson_of(
     group: str,
 ) -> list[Arrival]:
     """The same with lengths drawn from (prompt, output) pairs."""
+    return _poisson(rate_per_s, duration_s, lambda rng: rng.choice(lengths), seed, group)
+
+
+def _poisson(
+    rate_per_s: float,
+    duration_s: float,
+    draw: Callable[[random.Random], tuple[int, int]],
+    seed: int,
+    group: str,
+) -> list[Arrival]:
     rng = random.Random(seed)
     arrivals: list[Arrival] = []
     at_s = rng.expovariate(rate_per_s)
     while at_s < duration_s:
-        num_prompt, num_output = rng.choice(lengths)
-        prompt = Prompt.drawn(num_prompt, rng.getrandbits(63))
-        arrivals.append(Arrival(at_s, prompt, num_output, group))
+        num_prompt_tokens, num_output_tokens = draw(rng)
+        prompt = Prompt.drawn(num_prompt_tokens, rng.getrandbits(63))
+        arrivals.append(Arrival(at_s, prompt, num_output_tokens, group))
         at_s += rng.expovariate(rate_per_s)
     return arrivals
 
