@@ -221,7 +221,7 @@ class Stepper:
                 self._speculator.waited(launched_s - self._ended_s)
         promise, promise_s = self._scheduler.promise, None
         if promise.tbt_target_s is not None and shape.num_decodes:
-            promise_s = promise.target_s
+            promise_s = promise.promised_s
         launching_s = self._clock.monotonic_s() - began_s
         self._launching_s[shape.num_prompt_tokens > 0] = launching_s
         num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))

@@ -10,11 +10,14 @@ from .queues import Queues
 from .schedule import Schedule, step_shape
 from .step_cost_estimator import StepCostEstimator
 
+# Of the promise, for decodes that outlast it: they are few, and prompts wait for what they take.
+OUTLASTING = 2.5
+
 
 class StepPromise:
     """`tbt_target_s`: what steps with decodes in them take at most, if prompts can be cut for it;
     None: prompts are computed as fast as may be. `is_promising`: whether what comes is promised
-    that too; what decodes was, and is kept to it."""
+    that too; where it is not, decodes that were promised it have steps OUTLASTING times as long."""
 
     def __init__(self, limits: EngineLimits, queues: Queues, step_costs: StepCostEstimator) -> None:
         self.tbt_target_s: float | None = None
@@ -27,10 +30,16 @@ class StepPromise:
 
     @property
     def target_s(self) -> float | None:
-        """What a step with decodes takes at most: its own target, or the strictest of those that
-        decode, but no less than half of its own: one request shall not hold up all prompts. None:
-        no target, or it was withdrawn, and nobody decodes to whom it was promised. A decode of a
-        pipeline waits for a step of each other stage."""
+        """What a step with decodes takes at most. None: no target, or it was withdrawn, and nobody
+        decodes to whom it was promised."""
+        promised_s = self.promised_s
+        return promised_s if promised_s is None or self.is_promising else promised_s * OUTLASTING
+
+    @property
+    def promised_s(self) -> float | None:
+        """What those that decode were promised: the engine's own target, or the strictest of
+        theirs, but no less than half of its own: one request shall not hold up all prompts. A
+        decode of a pipeline waits for a step of each other stage."""
         if self.tbt_target_s is None:
             return None
         if not self.is_promising and all(one.is_held for one in self._queues.running):

@@ -15,7 +15,8 @@ few less for another. So shares are means over the loads that may be behind what
 steps tell what engines would compute otherwise only to within some: another number is taken where
 it is better by LEAST_GAIN with MARGIN times the prompts. That all promise is the rule: as many do
 again as would serve HEAVIER prompts as well and would not be left for another number, at this load
-or then. So what is chosen stays while the load does, and some longer.
+or then. So what is chosen stays while the load does, and some longer; the first prompts after a
+pause say nothing of the load that begins with them, and as many stay without a promise.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
 MARGIN = 1.2
 HEAVIER = 1.3
+LEAST_PROMPTS = 12  # that came, or all do not promise again
 _LEAST_LOSS = 0.01  # what is as good with that much more
 HOLD_S = 5.0  # a promise stays at least so long
 _MANY_DECODES = 1 << 16
@@ -176,6 +178,8 @@ def choose_num_pure(
 
     if is_left(now, 1.0):
         return best
+    if mix.num_prompts < LEAST_PROMPTS:
+        return now
     least = shares.expected_share(now, HEAVIER) - _LEAST_LOSS
     fine = (
         count

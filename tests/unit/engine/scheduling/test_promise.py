@@ -10,6 +10,7 @@ from fakes.gateway.step_costs import linear_cost
 from fakes.scheduler_bench import Bench
 
 from baton.core.step_cost import LEAST_PROMPT_TOKENS, StepShape
+from baton.engine.scheduling.step_promise import OUTLASTING
 
 STEP_S, TOKEN_S = 0.004, 20e-6
 COST = linear_cost(STEP_S, TOKEN_S)
@@ -94,16 +95,17 @@ def test_nothing_is_taken_for_granted_before_steps_were_measured() -> None:
     assert made.step() == {"a": 1, "b": LEAST_PROMPT_TOKENS}
 
 
-def test_a_promise_that_is_withdrawn_is_kept_to_those_that_decode(
+def test_steps_of_decodes_that_outlast_the_promise_are_a_bounded_time_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = bench(monkeypatch, 0.008)
+    made = bench(monkeypatch, 0.005)
     decoding = made.add(4)
     made.step()
     made.scheduler.promise.is_promising = False
-    made.add(900, first_id=5000)
-    assert made.scheduler.promise.target_s == 0.008
-    assert step_s(made.step()) == pytest.approx(0.008)
+    made.add(1500, first_id=5000)
+    promise = made.scheduler.promise
+    assert (promise.promised_s, promise.target_s) == (0.005, 0.005 * OUTLASTING)
+    assert step_s(made.step()) == pytest.approx(0.005 * OUTLASTING)
     made.scheduler.remove(decoding)
     assert made.scheduler.promise.target_s is not None, "the other will decode here too"
     assert sum(made.step().values()) == 512, "and prompts alone are computed in full steps"

@@ -16,6 +16,7 @@ from baton.gateway.promises.promises import (
     HEAVIER,
     HOLD_S,
     LEAST_GAIN,
+    LEAST_PROMPTS,
     MARGIN,
     EnginePromise,
     GoodShares,
@@ -40,7 +41,7 @@ def mix(prompt_tokens: float, output_tokens: float, per_s: float, num: float | N
 
 
 def test_all_promise_where_prompts_are_few() -> None:
-    for wanted in (mix(8192, 256, 2), mix(256, 1024, 12), mix(1024, 512, 10)):
+    for wanted in (mix(8192, 256, 2, LEAST_PROMPTS), mix(256, 1024, 12), mix(1024, 512, 10)):
         for now in range(3):
             assert choose_num_pure(COST, wanted, TARGET, 2, 2, now) == 0
 
@@ -131,8 +132,15 @@ def test_the_same_load_moves_nothing_to_and_fro(
 
 def test_all_promise_again_where_nothing_helps() -> None:
     """Prompts that take longer than the TTFT that is wanted, whatever engines promise."""
-    rare = mix(32_768, 256, 0.02, 1)
+    rare = mix(32_768, 256, 0.02, LEAST_PROMPTS)
     assert choose_num_pure(COST, rare, replace(TARGET, chunk=2048), 1, 1, 1) == 0
+
+
+def test_the_first_prompts_after_a_pause_change_nothing() -> None:
+    """They are few, and so would be served by engines that all promise."""
+    for num_prompts, wanted in ((3, 1), (8, 1), (LEAST_PROMPTS, 0)):
+        first = mix(8192, 256, num_prompts / SPAN_S)
+        assert choose_num_pure(COST, first, TARGET, 1, 1, 1) == wanted
 
 
 @given(loads, st.integers(1, 4))
