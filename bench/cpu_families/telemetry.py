@@ -19,7 +19,8 @@ from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord, SloTargets
+from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord
+from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
@@ -69,7 +70,7 @@ def measure() -> list[Figure]:
     now_unix_s = window.to_unix_s(window.now_us())
     first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
     next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
-    own = max(window.outbox.values(), key=lambda each: len(each.row.tally.histograms))
+    own = max(window.outbox.values(), key=lambda each: len(each.histograms))
     packed = pack_row(_GATEWAY, 1, 1, 0.0, own)
     elsewhere = TelemetryWindow(clock)
 
@@ -137,7 +138,8 @@ def _second(rng: random.Random) -> Tally:
     for stage in STAGES:
         for _ in range(20):
             tally.observe(table.STAGE, rng.lognormvariate(-4, 1), stage)
-    tally.calls = [(True, rng.random(), rng.random()) for _ in range(20)]
+    for _ in range(20):
+        tally.judged.add((True, rng.random(), rng.random()))
     return tally
 
 

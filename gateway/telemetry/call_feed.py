@@ -2,7 +2,7 @@
 
     token ──► gaps ─┐ at the end of each second, or when     ┌─► TelemetryWindow   the live page
     call ───► Tally ┴─── somebody reads: settle ─────────────┴─► MetricStore       Prometheus
-    a call that is over ──► CallFigures ──► log lines, traces
+    a call that is over ──► EndedCall ──► log lines, traces
 Nearly all deliveries are a single token behind a sample's second: each costs an append here.
 """
 
@@ -13,18 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ...core.errors import BatonError
+from ...core.errors import BatonError, Cancelled
 from ...core.ports import Clock
 from ...core.request.timeline import Event
 from ..request.output_chunk import OutputChunk, RequestResult
 from ..security.tenancy import Caller
-from .calls.call_record import (
-    CallFigures,
-    CallRecord,
-    SloTargets,
-    call_figures,
-    times_of,
-)
+from .calls.call_record import CallRecord, EndedCall, ended_call, times_of
+from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import OTHER, MetricStore
 from .metrics.tally import Tally, bucket_of
@@ -43,7 +38,7 @@ _PHASES = (  # by vLLM's definitions as far as they fit two nodes
 )
 
 OnRefused = Callable[[Caller, BatonError], None]
-OnEnded = Callable[[CallRecord, CallFigures], None]
+OnEnded = Callable[[CallRecord, EndedCall], None]
 
 
 class CallFeed:
@@ -144,29 +139,31 @@ class CallFeed:
         elif sum(map(bool, record.token_times)) == 1:  # no other sample was before it
             tally.observe(table.TTFT, now_s - record.arrived_s)
 
-    def _count_ended(self, record: CallRecord, figures: CallFigures) -> None:
+    def _count_ended(self, record: CallRecord, call: EndedCall) -> None:
         tally = self._second(self._clock.monotonic_s())
         self._window.num_running -= 1
-        self._window.add_recent(record, figures)
-        if figures.is_finished:
-            _count_finished(tally, record.results.get(0), figures)
+        tally.ended.append(call)
+        if call.is_finished:
+            _count_finished(tally, record.results.get(0), call)
         else:
-            tally.count(table.FAILURES, 1, figures.outcome)
-        for tpot_s in figures.tpot_s:
+            tally.count(table.FAILURES, 1, call.outcome)
+        for tpot_s in record.tpots_s:
             tally.observe(table.TPOT, tpot_s)
-        if not figures.is_cancelled:
-            tally.calls.append(figures.judged)
+        if not isinstance(record.error, Cancelled):
+            worst_s = max(record.first_tokens_s, default=math.inf) - record.arrived_s
+            judged = (call.is_finished, worst_s, call.max_gap_s)
+            tally.judged.add(judged)
             tally.count(table.SLO_JUDGED)
-            tally.count(table.SLO_GOOD, self._targets.are_met(figures.judged))
+            tally.count(table.SLO_GOOD, self._targets.are_met(judged))
         tenant = self._tenant(record.caller.tenant or NOBODY)
         tally.count(table.TENANT_REQUESTS, 1, tenant)
-        tally.count(table.TENANT_TOKENS, figures.prompt_tokens, tenant, "prompt")
-        tally.count(table.TENANT_TOKENS, figures.output_tokens, tenant, "generation")
+        tally.count(table.TENANT_TOKENS, call.prompt_tokens, tenant, "prompt")
+        tally.count(table.TENANT_TOKENS, call.output_tokens, tenant, "generation")
 
     def _report_ended(self, record: CallRecord) -> None:
-        figures = call_figures(record)
+        call = ended_call(record)
         for report in self._on_ended:
-            self._shield(report, record, figures)
+            self._shield(report, record, call)
 
     def _tenant(self, name: str) -> str:
         """The label of a tenant; those beyond MAX_TENANTS are one."""
@@ -186,17 +183,17 @@ class CallFeed:
                 log.error("%s failed; it is not logged again", kind[0], exc_info=error)
 
 
-def _count_finished(tally: Tally, first: RequestResult | None, figures: CallFigures) -> None:
-    tally.count(table.SUCCESSES, 1, figures.outcome)
-    tally.count(table.RETRIES, max(0, figures.attempts - 1))
-    tally.count(table.CACHED_TOKENS, figures.cached_tokens)
-    tally.observe(table.E2E, figures.e2e_s)
-    tally.count(table.FINISHED_PROMPT_TOKENS, figures.prompt_tokens)
-    tally.observe(table.PROMPT_LENGTH, figures.prompt_tokens)
-    tally.observe(table.OUTPUT_LENGTH, figures.output_tokens)
-    for stage, seconds in figures.stages.items():
+def _count_finished(tally: Tally, first: RequestResult | None, call: EndedCall) -> None:
+    tally.count(table.SUCCESSES, 1, call.outcome)
+    tally.count(table.RETRIES, max(0, call.attempts - 1))
+    tally.count(table.CACHED_TOKENS, call.cached_tokens)
+    tally.observe(table.E2E, call.e2e_s)
+    tally.count(table.FINISHED_PROMPT_TOKENS, call.prompt_tokens)
+    tally.observe(table.PROMPT_LENGTH, call.prompt_tokens)
+    tally.observe(table.OUTPUT_LENGTH, call.output_tokens)
+    for stage, seconds in call.stages.items():
         tally.observe(table.STAGE, seconds, stage)
-    if transfer := figures.transfer:
+    if transfer := call.transfer:
         edge = (transfer.transport, transfer.source, transfer.puller)
         tally.observe(table.KV_SECONDS, transfer.seconds, *edge)
         tally.count(table.KV_BYTES, transfer.num_bytes, *edge)

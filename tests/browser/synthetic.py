@@ -33,7 +33,8 @@ from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferS
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.tenancy import Caller
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
+from baton.gateway.telemetry.calls.call_record import CallRecord
+from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow

@@ -22,7 +22,7 @@ from aiohttp import web
 from ....core.errors import InvalidRequest
 from ....core.ports import Clock
 from ....core.version import version
-from ...telemetry.calls.call_record import SloTargets
+from ...telemetry.calls.slo import SloTargets
 from ...telemetry.window.window import HOUR_S, SPAN_S
 from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal

@@ -1,4 +1,4 @@
-"""What is recorded of one call while it runs, and its figures and log line once it is over.
+"""What is recorded of one call while it runs, and what is known of it once it is over.
 
 Times are of delivery at the gateway: a chunk counts when its front has written it to the client. A
 delivery of several tokens is one point in time: the tokens behind its first have no gap of their
@@ -16,13 +16,14 @@ is no attempt: `prefill_queue` has the time until others were found.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter, sub
-from typing import Any
+from typing import Annotated, TypeAlias
 
-from ....core.errors import BatonError, Cancelled
+import msgspec
+
+from ....core.errors import BatonError
 from ....core.process.logs import fields
 from ....core.request.request import SamplingParams
 from ....core.request.timeline import Event, Stamp
@@ -72,83 +73,81 @@ class CallRecord:
         """Of all samples."""
         return sum(map(_num_tokens, self.token_times))
 
-
-@dataclass(frozen=True, slots=True)
-class TransferFigures:
-    """One hand-off. `seconds` from the first reserved block to the last pulled one."""
-
-    source: str
-    puller: str
-    transport: str
-    num_bytes: int
-    seconds: float
-    puller_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallFigures:
-    """`outcome`: "stop" or "length" of the first sample, or the error's code.
-
-    `ttft_s` is of the sample that was first, `last_ttft_s` of the one that was last; `tpot_s` one
-    value a sample. `stages` and `transfer` are of the first sample: its prefill serves all.
-    """
-
-    outcome: str
-    is_finished: bool
-    is_cancelled: bool
-    ttft_s: float | None
-    last_ttft_s: float | None
-    max_gap_s: float
-    tpot_s: tuple[float, ...]
-    e2e_s: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    attempts: int
-    stages: dict[str, float]
-    transfer: TransferFigures | None
+    @property
+    def first_tokens_s(self) -> list[float]:
+        """When each sample's first token was delivered, of those that had one."""
+        return [times[0][0] for times in self.token_times if times]
 
     @property
-    def judged(self) -> JudgedCall:
-        """What SLOs are judged by."""
-        worst_s = math.inf if self.last_ttft_s is None else self.last_ttft_s
-        return self.is_finished, worst_s, self.max_gap_s
+    def tpots_s(self) -> list[float]:
+        """Of each sample with two tokens at least."""
+        return [tpot_s for tpot_s in map(_tpot_s, self.token_times) if tpot_s is not None]
+
+    @property
+    def end_s(self) -> float:
+        """Of a call that is over."""
+        assert self.ended_s is not None, "the call still runs"
+        return self.ended_s
+
+    def unix_ns(self, at_s: float) -> int:
+        """A moment of the monotonic clock on the wall clock."""
+        return self.arrived_unix_ns + round((at_s - self.arrived_s) * 1e9)
 
 
-_DESCRIBED = (
-    *("outcome", "is_finished", "prompt_tokens", "cached_tokens", "output_tokens", "attempts"),
-    *("ttft_s", "max_gap_s", "e2e_s"),
-)
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+UnixSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+_MAX_EVENTS = 100
 
 
-def description(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
-    """What log lines and the live page both have of a call that is over; times of one sample."""
-    run = record.run
-    return {
-        "tenant": record.caller.tenant,
-        "front": record.caller.front,
-        "num_samples": record.num_samples,
-        "prefill_node": run.prefill_node if run else None,
-        "decode_node": run.decode_node if run else None,
-        "tpot_s": figures.tpot_s[0] if figures.tpot_s else None,
-        **{name: getattr(figures, name) for name in _DESCRIBED},
-    }
+class Transfer(msgspec.Struct, frozen=True):
+    """One hand-off. `seconds` from the first reserved block to the last pulled one."""
+
+    source: Text
+    puller: Text
+    transport: Text
+    num_bytes: _Count
+    seconds: _Seconds
+    puller_cached_tokens: _Count
 
 
-JudgedCall = tuple[bool, float, float]  # has finished; its worst TTFT and longest gap, in seconds
+class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that is over, for log lines, metrics and the live page (docs/dashboard.md has the
+    fields): typed, since other gateways send theirs.
 
+    `outcome`: "stop" or "length" of the first sample, or the error's code. `ttft_s` is of the
+    sample that was first. `tpot_s`, `stages`, `transfer` and `timeline`, in seconds since it
+    arrived, are of the first sample: its prefill serves all.
+    """
 
-@dataclass(frozen=True, slots=True)
-class SloTargets:
-    """The longest TTFT, and the longest gap between two tokens, of a good call."""
+    call_id: Text
+    tenant: Text
+    front: Text
+    outcome: Text
+    is_finished: bool
+    num_samples: _Count
+    prompt_tokens: _Count
+    cached_tokens: _Count
+    output_tokens: _Count
+    attempts: _Count
+    max_gap_s: _Seconds
+    e2e_s: _Seconds
+    arrived_unix_s: UnixSeconds
+    ended_unix_s: UnixSeconds
+    ttft_s: _Seconds | None
+    tpot_s: _Seconds | None
+    prefill_node: Text | None
+    decode_node: Text | None
+    transfer: Transfer | None
+    stages: Annotated[dict[Text, _Seconds], msgspec.Meta(max_length=16)]
+    timeline: Annotated[list[tuple[Text, _Seconds, Text]], msgspec.Meta(max_length=_MAX_EVENTS)]
 
-    ttft_slo_s: float
-    tbt_slo_s: float
-
-    def are_met(self, call: JudgedCall) -> bool:
-        """Whether the call finished with every sample's TTFT and gaps within the targets."""
-        is_finished, ttft_s, gap_s = call
-        return is_finished and ttft_s <= self.ttft_slo_s and gap_s <= self.tbt_slo_s
+    def moved(self, by_s: float) -> EndedCall:
+        """On a clock that is ahead of its own by this much."""
+        return msgspec.structs.replace(
+            self, arrived_unix_s=self.arrived_unix_s + by_s, ended_unix_s=self.ended_unix_s + by_s
+        )
 
 
 STAGES = (
@@ -211,33 +210,36 @@ def stage_seconds(
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
-def call_figures(record: CallRecord) -> CallFigures:
+def ended_call(record: CallRecord) -> EndedCall:
     """Of a record that is over."""
-    assert record.ended_s is not None, "the call still runs"
-    firsts = [times[0][0] for times in record.token_times if times]
+    first, run = record.results.get(0), record.run
+    firsts, tpots_s = record.first_tokens_s, record.tpots_s
     results = [record.results[index] for index in sorted(record.results)]
-    is_finished = record.error is None
-    first = record.results.get(0)
-    stages = {}
-    if first is not None:
-        # After a retry the second token may be older than the decode that went on.
-        second_ns = _second_token_ns(record, 0) if first.attempts == 1 else None
-        stages = stage_seconds(times_of(first.timeline), second_ns, attempts=first.attempts)
-    return CallFigures(
+    return EndedCall(
+        call_id=record.call_id,
+        tenant=record.caller.tenant,
+        front=record.caller.front,
         outcome=results[0].finish_reason.value if record.error is None else record.error.code,
-        is_finished=is_finished,
-        is_cancelled=isinstance(record.error, Cancelled),
-        ttft_s=min(firsts) - record.arrived_s if firsts else None,
-        last_ttft_s=max(firsts) - record.arrived_s if firsts else None,
-        max_gap_s=max((_max_gap_s(times) for times in record.token_times), default=0.0),
-        tpot_s=tuple(tpot for times in record.token_times if (tpot := _tpot_s(times)) is not None),
-        e2e_s=record.ended_s - record.arrived_s,
+        is_finished=record.error is None,
+        num_samples=record.num_samples,
         prompt_tokens=record.prompt_tokens,
-        output_tokens=sum(map(_num_tokens, record.token_times)),
         cached_tokens=first.cached_tokens if first else 0,
+        output_tokens=record.num_delivered_tokens,
         attempts=max((result.attempts for result in results), default=0),
-        stages=stages,
+        max_gap_s=max(map(_max_gap_s, record.token_times), default=0.0),
+        e2e_s=record.end_s - record.arrived_s,
+        arrived_unix_s=record.arrived_unix_ns / 1e9,
+        ended_unix_s=record.unix_ns(record.end_s) / 1e9,
+        ttft_s=min(firsts) - record.arrived_s if firsts else None,
+        tpot_s=tpots_s[0] if tpots_s else None,
+        prefill_node=run.prefill_node if run else None,
+        decode_node=run.decode_node if run else None,
         transfer=_transfer(record),
+        stages=_stages(record, first) if first else {},
+        timeline=[
+            (stamp.event.value, (stamp.unix_ns - record.arrived_unix_ns) / 1e9, stamp.node)
+            for stamp in (first.timeline if first else ())[:_MAX_EVENTS]
+        ],
     )
 
 
@@ -256,13 +258,13 @@ def _tpot_s(times: list[tuple[float, int]]) -> float | None:
     return (times[-1][0] - times[0][0]) / (num_tokens - 1) if num_tokens > 1 else None
 
 
-def _transfer(record: CallRecord) -> TransferFigures | None:
+def _transfer(record: CallRecord) -> Transfer | None:
     for result in record.results.values():
         if result.transfer is not None and result.decode_node is not None:
             spent_s = times_of(result.timeline).between_s(
                 Event.TRANSFER_STARTED, Event.TRANSFER_ENDED
             )
-            return TransferFigures(
+            return Transfer(
                 result.prefill_node,
                 result.decode_node,
                 result.transfer.transport,
@@ -273,12 +275,13 @@ def _transfer(record: CallRecord) -> TransferFigures | None:
     return None
 
 
-def _second_token_ns(record: CallRecord, sample_index: int) -> int | None:
-    """When a sample's second token was delivered, on the wall clock; None: with its first."""
-    times = record.token_times[sample_index]
-    if len(times) < 2 or times[0][1] > 1:
-        return None
-    return record.arrived_unix_ns + round((times[1][0] - record.arrived_s) * 1e9)
+def _stages(record: CallRecord, first: RequestResult) -> dict[str, float]:
+    times, second_ns = record.token_times[0], None
+    # After a retry the second token may be older than the decode that went on; it may also have
+    # been delivered with the first.
+    if first.attempts == 1 and len(times) > 1 and times[0][1] == 1:
+        second_ns = record.unix_ns(times[1][0])
+    return stage_seconds(times_of(first.timeline), second_ns, attempts=first.attempts)
 
 
 def _seconds(start_ns: int | None, end_ns: int | None) -> float | None:
@@ -299,22 +302,27 @@ def log_refused(caller: Caller, error: BatonError) -> None:
     log.info("refused", extra=fields(values))
 
 
-def log_ended(record: CallRecord, figures: CallFigures) -> None:
+_LOGGED = (
+    *("tenant", "front", "num_samples", "prefill_node", "decode_node"),
+    *("outcome", "is_finished", "prompt_tokens", "cached_tokens", "output_tokens", "attempts"),
+)
+_LOGGED_S = ("ttft_s", "tpot_s", "max_gap_s", "e2e_s")
+
+
+def log_ended(record: CallRecord, call: EndedCall) -> None:
     """Of a call that is over: who, how much, how long, where, and how it ended. Its prompt's text
     only if the record carries it, and never an error's: that may quote what the client sent."""
-    transfer = figures.transfer
-    values = description(record, figures) | {
+    spans = {name: getattr(call, name) for name in _LOGGED_S}
+    values = {name: getattr(call, name) for name in _LOGGED} | {
         "request_id": record.call_id,
         "label": record.label[:_MAX_LABEL],
         "model": record.model,
         "traceparent": record.traceparent[:_MAX_LABEL],
-        "transport": transfer.transport if transfer else None,
-        "transfer_bytes": transfer.num_bytes if transfer else 0,
-        "stages_s": {name: round(seconds, _DIGITS) for name, seconds in figures.stages.items()},
+        "transport": call.transfer.transport if call.transfer else None,
+        "transfer_bytes": call.transfer.num_bytes if call.transfer else 0,
+        "stages_s": {name: round(s, _DIGITS) for name, s in call.stages.items()},
+        **{name: s if s is None else round(s, _DIGITS) for name, s in spans.items()},
     }
-    for name in ("ttft_s", "tpot_s", "max_gap_s", "e2e_s"):
-        if values[name] is not None:
-            values[name] = round(values[name], _DIGITS)
     if record.prompt is not None:
         values["prompt"] = record.prompt
     log.info("call %s", record.call_id, extra=fields(values, is_unlimited=True))

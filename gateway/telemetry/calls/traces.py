@@ -30,7 +30,7 @@ from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.answer import GATEWAY
 from ...request.output_chunk import RequestResult, UnfinishedRun
-from .call_record import CallFigures, CallRecord, times_of
+from .call_record import CallRecord, EndedCall, times_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -126,7 +126,7 @@ class CallTraces:
         self._trace = trace
         self._tracer = tracer(GATEWAY, None)
 
-    def call_ended(self, record: CallRecord, figures: CallFigures) -> None:
+    def call_ended(self, record: CallRecord, call: EndedCall) -> None:
         """Make the spans of a call that is over, if it is sampled."""
         trace = self._trace
         carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
@@ -138,13 +138,13 @@ class CallTraces:
         )
         if not span.is_recording():
             return
-        span.set_attributes(_attributes(record, figures))
+        span.set_attributes(_attributes(record, call))
         error = None if record.error is None else record.error.code
         if error is not None:
             self._mark(span, error)
         if run := record.run:
             self._stages(trace.set_span_in_context(span), run, error)
-        span.end(_ended_unix_ns(record))
+        span.end(record.unix_ns(record.end_s))
 
     def _stages(self, parent: Any, run: RequestResult | UnfinishedRun, error: str | None) -> None:
         times = times_of(run.timeline).by_event
@@ -227,7 +227,7 @@ def open_traces(endpoint: str, ratio: float) -> CallTraces:
     return CallTraces(OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000), ratio)
 
 
-def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
+def _attributes(record: CallRecord, call: EndedCall) -> dict[str, Any]:
     """gen_ai.*, as far as a gateway knows it."""
     values: dict[str, Any] = {
         "gen_ai.operation.name": _OPERATION,
@@ -237,13 +237,13 @@ def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.call_id,
         "gen_ai.response.finish_reasons": [r.finish_reason.value for r in record.results.values()],
-        "gen_ai.usage.input_tokens": figures.prompt_tokens,
-        "gen_ai.usage.output_tokens": figures.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": figures.cached_tokens,
-        "baton.attempts": figures.attempts,
+        "gen_ai.usage.input_tokens": call.prompt_tokens,
+        "gen_ai.usage.output_tokens": call.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": call.cached_tokens,
+        "baton.attempts": call.attempts,
     }
-    if figures.ttft_s is not None:
-        values["gen_ai.response.time_to_first_chunk"] = figures.ttft_s
+    if call.ttft_s is not None:
+        values["gen_ai.response.time_to_first_chunk"] = call.ttft_s
     if sampling := record.sampling:
         values["gen_ai.request.max_tokens"] = sampling.max_tokens
         values["gen_ai.request.temperature"] = sampling.temperature
@@ -256,8 +256,3 @@ def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
 
 def _first(times: Mapping[Event, int], events: Sequence[Event]) -> int | None:
     return next((times[event] for event in events if event in times), None)
-
-
-def _ended_unix_ns(record: CallRecord) -> int:
-    assert record.ended_s is not None, "the call still runs"
-    return record.arrived_unix_ns + round((record.ended_s - record.arrived_s) * 1e9)

@@ -24,7 +24,8 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TypeAlias
 
-from ..calls.call_record import JudgedCall
+from ..calls.call_record import EndedCall
+from ..calls.slo import Judged
 from .metric_table import ALL, Metric
 
 Key: TypeAlias = tuple[str, ...]  # a metric's name, and its labels
@@ -156,11 +157,12 @@ class Histogram:
 
 @dataclass(slots=True)
 class Tally:
-    """`calls`: what SLOs are judged by, of those that ended."""
+    """`judged`: what SLOs are judged by, of the calls that ended; `ended`: calls to be listed."""
 
     counts: Counter[Key] = field(default_factory=Counter)
     histograms: defaultdict[Key, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
-    calls: list[JudgedCall] = field(default_factory=list)
+    judged: Judged = field(default_factory=Judged)
+    ended: list[EndedCall] = field(default_factory=list)
 
     def count(self, metric: Metric, number: int = 1, *labels: str) -> None:
         self.counts[_key(metric.name, *labels)] += number
@@ -176,6 +178,17 @@ class Tally:
         for key, histogram in other.histograms.items():
             if key[0] in metrics:
                 self.histograms[key].add(histogram.counts, histogram.total)
+
+    def join(self, other: Tally, metrics: Collection[str]) -> None:
+        """`add`, and the calls that are judged, or a sample of them."""
+        self.add(other, metrics)
+        if other.judged.number:
+            self.judged = self.judged.joined(other.judged)
+
+    def pack(self) -> None:
+        """Take little memory: nothing more is expected."""
+        for histogram in self.histograms.values():
+            histogram.pack()
 
     def subtract(self, other: Tally) -> None:
         """Take back counts and histograms that were added to both."""

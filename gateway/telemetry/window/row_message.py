@@ -19,10 +19,10 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
+from ..calls.call_record import EndedCall, Text, UnixSeconds
+from ..calls.slo import MAX_JUDGED, Judged
 from ..metrics.tally import BOUNDS, Histogram, Key, Tally
-from .recent_call import RecentCall, UnixSeconds
-from .rows import MAX_JUDGED, Judged, Row
-from .window import KEPT, MAX_SHARED_CALLS, OwnSecond
+from .window import KEPT, MAX_SHARED_CALLS
 
 MAX_ROW_BYTES = 256 << 10  # packed
 _MAX_UNPACKED = 4 << 20
@@ -36,8 +36,7 @@ GatewayId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _Second: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-_Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
-_Key: TypeAlias = Annotated[tuple[_Label, ...], msgspec.Meta(min_length=1, max_length=8)]
+_Key: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=8)]
 T = TypeVar("T")
 
 
@@ -49,8 +48,8 @@ class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"
     """`through`: the last second whose rows were written; rates are of its last whole seconds."""
 
     gateway: GatewayId
-    name: _Label
-    version: _Label
+    name: Text
+    version: Text
     through: _Second
     num_running: _Count
     began_per_s: _Number
@@ -75,7 +74,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 1"):
     histograms: list[tuple[_Key, _Number, list[_Count]]]
     num_judged: _Count
     judged: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_JUDGED)]
-    recent: Annotated[list[RecentCall], msgspec.Meta(max_length=MAX_SHARED_CALLS)]
+    recent: Annotated[list[EndedCall], msgspec.Meta(max_length=MAX_SHARED_CALLS)]
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -93,20 +92,19 @@ def unpack_state(packed: bytes) -> GatewayState:
     return _unpack(packed, _states)
 
 
-def pack_row(gateway: str, row_s: int, second: int, unix_s: float, own: OwnSecond) -> bytes:
+def pack_row(gateway: str, row_s: int, second: int, unix_s: float, row: Tally) -> bytes:
     """Without its calls to list where it would be too large with them; empty if it is anyway."""
-    row = own.row
-    for recent in (own.calls, []):
+    for recent in (row.ended, []):
         message = RowMessage(
             gateway=gateway,
             buckets=_BUCKETS,
             row_s=row_s,
             second=second,
             unix_s=unix_s,
-            counts=list(row.tally.counts.items()),
+            counts=list(row.counts.items()),
             histograms=[
                 (key, histogram.total, _deltas(histogram))
-                for key, histogram in row.tally.histograms.items()
+                for key, histogram in row.histograms.items()
             ],
             num_judged=row.judged.number,
             judged=_judged_bytes(row.judged),
@@ -118,7 +116,7 @@ def pack_row(gateway: str, row_s: int, second: int, unix_s: float, own: OwnSecon
     return b""
 
 
-def unpack_row(packed: bytes, gateway: str, row_s: int, second: int) -> tuple[RowMessage, Row]:
+def unpack_row(packed: bytes, gateway: str, row_s: int, second: int) -> tuple[RowMessage, Tally]:
     """What lies where this gateway's row should; raises BadRow."""
     message = _unpack(packed, _rows)
     if (message.gateway, message.row_s, message.second) != (gateway, row_s, second):
@@ -132,7 +130,8 @@ def unpack_row(packed: bytes, gateway: str, row_s: int, second: int) -> tuple[Ro
     for key, total, deltas in message.histograms:
         _check(key, is_histogram=True)
         tally.histograms[key].add(_counts(deltas), total)
-    return message, Row(tally, _judged_of(message))
+    tally.judged = _judged_of(message)
+    return message, tally
 
 
 def _unpack(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
@@ -186,7 +185,7 @@ def _judged_of(message: RowMessage) -> Judged:
     if len(message.judged) % _JUDGED.size or bool(message.judged) != bool(message.num_judged):
         raise BadRow("calls that cannot be judged")
     pairs = _JUDGED.iter_unpack(message.judged)
-    calls = tuple((ttft_s != inf, ttft_s, gap_s) for ttft_s, gap_s in pairs)
+    calls = [(ttft_s != inf, ttft_s, gap_s) for ttft_s, gap_s in pairs]
     if len(calls) > message.num_judged:
         raise BadRow("more calls than there were")
     return Judged(message.num_judged, calls)

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from ..calls.call_record import STAGES, SloTargets
+from ..calls.call_record import STAGES, EndedCall
+from ..calls.slo import SloTargets
 from ..metrics import metric_table as table
 from ..metrics.tally import Histogram, Tally, middle
-from .recent_call import RecentCall
-from .rows import Row, Rows
+from .rows import Rows
 from .window import LATENCIES, TelemetryWindow, counts_of
 
 VERSION = 1
@@ -32,7 +32,7 @@ HEATMAP_EDGES_S = [
 _US = 1_000_000
 _SERIES_LATENCIES = ("ttft", "tbt", "handoff_gap")
 _HEATMAPS = ("ttft", "tbt")
-_EMPTY = Row()
+_EMPTY = Tally()
 
 
 def window_snapshot(
@@ -79,7 +79,7 @@ def window_snapshot(
     }
 
 
-def _ended_unix_s(recent: tuple[int, RecentCall]) -> float:
+def _ended_unix_s(recent: tuple[int, EndedCall]) -> float:
     return recent[1].ended_unix_s
 
 
@@ -113,7 +113,7 @@ def _summary(histogram: Histogram) -> dict[str, float | int | None]:
 def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float | int | None]:
     """A failed call is judged, and is not good; one that was refused never began."""
     num_judged = sum(row.judged.number for row in span.rows.values())
-    num_good = sum(row.num_good(targets) for row in span.rows.values())
+    num_good = sum(row.judged.num_good(targets) for row in span.rows.values())
     return asdict(targets) | {
         "num_judged": num_judged,
         "num_good": num_good,
@@ -128,7 +128,7 @@ def _rates(window: TelemetryWindow, now: int) -> dict[str, float]:
     over_s = min(RATE_SPAN_S, int(window.covered_s(span)))
     found: Counter[str] = Counter()
     for number in range(now - window.lag_s - over_s, now - window.lag_s):
-        found.update(counts_of(span.rows.get(number, _EMPTY).tally))
+        found.update(counts_of(span.rows.get(number, _EMPTY)))
     names = ("began", "finished", "failed", "refused", "prompt_tokens", "output_tokens")
     return {"over_s": over_s} | {f"{name}_per_s": found[name] / over_s for name in names}
 
@@ -163,34 +163,34 @@ def _transfers(total: Tally) -> list[dict[str, Any]]:
     return sorted(found, key=lambda edge: (edge["source"], edge["puller"], edge["transport"]))
 
 
-def _series(times: list[float], rows: list[Row], targets: SloTargets) -> dict[str, list[Any]]:
+def _series(times: list[float], rows: list[Tally], targets: SloTargets) -> dict[str, list[Any]]:
     """Columns of equal length."""
     columns: dict[str, list[Any]] = {"t_unix_s": times}
-    counts = [counts_of(row.tally) for row in rows]
-    for name in counts_of(_EMPTY.tally):
+    counts = [counts_of(row) for row in rows]
+    for name in counts_of(_EMPTY):
         columns[name] = [count[name] for count in counts]
     for name in _SERIES_LATENCIES:
-        tails = [row.tally.histogram(LATENCIES[name]).percentiles(50, 90, 99) for row in rows]
+        tails = [row.histogram(LATENCIES[name]).percentiles(50, 90, 99) for row in rows]
         for index, q in enumerate((50, 90, 99)):
             columns[f"{name}_p{q}_s"] = [tail[index] for tail in tails]
     for name in STAGES:
-        columns[f"{name}_mean_s"] = [row.tally.histogram(table.STAGE, name).mean for row in rows]
+        columns[f"{name}_mean_s"] = [row.histogram(table.STAGE, name).mean for row in rows]
     columns["transfer_bytes"] = [
-        sum(num_bytes for _, num_bytes in row.tally.labelled(table.KV_BYTES)) for row in rows
+        sum(num_bytes for _, num_bytes in row.labelled(table.KV_BYTES)) for row in rows
     ]
     columns["slo_judged"] = [row.judged.number for row in rows]
-    columns["slo_good"] = [row.num_good(targets) for row in rows]
+    columns["slo_good"] = [row.judged.num_good(targets) for row in rows]
     return columns
 
 
-def _heatmaps(times: list[float], rows: list[Row]) -> dict[str, Any]:
+def _heatmaps(times: list[float], rows: list[Tally]) -> dict[str, Any]:
     """For each row with samples: [time, row of the map, count, row of the map, count, ...]."""
     found: dict[str, Any] = {"edges_s": HEATMAP_EDGES_S}
     for name in _HEATMAPS:
         found[name] = []
         for t_unix_s, row in zip(times, rows, strict=True):
             by_row: Counter[int] = Counter()
-            for bucket, count in row.tally.histogram(LATENCIES[name]).in_order():
+            for bucket, count in row.histogram(LATENCIES[name]).in_order():
                 by_row[_row_of(bucket)] += count
             if by_row:
                 cells = [value for cell in sorted(by_row.items()) for value in cell]

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from ....core.errors import Cancelled
 from ....core.ports import Clock
-from ..calls.call_record import CallFigures, CallRecord
+from ..calls.call_record import EndedCall
 from ..metrics import metric_table as table
 from ..metrics.tally import Tally
-from .recent_call import RecentCall, recent_call
-from .rows import Judged, Row, Rows
+from .rows import Rows
 
 SPAN_S = 300
 HOUR_S, HOUR_ROW_S = 3600, 30
@@ -44,14 +42,6 @@ KEPT = {
 }
 
 
-@dataclass(slots=True)
-class OwnSecond:
-    """What other gateways are to have of one of ours; `calls`: MAX_SHARED_CALLS that ended."""
-
-    row: Row = field(default_factory=Row)
-    calls: list[RecentCall] = field(default_factory=list)
-
-
 class TelemetryWindow:
     """Reading and writing happen on the gateway's event loop.
 
@@ -65,15 +55,15 @@ class TelemetryWindow:
         self.num_running = 0
         self.num_running_elsewhere = 0
         self.lag_s = 0
-        self.outbox: dict[int, OwnSecond] | None = None
+        self.outbox: dict[int, Tally] | None = None
         self.settle: Callable[[], None] = lambda: None  # set by who feeds it
         self._clock = clock
         self.began_s = clock.monotonic_s()
         self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
         self._last_minutes = Rows(1, span_s, KEPT)
         self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
-        # When it was added, by `now_us`, and the call; the oldest first.
-        self.recent: deque[tuple[int, RecentCall]] = deque(maxlen=max_recent)
+        # When it ended here or came from another gateway, by `now_us`, and the call.
+        self.recent: deque[tuple[int, EndedCall]] = deque(maxlen=max_recent)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -81,41 +71,31 @@ class TelemetryWindow:
         """What this gateway counted in this second, or in a part of it."""
         if not (tally.counts or tally.histograms):
             return
-        judged = Judged(len(tally.calls), tuple(tally.calls))
-        self._add((self._last_minutes, self._last_hour), number, tally, judged)
+        self._add((self._last_minutes, self._last_hour), number, tally)
+        now_us = self.now_us()
+        self.recent.extend(
+            (min(now_us, self.from_unix_s(call.ended_unix_s)), call) for call in tally.ended
+        )
         if self.outbox is not None:
-            self._own(number).row.add(tally, judged, KEPT)
+            own = self.outbox.setdefault(number, Tally())
+            own.join(tally, KEPT)
+            own.ended += tally.ended[: MAX_SHARED_CALLS - len(own.ended)]
+            if len(self.outbox) > SPAN_S:
+                del self.outbox[next(iter(self.outbox))]
 
-    def merge(self, number: int, row_s: int, row: Row, recent: Iterable[RecentCall] = ()) -> None:
+    def merge(self, number: int, row_s: int, row: Tally, ended: Iterable[EndedCall] = ()) -> None:
         """Another gateway's row, of a second or of HOUR_ROW_S, that begins at this second."""
         self.began_s = min(self.began_s, number)
         spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
-        self._add(spans, number, row.tally, row.judged)
+        self._add(spans, number, row)
         now_us = self.now_us()
-        self.recent.extend((now_us, call) for call in recent)
+        self.recent.extend((now_us, call) for call in ended)
 
-    def add_recent(self, record: CallRecord, figures: CallFigures) -> None:
-        """A call of this gateway that is over: what is kept does not grow with its tokens."""
-        call = recent_call(record, figures, self.to_unix_s(0))
-        self.recent.append((self.now_us(), call))
-        if self.outbox is not None:
-            calls = self._own(int(self._clock.monotonic_s())).calls
-            if len(calls) < MAX_SHARED_CALLS:
-                calls.append(call)
-
-    def _own(self, number: int) -> OwnSecond:
-        assert self.outbox is not None, "somebody shares it"
-        if number not in self.outbox:
-            self.outbox[number] = OwnSecond()
-            if len(self.outbox) > SPAN_S:
-                del self.outbox[next(iter(self.outbox))]
-        return self.outbox[number]
-
-    def _add(self, spans: Iterable[Rows], number: int, tally: Tally, judged: Judged) -> None:
+    def _add(self, spans: Iterable[Rows], number: int, tally: Tally) -> None:
         now = int(self._clock.monotonic_s())
         for rows in spans:
             rows.expire(now)
-            rows.add(number, tally, judged)
+            rows.add(number, tally)
 
     # --- reading ----------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from ....core.ports import Clock
+from ..metrics.tally import Tally
 from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RowKey, WindowsAway
 from .row_message import BadRow, GatewayState, pack_row, pack_state, unpack_row, unpack_state
-from .rows import Row
-from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, OwnSecond, TelemetryWindow, counts_of
+from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ class WindowShare:
         self._about = about
         self._clock = clock
         self._others: dict[str, _Other] = {}
-        self._seconds: dict[int, OwnSecond] = {}  # own ones that are not written yet
-        self._longer: dict[int, Row] = {}  # rows of HOUR_ROW_S, by their first second
+        self._seconds: dict[int, Tally] = {}  # own ones that are not written yet
+        self._longer: dict[int, Tally] = {}  # rows of HOUR_ROW_S, by their first second
         self._rates: deque[tuple[int, dict[str, int]]] = deque()  # of own seconds
         self._shift: int | None = None  # what the shared clock is ahead of ours, in seconds
         self._began_s = clock.monotonic_s()
@@ -156,7 +156,7 @@ class WindowShare:
         now = int(self._clock.monotonic_s())
         for number in [number for number in window.outbox if number < now]:
             seconds[number] = window.outbox.pop(number)
-            self._rates.append((number, counts_of(seconds[number].row.tally)))
+            self._rates.append((number, counts_of(seconds[number])))
         while len(seconds) > SPAN_S:
             del seconds[next(iter(seconds))]
         while self._rates and self._rates[0][0] < now - _RATES_OVER_S:
@@ -186,22 +186,20 @@ class WindowShare:
         whole = (written[0] if written else now) + shift  # all before are in the longer rows
         ended = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
         for begin in ended:
-            own = OwnSecond(self._longer[begin])
             key = RowKey(self._gateway, HOUR_ROW_S, begin)
-            rows[key] = self._packed(HOUR_ROW_S, begin - shift, own)
+            rows[key] = self._packed(HOUR_ROW_S, begin - shift, self._longer[begin])
         state = pack_state(self._state(through))
         gateways = await self._store.write(self._gateway, through, state, rows)
         for begin in ended:
             del self._longer[begin]
         for number in written:
-            row = self._seconds.pop(number).row
             begin = (number + shift) // HOUR_ROW_S * HOUR_ROW_S
-            self._longer.setdefault(begin, Row()).add(row.tally, row.judged, KEPT)
+            self._longer.setdefault(begin, Tally()).join(self._seconds.pop(number), KEPT)
         return gateways
 
-    def _packed(self, row_s: int, number: int, own: OwnSecond) -> bytes:
+    def _packed(self, row_s: int, number: int, row: Tally) -> bytes:
         unix_s = self._window.to_unix_s(number * 1_000_000)
-        return pack_row(self._gateway, row_s, number + self._shifted, unix_s, own)
+        return pack_row(self._gateway, row_s, number + self._shifted, unix_s, row)
 
     def _state(self, through: int) -> GatewayState:
         over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))

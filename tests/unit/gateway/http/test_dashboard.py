@@ -31,7 +31,8 @@ from baton.gateway.http.dashboard.snapshot import (
     definitions,
 )
 from baton.gateway.http.protocol.errors import Refusal
-from baton.gateway.telemetry.calls.call_record import STAGES, SloTargets
+from baton.gateway.telemetry.calls.call_record import STAGES
+from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import Contents

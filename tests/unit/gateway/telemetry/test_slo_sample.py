@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.gateway.telemetry.calls.call_record import SloTargets
-from baton.gateway.telemetry.window.rows import MAX_JUDGED, Judged
+from baton.gateway.telemetry.calls.slo import MAX_JUDGED, Judged, SloTargets
 
 TARGETS = SloTargets(ttft_slo_s=1.0, tbt_slo_s=1.0)
 GOOD, BAD = (True, 0.5, 0.5), (False, 0.5, 0.5)
@@ -25,7 +24,7 @@ def joined(parts: list[Judged]) -> Judged:
 @pytest.mark.parametrize("is_good_first", [True, False])
 def test_early_and_late_calls_are_in_the_sample_alike(part: int, is_good_first: bool) -> None:
     parts = [
-        Judged(part, ((GOOD if (index < NUM_PARTS // 3) is is_good_first else BAD),) * part)
+        Judged(part, [GOOD if (index < NUM_PARTS // 3) is is_good_first else BAD] * part)
         for index in range(NUM_PARTS)
     ]
     whole = joined(parts)
@@ -38,12 +37,12 @@ def test_early_and_late_calls_are_in_the_sample_alike(part: int, is_good_first: 
 def test_a_gateway_with_few_calls_is_in_the_sample_of_one_with_many() -> None:
     """Of 100 rows, each of one second's calls of a busy gateway and of an idle one."""
     good = sum(
-        joined([Judged(400 + row, (BAD,) * 200), Judged(40, (GOOD,) * 40)]).num_good(TARGETS)
+        joined([Judged(400 + row, [BAD] * 200), Judged(40, [GOOD] * 40)]).num_good(TARGETS)
         for row in range(100)
     )
     assert good == pytest.approx(4000, rel=0.05)
 
 
 def test_a_sample_of_few_joins_are_all_calls() -> None:
-    parts = [Judged(1, ((True, float(index), 0.0),)) for index in range(MAX_JUDGED)]
-    assert joined(parts).calls == tuple(part.calls[0] for part in parts)
+    parts = [Judged(1, [(True, float(index), 0.0)]) for index in range(MAX_JUDGED)]
+    assert joined(parts).calls == [part.calls[0] for part in parts]

@@ -25,7 +25,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import SloTargets
+from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table
 from baton.gateway.telemetry.metrics.metric_store import MAX_CHILDREN, MetricStore
 from baton.gateway.telemetry.metrics.prometheus import Exporter, full_prefix

@@ -20,7 +20,7 @@ from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
 from baton.core.metrics import Slo, TokenTimes, percentile
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import SloTargets
+from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.tally import MAX_ERROR, Histogram
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import LATENCIES, TelemetryWindow, counts_of

@@ -20,14 +20,13 @@ from hypothesis import strategies as st
 
 from baton.core.errors import EngineFailed
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import SloTargets
+from baton.gateway.telemetry.calls.slo import MAX_JUDGED, Judged, SloTargets
 from baton.gateway.telemetry.metrics.metric_table import TTFT
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.gateway.telemetry.window.redis_windows import RowKey
 from baton.gateway.telemetry.window.row_message import BadRow, pack_row, unpack_row, unpack_state
-from baton.gateway.telemetry.window.rows import MAX_JUDGED, Judged
 from baton.gateway.telemetry.window.snapshot import window_snapshot
-from baton.gateway.telemetry.window.window import OwnSecond, TelemetryWindow, counts_of
+from baton.gateway.telemetry.window.window import TelemetryWindow, counts_of
 from baton.gateway.telemetry.window.window_share import LAG_S, About, WindowShare
 
 TARGETS = SloTargets(0.2, 0.05)
@@ -269,16 +268,14 @@ def test_no_bytes_break_the_reader(raw: bytes) -> None:
 
 
 def test_a_row_comes_back_as_it_was() -> None:
-    own = OwnSecond()
-    tally = Tally()
+    own = Tally()
     for seconds in (0.001, 0.5, 0.5, 1e9):
-        tally.observe(TTFT, seconds)
-    own.row.tally.add(tally, {TTFT.name})
-    own.row.judged = Judged(3, ((True, 0.5, 0.25), (False, float("inf"), 0.0)))
+        own.observe(TTFT, seconds)
+    own.judged = Judged(3, [(True, 0.5, 0.25), (False, float("inf"), 0.0)])
     packed = pack_row("a" * 32, 1, 7, 0.0, own)
     _, row = unpack_row(packed, "a" * 32, 1, 7)
-    assert row.tally.histogram(TTFT) == own.row.tally.histogram(TTFT)
-    assert row.judged == own.row.judged
+    assert row.histogram(TTFT) == own.histogram(TTFT)
+    assert row.judged == own.judged
     assert len(packed) < 300
     for other in (("b" * 32, 1, 7), ("a" * 32, 30, 7), ("a" * 32, 1, 8)):
         with pytest.raises(BadRow, match="another"):
@@ -293,10 +290,11 @@ def test_a_row_of_no_time_is_no_row(where: str, unix_s: float) -> None:
     window = TelemetryWindow(clock)
     window.outbox = {}
     PlayedCall(clock, feed_of(clock, window=window)).end(EngineFailed("broke"))
+    window.settle()
     [own] = window.outbox.values()
     assert unpack_row(pack_row("a" * 32, 1, 7, 1.8e9, own), "a" * 32, 1, 7)[0].recent
     if where != "unix_s":
-        own.calls = [msgspec.structs.replace(call, **{where: unix_s}) for call in own.calls]
+        own.ended = [msgspec.structs.replace(call, **{where: unix_s}) for call in own.ended]
     packed = pack_row("a" * 32, 1, 7, unix_s if where == "unix_s" else 1.8e9, own)
     with pytest.raises(BadRow, match="Expected `float`"):
         unpack_row(packed, "a" * 32, 1, 7)
@@ -314,7 +312,7 @@ def test_a_sample_of_calls_stands_for_all(parts: list[tuple[int, float]]) -> Non
         num_good = round(number * share)
         calls = [(True, 0.1 if index < num_good else 0.9, 0.0) for index in range(number)]
         random.Random(number).shuffle(calls)
-        joined = joined.joined(Judged(number, tuple(calls)), MAX_JUDGED)
+        joined = joined.joined(Judged(number, calls), MAX_JUDGED)
     total = sum(number for number, _ in parts)
     good = sum(round(number * share) for number, share in parts)
     assert joined.number == total
