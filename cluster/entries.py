@@ -1,4 +1,4 @@
-"""Directory entries on the wire: one `Member` as JSON, signed when the deployment has a secret.
+"""Directory entries on the wire: one `Member` as JSON, sealed when the deployment has a secret.
 
 Owns the schema check: whatever else lies in Redis under our prefix, junk or forged, raises BadEntry
 and nothing else. What is signed cannot be used again later: it has the Redis server's time, which
@@ -63,13 +63,6 @@ class Entry:
             raise BadEntry("from the future")
 
 
-class _Signed(msgspec.Struct):
-    """What is stored: the entry as it was written, and its signature, if there is a secret."""
-
-    entry: msgspec.Raw
-    signature: str = ""
-
-
 class _Fields(msgspec.Struct, kw_only=True):
     """Those of a Member, and an Entry's."""
 
@@ -98,19 +91,17 @@ _OF_MEMBER = tuple(field.name for field in dataclasses.fields(Member))
 def encode_entry(entry: Entry, secret: ClusterSecret) -> bytes:
     """The value to store."""
     fields = msgspec.to_builtins(entry)
-    written = msgspec.json.encode(fields.pop("member") | fields)
-    return msgspec.json.encode(_Signed(msgspec.Raw(written), secret.sign(written) or ""))
+    return secret.seal(msgspec.json.encode(fields.pop("member") | fields))
 
 
 def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
     """The entry in a stored value; raises BadEntry. Unknown further fields are ignored."""
     if len(raw) > MAX_ENTRY_BYTES:
         raise BadEntry("longer than an entry may be")
+    if not (written := secret.unseal(raw)):
+        raise BadEntry("not signed with the cluster secret")
     try:
-        signed = msgspec.json.decode(raw, type=_Signed)
-        if secret.current and not secret.has_signed(bytes(signed.entry), signed.signature):
-            raise BadEntry("not signed with the cluster secret")
-        found = msgspec.json.decode(signed.entry, type=_Fields)
+        found = msgspec.json.decode(written, type=_Fields)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadEntry(str(error)) from error
     if not all(map(str.isprintable, (found.name, found.model, found.fingerprint, found.device))):

@@ -14,11 +14,9 @@ everybody from having it, and no more: orders go over authenticated links.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from typing import Any
 
 from ..core.ports import Clock
-from .redis_client import REDIS_ERRORS, connect, key_prefix, reply
+from .redis_client import RedisAway, RedisClient
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +38,13 @@ _LEAVE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1
 
 
 class RedisLease:
-    """One process's part in it. Raises StartupFailed on a bad URL or cluster name."""
+    """One process's part in it."""
 
     def __init__(
-        self, url: str, cluster: str, name: str, holder: str, ttl_s: float, clock: Clock
+        self, redis: RedisClient, name: str, holder: str, ttl_s: float, clock: Clock
     ) -> None:
-        prefix = f"{key_prefix(cluster)}{name}"
-        self._keys = (f"{prefix}:holder", f"{prefix}:epoch")
-        self._redis: Any = connect(url)
+        self._redis = redis
+        self._keys = (f"{redis.prefix}{name}:holder", f"{redis.prefix}{name}:epoch")
         self._holder = holder
         self._ttl_s = ttl_s
         self._clock = clock
@@ -65,10 +62,10 @@ class RedisLease:
         asked_s = self._clock.monotonic_s()
         ttl_ms, least = int(self._ttl_s * 1000), min(least_epoch, _MAX_EPOCH)
         try:
-            answer = await reply(
-                self._redis.eval(_TAKE, 2, *self._keys, self._holder, ttl_ms, least)
+            [answer] = await self._redis.run(
+                ("EVAL", _TAKE, 2, *self._keys, self._holder, ttl_ms, least)
             )
-        except REDIS_ERRORS as error:
+        except RedisAway as error:
             log.debug("the lease was not renewed: %s", error)
             return self.epoch
         if not isinstance(answer, int) or not 0 < answer <= _MAX_EPOCH:
@@ -78,12 +75,10 @@ class RedisLease:
         return self.epoch
 
     async def close(self) -> None:
-        """Leave it to others at once, if it is held, and close the connection."""
+        """Leave it to others at once, if it is held."""
         try:
             if self.epoch is not None:
-                await reply(self._redis.eval(_LEAVE, 1, self._keys[0], self._holder))
-        except REDIS_ERRORS as error:
+                await self._redis.run(("EVAL", _LEAVE, 1, self._keys[0], self._holder))
+        except RedisAway as error:
             log.debug("leaving the lease: %s", error)
         self._until_s = 0.0
-        with suppress(*REDIS_ERRORS):
-            await self._redis.aclose()

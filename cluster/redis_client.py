@@ -1,14 +1,16 @@
-"""Our client of Redis: the client's settings, its errors, and one repair of redis-py.
+"""Our client of Redis: values that expire, sealed with the cluster's secret, and channels.
 
-Knows no key. Redis is never load-bearing: whoever uses this catches `REDIS_ERRORS` and goes on.
+Commands of Redis 5.0 or older. What is read is bounded, whoever wrote it. Knows no key. Redis is
+never load-bearing: whoever uses this catches RedisAway and goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Iterable
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -16,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from ..core.errors import StartupFailed
+from .secret import NO_SECRET, TAG_BYTES, ClusterSecret
 
 T = TypeVar("T")
 
@@ -23,7 +26,10 @@ REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 RETRY_MIN_S = 0.05
 RETRY_MAX_S = 1.0
 
+Command: TypeAlias = tuple[str | bytes | int, ...]
+
 _TIMEOUT_S = 1.0
+_MAX_AT_ONCE = 256  # messages of a channel
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")  # no glob characters, no separators
 
 
@@ -75,3 +81,82 @@ async def reply(command: Awaitable[T]) -> T:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError
+
+
+class RedisAway(Exception):
+    """Redis did not answer, or cannot do it; what was to be stored or sent may be, or not."""
+
+
+class RedisClient:
+    """A deployment's part of Redis, for all parts of a process. All keys and channels begin with
+    `prefix`. Raises StartupFailed on a bad URL or cluster name."""
+
+    def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
+        self.prefix = key_prefix(cluster)
+        self.secret = secret
+        self._redis: Any = connect(url)
+
+    async def run(self, *commands: Command, is_strict: bool = True) -> list[Any]:
+        """What Redis answers, in one round trip. Raises RedisAway, unless `is_strict` also for a
+        command that fails: then its answer is the error."""
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                answers: list[Any] = await reply(pipe.execute(raise_on_error=False))
+        except REDIS_ERRORS as error:
+            raise _away(error) from error
+        for answer in answers:
+            if is_strict and isinstance(answer, RedisError):
+                raise _away(answer) from answer
+        return answers
+
+    async def now_s(self) -> float:
+        """The clock that all of a deployment share. Raises RedisAway."""
+        [(seconds, microseconds)] = await self.run(("TIME",))
+        return int(seconds) + int(microseconds) / 1e6
+
+    def setting(self, key: str, value: bytes, ttl_s: float) -> Command:
+        """The command that stores a value, sealed, for so long."""
+        return ("SET", key, self.secret.seal(value), "PX", int(ttl_s * 1000))
+
+    async def read(self, keys: Iterable[str], max_bytes: int) -> list[bytes]:
+        """The values of these keys; empty where there is none, or junk. Raises RedisAway."""
+        last = max_bytes + TAG_BYTES  # junk may be huge: never read all of it
+        found = await self.run(*(("GETRANGE", key, 0, last) for key in keys), is_strict=False)
+        return [self.secret.unseal(v) if isinstance(v, bytes) else b"" for v in found]
+
+    async def listen(self, channel: str, silence_s: float) -> AsyncGenerator[list[bytes]]:
+        """What is published there, as it came, several at once: none when it begins, and where
+        Redis answers a ping after a silence. Raises RedisAway once it breaks."""
+        try:
+            async with self._redis.pubsub() as pubsub:
+                await reply(pubsub.subscribe(channel))
+                is_probed = False
+                while True:
+                    patience_s = _TIMEOUT_S if is_probed else silence_s
+                    message = await reply(pubsub.get_message(timeout=patience_s))
+                    if message is None:
+                        if is_probed:
+                            raise TimeoutError(f"no answer in {patience_s} s")
+                        await reply(pubsub.ping())
+                        is_probed = True
+                        continue
+                    is_probed = False
+                    came: list[bytes] = []
+                    while message is not None and len(came) < _MAX_AT_ONCE:
+                        if message["type"] == "message":
+                            came.append(message["data"])
+                        message = await reply(pubsub.get_message(timeout=0.0))
+                    yield came
+        except REDIS_ERRORS as error:
+            raise _away(error) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        with suppress(*REDIS_ERRORS):
+            await self._redis.aclose()
+
+
+def _away(error: Exception) -> RedisAway:
+    return RedisAway(str(error) or type(error).__name__)

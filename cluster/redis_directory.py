@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.membership import Member
 from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
-from .redis_client import REDIS_ERRORS, RETRY_MAX_S, RETRY_MIN_S, connect, key_prefix, reply
-from .secret import NO_SECRET, ClusterSecret
+from .redis_client import RETRY_MAX_S, RETRY_MIN_S, Command, RedisAway, RedisClient
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _REFRESH_S = 2.0  # a re-read covers lost messages and entries that ran out
 _SCAN_PAGE = 1000
 _SCAN_PAGES = 20  # in one refresh; the next one goes on behind them
 _MAX_MEMBERS = 4096
-_MAX_NAMED = 256  # of the channel, in one read; others are found by scanning
 _PROBE_MS = 10_000
 _NO_TTL = -1  # PTTL of a key without one
 
@@ -76,13 +75,12 @@ class _View:
 class RedisDirectory:
     """Announce, withdraw, watch. `num_bad_entries` counts the junk that was read so far."""
 
-    def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
-        prefix = key_prefix(cluster)
-        self._redis = connect(url)
-        self._secret = secret
-        self._prefix = f"{prefix}member:"
-        self._channel = f"{prefix}members"
-        self._probe = f"{prefix}probe"
+    def __init__(self, redis: RedisClient) -> None:
+        self._redis = redis
+        self._secret = redis.secret
+        self._prefix = f"{redis.prefix}member:"
+        self._channel = f"{redis.prefix}members"
+        self._probe = f"{redis.prefix}probe"
         self._announcers: dict[str, asyncio.Task[None]] = {}
         self._last: dict[str, Entry] = {}  # that we wrote, or tried to
         self._is_away, self._has_answered = False, False
@@ -120,19 +118,18 @@ class RedisDirectory:
         delay_s = RETRY_MIN_S
         while True:
             try:
-                async with self._redis.pubsub(ignore_subscribe_messages=True) as changes:
-                    await reply(changes.subscribe(self._channel))
-                    while True:
+                async with aclosing(self._redis.listen(self._channel, _REFRESH_S)) as changes:
+                    async for names in changes:
+                        view.named |= {name.decode() for name in names if is_incarnation(name)}
                         await self._read(view)
+                        while not view.is_whole:
+                            await self._read(view)
                         self._note_back()
                         delay_s = RETRY_MIN_S
-                        if not view.is_whole:
-                            continue
                         if (members := view.members()) != seen:
                             seen = members
                             yield members
-                        await self._wait(changes, view)
-            except REDIS_ERRORS as error:
+            except RedisAway as error:
                 self._note_away(error)
             if seen is None:
                 seen = ()
@@ -144,10 +141,7 @@ class RedisDirectory:
         """Stop announcing, without withdrawing, and close the connections."""
         for incarnation in list(self._announcers):
             await self._stop_announcer(incarnation)
-        try:
-            await self._redis.aclose()
-        except REDIS_ERRORS as error:
-            log.debug("closing the connection to Redis: %s", error)
+        await self._redis.close()
 
     async def _stop_announcer(self, incarnation: str) -> None:
         if task := self._announcers.pop(incarnation, None):
@@ -167,43 +161,29 @@ class RedisDirectory:
         incarnation, ttl_ms = member.incarnation, max(1, int(ttl_s * 1000))
         last, key = self._last.get(incarnation), self._prefix + incarnation
         try:
-            now_ms = await self._now_ms()
+            now_ms = int(await self._redis.now_s() * 1000)
             entry = Entry(member, last.sequence + 1 if last else 1, now_ms, ttl_ms, is_gone)
             self._last[incarnation] = entry
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.exists(key)
-                pipe.set(key, encode_entry(entry, self._secret), px=ttl_ms)
-                was_there, _ = await reply(pipe.execute())
+            written = ("SET", key, encode_entry(entry, self._secret), "PX", ttl_ms)
+            was_there, _ = await self._redis.run(("EXISTS", key), written)
             if is_gone or not was_there or (last is not None and last.is_gone):
-                await reply(self._redis.publish(self._channel, incarnation))
-        except REDIS_ERRORS as error:
+                await self._redis.run(("PUBLISH", self._channel, incarnation))
+        except RedisAway as error:
             self._note_away(error)
             return False
         self._note_back()
         return True
 
-    async def _now_ms(self) -> int:
-        seconds, microseconds = await reply(self._redis.time())
-        return int(seconds) * 1000 + int(microseconds) // 1000
-
-    async def _wait(self, changes: Any, view: _View) -> None:
-        """Until the channel names engines, or it is time to look again."""
-        message = await reply(changes.get_message(timeout=_REFRESH_S))
-        while message is not None and len(view.named) < _MAX_NAMED:
-            if isinstance(name := message.get("data"), bytes) and is_incarnation(name):
-                view.named.add(name.decode())
-            message = await reply(changes.get_message(timeout=0.0))
-
     async def _read(self, view: _View) -> None:
         """Bring the view up to date: what it has, what the channel named, a part of the rest."""
         named, view.named = view.named, set()
-        await reply(self._redis.set(self._probe, b"1", px=_PROBE_MS))
-        now_ms = await self._now_ms()
+        await self._redis.run(("SET", self._probe, b"1", "PX", _PROBE_MS))
+        now_ms = int(await self._redis.now_s() * 1000)
         view.forget_old(now_ms)
         view.drop(await self._read_keys(view, view.entries.keys() | named, now_ms))
         for _ in range(1 if named else _SCAN_PAGES):  # the scan is for what nobody named
-            view.cursor, page = await reply(
-                self._redis.scan(view.cursor, match=f"{self._prefix}*", count=_SCAN_PAGE)
+            [(view.cursor, page)] = await self._redis.run(
+                ("SCAN", view.cursor, "MATCH", f"{self._prefix}*", "COUNT", _SCAN_PAGE)
             )
             names: set[Any] = {key[len(self._prefix) :] for key in page}
             self.num_bad_entries += sum(not is_incarnation(name) for name in names)
@@ -216,12 +196,11 @@ class RedisDirectory:
     async def _read_keys(self, view: _View, incarnations: Collection[str], now_ms: int) -> set[str]:
         """Take in the entries of these; returns those that have none any more."""
         wanted = sorted(incarnations)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for incarnation in wanted:
-                # Junk may be huge: never read all of it.
-                pipe.getrange(self._prefix + incarnation, 0, MAX_ENTRY_BYTES)
-                pipe.pttl(self._prefix + incarnation)
-            replies = await reply(pipe.execute(raise_on_error=False))
+        commands: list[Command] = []
+        for incarnation in wanted:
+            key = self._prefix + incarnation  # junk may be huge: never read all of it
+            commands += [("GETRANGE", key, 0, MAX_ENTRY_BYTES), ("PTTL", key)]
+        replies = await self._redis.run(*commands, is_strict=False)
         gone = set()
         for incarnation, value, pttl in zip(wanted, replies[::2], replies[1::2], strict=True):
             if value == b"":

@@ -1,6 +1,6 @@
 """The cluster secret: how gateways and nodes of one deployment prove that they belong together.
 
-Owns what is derived from the secret: the key of handshakes, the signature of a directory entry,
+Owns what is derived from the secret: the key of handshakes, the seal of what lies on Redis,
 and which secrets count while one is changed for another. Neither a secret nor the key of handshakes
 leaves the process. Without a secret everybody holds the key: then the network is the boundary.
 """
@@ -15,7 +15,6 @@ from ..core.channels.handshake import key_id
 from ..core.config import ClusterConfig
 
 TAG_BYTES = 16
-_ENTRY, _INDEX = b"baton-entry", b"baton-index"
 MIN_SECRET_CHARS = 16  # shorter ones can be guessed from what was recorded of a handshake
 
 
@@ -73,18 +72,8 @@ class ClusterSecret:
         keys = map(handshake_key, self.accepted or (None,))
         return {key_id(key): key for key in keys}
 
-    def sign(self, message: bytes) -> str | None:
-        """The signature of a directory entry; None where there is no secret."""
-        return _derive(self.current, _ENTRY, message) if self.current else None
-
-    def has_signed(self, message: bytes, signature: str) -> bool:
-        """Whether a secret of ours signed the entry. Constant-time for each."""
-        given = signature.encode("utf-8", "replace")
-        expected = (_derive(secret, _ENTRY, message) for secret in self.accepted)
-        return any(hmac.compare_digest(given, each.encode()) for each in expected)
-
     def seal(self, message: bytes) -> bytes:
-        """A message of the prefix index with its tag behind it, if there is a secret."""
+        """What lies on Redis, with its tag behind it, if there is a secret."""
         return message + _tag(self.current, message) if self.current else message
 
     def unseal(self, sealed: bytes) -> bytes:
@@ -100,4 +89,4 @@ NO_SECRET = ClusterSecret()
 
 
 def _tag(secret: str, message: bytes) -> bytes:
-    return bytes.fromhex(_derive(secret, _INDEX, message))[:TAG_BYTES]
+    return bytes.fromhex(_derive(secret, b"baton-redis", message))[:TAG_BYTES]

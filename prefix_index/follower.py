@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+from ..cluster.redis_client import RedisAway
 from ..core.request.token_ids import BlockHash
-from .messages import BadMessage, IndexAway
+from .messages import BadMessage
 from .mirror import PrefixMirror
 from .pages import decode_contents, decode_page
 from .redis_link import RedisIndexLink
@@ -59,6 +60,6 @@ class Follower:
                     hashes.update(page.hashes)
                     in_host.update(page.in_host)
                     index += 1
-        except (BadMessage, IndexAway):
+        except (BadMessage, RedisAway):
             return
         self._mirror.install(contents, hashes, in_host)

@@ -26,10 +26,6 @@ class BadMessage(Exception):
     """This is not a message of the index; the text is why."""
 
 
-class IndexAway(Exception):
-    """The broker did not answer. What was to be sent or read is lost; try later."""
-
-
 class Head(msgspec.Struct, frozen=True, array_like=True, tag="head 2"):
     """A sign of life: the engine has published the deltas 1 to `seq`."""
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 
+from ..cluster.redis_client import RedisAway
 from ..core.ports import Clock
 from .journal import CacheJournal
-from .messages import Delta, Head, IndexAway, encode
+from .messages import Delta, Head, encode
 from .pages import encode_contents
 from .redis_link import LEASE_S, RedisIndexLink
 
@@ -42,7 +43,7 @@ class Publisher:
         while True:
             try:
                 await self._publish()
-            except IndexAway:
+            except RedisAway:
                 await asyncio.sleep(HEAD_S)  # the journal adds up what happens meanwhile
             else:
                 await self._wait_for_changes()
@@ -56,14 +57,14 @@ class Publisher:
         await asyncio.sleep(BATCH_S)
 
     async def _publish(self) -> None:
-        """Raises IndexAway; what was taken from the journal is then a gap."""
+        """Raises RedisAway; what was taken from the journal is then a gap."""
         journal = self._journal
         journal.changed.clear()
         changes: list[Delta | Head] = [*journal.take()] or [journal.head()]
         messages = [encode(message) for message in changes]
         try:
             await self._store(encode_contents(journal.contents(self._unix_s())))
-        except IndexAway:
+        except RedisAway:
             await self._link.publish(messages)  # no keys: where Redis is full, they go on
             raise
         await self._link.publish(messages)

@@ -25,6 +25,7 @@ from patience import AT_ONCE_S
 
 from baton.cli.cluster.survey import ask_ledgers
 from baton.cli.deployment.deployment import Deployment
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import role_name
@@ -88,7 +89,7 @@ class Running:
     async def _engines(self) -> dict[str, Member]:
         cluster = self.deployment.cluster
         secret = ClusterSecret.of(cluster)
-        directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+        directory = RedisDirectory(RedisClient(cluster.redis_url, cluster.cluster, secret))
         try:
             async for found in directory.watch():
                 if found:

@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from preloaded.starts import children_of
 
 from baton.cli.cluster.survey import ask_ledgers
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.admission import GATEWAY, dial
@@ -147,7 +148,7 @@ _MEMBERS_S = 60.0  # in which engines start
 
 async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) -> list[Member]:
     """The directory's members once `wanted` holds of them."""
-    directory = RedisDirectory(redis_url, CLUSTER, ClusterSecret(SECRET))
+    directory = RedisDirectory(RedisClient(redis_url, CLUSTER, ClusterSecret(SECRET)))
     try:
         async with asyncio.timeout(_MEMBERS_S):
             async for found in directory.watch():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import redis
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import HASH_BYTES, BlockHash, Tier
@@ -184,7 +185,7 @@ def memory() -> list[Figure]:
 
 async def _start(url: str, num_engines: int, num_blocks: int) -> float:
     """Seconds until a new gateway knows all of these engines' blocks."""
-    link, mirror = RedisIndexLink(url, "default"), PrefixMirror(SystemClock())
+    link, mirror = RedisIndexLink(RedisClient(url, "default")), PrefixMirror(SystemClock())
     following = asyncio.create_task(Follower(link, mirror).run())
     began_s = time.perf_counter()
     names = [incarnation_of(number) for number in range(num_engines)]
@@ -195,19 +196,19 @@ async def _start(url: str, num_engines: int, num_blocks: int) -> float:
     took_s = time.perf_counter() - began_s
     following.cancel()
     await asyncio.wait({following})
-    await link.close()
+    await link._redis.close()
     return took_s
 
 
 async def _store(url: str, journals: Iterator[CacheJournal]) -> None:
-    link = RedisIndexLink(url, "default")
+    link = RedisIndexLink(RedisClient(url, "default"))
     for journal in journals:
         stored = journal.stored
         await link.write_pages(journal.incarnation, stored.encode(range(stored.num_pages), 0))
         contents = encode_contents(journal.contents(0))
         await link.write_contents(journal.incarnation, contents)
         await link.publish([encode(journal.head())])
-    await link.close()
+    await link._redis.close()
 
 
 def in_redis() -> list[Figure]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import handshake_key
 from baton.core.channels.addresses import host_id, socket_address
@@ -371,7 +372,7 @@ async def _serve(redis_url: str, pace: StepPace, taken: Path | None) -> dict[str
         address = "{}:{}".format(*node.getsockname())
         members = _members(address, pace)
         servers = await nodes.listen(members)
-        directory = RedisDirectory(redis_url, CLUSTER)
+        directory = RedisDirectory(RedisClient(redis_url, CLUSTER))
         for member in members:
             await directory.announce(member, 5.0)
         engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]

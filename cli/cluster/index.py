@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...cluster.redis_client import RedisAway, RedisClient
 from ...cluster.secret import ClusterSecret, salt_key
 from ...core.config import ClusterConfig
 from ...core.errors import StartupFailed
@@ -22,7 +23,7 @@ from ...core.membership import Member
 from ...core.request.token_ids import NO_TENANT, TAG_BYTES, BlockHash, tenant_tag
 from ...gateway.security.key_file import BadKeyFile, load_keys
 from ...gateway.security.tenancy import salt_of_tenant
-from ...prefix_index.messages import BadMessage, IndexAway
+from ...prefix_index.messages import BadMessage
 from ...prefix_index.pages import Contents, decode_contents, decode_page
 from ...prefix_index.redis_link import RedisIndexLink
 from .survey import members_of
@@ -59,13 +60,13 @@ async def run(cluster: ClusterConfig, key_file: str | None, *, as_json: bool) ->
     secret = ClusterSecret.of(cluster)
     names = {NO_TENANT: "-"} | tenant_names(secret, key_file)
     members, _ = await members_of(cluster)
-    link = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
+    redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
     try:
-        found = await read_listing(link, members, names, int(time.time()))
-    except IndexAway as error:
+        found = await read_listing(RedisIndexLink(redis), members, names, int(time.time()))
+    except RedisAway as error:
         raise StartupFailed(f"Redis does not answer: {error}", hint="try again") from error
     finally:
-        await link.close()
+        await redis.close()
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else render(found))
     return 0
 
@@ -90,7 +91,7 @@ def tenant_names(secret: ClusterSecret, key_file: str | None) -> dict[bytes, str
 async def read_listing(
     link: RedisIndexLink, members: Iterable[Member], names: Mapping[bytes, str], unix_s: int
 ) -> Listing:
-    """What these engines have, by their names. Raises IndexAway."""
+    """What these engines have, by their names. Raises RedisAway."""
     rows: list[Cached] = []
     missing: list[str] = []
     for member in sorted(members, key=lambda member: (member.role.value, member.name)):

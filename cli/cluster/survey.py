@@ -18,7 +18,7 @@ import grpc
 import msgspec
 
 from ...cluster.known_nodes import LEDGERS, dial
-from ...cluster.redis_client import require_redis
+from ...cluster.redis_client import RedisAway, RedisClient, require_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, open_channel, role_name
@@ -29,7 +29,7 @@ from ...core.channels.frames import FrameBuffer
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
-from ...prefix_index.messages import BadMessage, IndexAway
+from ...prefix_index.messages import BadMessage
 from ...prefix_index.pages import decode_contents
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
@@ -149,11 +149,16 @@ async def survey(cluster: ClusterConfig) -> Survey:
 
 
 async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
-    link = RedisIndexLink(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
+    redis = _redis_of(cluster)
     try:
-        return await count_published(link, [member.incarnation for member in members])
+        incarnations = [member.incarnation for member in members]
+        return await count_published(RedisIndexLink(redis), incarnations)
     finally:
-        await link.close()
+        await redis.close()
+
+
+def _redis_of(cluster: ClusterConfig) -> RedisClient:
+    return RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
 
 
 async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> dict[str, int]:
@@ -163,7 +168,7 @@ async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> 
         try:
             raw = await link.read_contents(incarnation)
             counts[incarnation] = decode_contents(raw, incarnation).device_blocks
-        except (BadMessage, IndexAway):
+        except (BadMessage, RedisAway):
             continue
     return counts
 
@@ -172,7 +177,7 @@ async def members_of(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
     """The directory, and how many of its entries are junk or not signed with our secret. Raises
     StartupFailed if Redis does not answer."""
     await require_redis(cluster.redis_url)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
+    directory = RedisDirectory(_redis_of(cluster))
     try:
         async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
             async for members in watch:

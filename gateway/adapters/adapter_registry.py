@@ -122,10 +122,6 @@ class AdapterRegistry:
             await asyncio.sleep(_SHARE_S)
             await self._exchange(self._shared)
 
-    async def close(self) -> None:
-        if self._shared is not None:
-            await self._shared.close()
-
     async def run(self) -> None:
         """Load the modules; what an engine refuses is logged, and not served."""
         if self._shared is not None:

@@ -14,13 +14,12 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from ...cluster.redis_client import REDIS_ERRORS, connect, key_prefix, reply
-from ...cluster.secret import TAG_BYTES, ClusterSecret
+from ...cluster.redis_client import RedisAway, RedisClient
+from ...cluster.secret import TAG_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +49,12 @@ _Message = tuple[str, list[Entry]]
 
 
 class SharedList:
-    """One gateway's way to it. Raises StartupFailed on a bad URL or cluster name."""
+    """One gateway's way to it."""
 
-    def __init__(self, url: str, cluster: str, secret: ClusterSecret, model: str) -> None:
-        self._redis: Any = connect(url)
-        self._secret, self._model = secret, model
+    def __init__(self, redis: RedisClient, model: str) -> None:
+        self._redis, self._model = redis, model
         of_model = hashlib.blake2b(model.encode(), digest_size=16).hexdigest()
-        self._key = f"{key_prefix(cluster)}adapters:{of_model}"
+        self._key = f"{redis.prefix}adapters:{of_model}"
 
     async def exchange(self, mine: Mapping[str, Entry]) -> list[Entry]:
         """Add to the list what it lacks of `mine`; returns its entries that are newer. Nothing of
@@ -65,11 +63,12 @@ class SharedList:
         try:
             for _ in range(_NUM_TRIES):
                 # Junk may be huge: never read all of it.
-                found = await reply(self._redis.getrange(self._key, 0, _MAX_BYTES + TAG_BYTES))
+                last = _MAX_BYTES + TAG_BYTES
+                [found] = await self._redis.run(("GETRANGE", self._key, 0, last))
                 theirs = {entry.name: entry for entry in self._decode(found)}
                 newer = [one for one in theirs.values() if _is_newer(one, mine)]
                 if not any(_is_newer(one, theirs) for one in mine.values()):
-                    await reply(self._redis.expire(self._key, _TTL_S))
+                    await self._redis.run(("EXPIRE", self._key, _TTL_S))
                     break
                 merged = {**mine, **{one.name: one for one in newer}}
                 sealed = self._encode(merged.values())
@@ -77,24 +76,21 @@ class SharedList:
                     log.error("too many LoRA adapters for one list: %d", len(merged))
                     break
                 if found and not theirs:  # junk, or a secret that was
-                    await reply(self._redis.set(self._key, sealed, ex=_TTL_S))
+                    await self._redis.run(("SET", self._key, sealed, "EX", _TTL_S))
                     break
-                if await reply(self._redis.eval(_REPLACE, 1, self._key, found, sealed, _TTL_S)):
+                replacing = ("EVAL", _REPLACE, 1, self._key, found, sealed, _TTL_S)
+                if any(await self._redis.run(replacing)):
                     break
-        except REDIS_ERRORS as error:
+        except RedisAway as error:
             log.debug("the list of LoRA adapters: %s", error)
         return newer
 
-    async def close(self) -> None:
-        with suppress(*REDIS_ERRORS):
-            await self._redis.aclose()
-
     def _encode(self, entries: Iterable[Entry]) -> bytes:
-        return self._secret.seal(msgspec.msgpack.encode((self._model, [*entries])))
+        return self._redis.secret.seal(msgspec.msgpack.encode((self._model, [*entries])))
 
     def _decode(self, found: object) -> list[Entry]:
         """None of junk."""
-        if not isinstance(found, bytes) or not (message := self._secret.unseal(found)):
+        if not isinstance(found, bytes) or not (message := self._redis.secret.unseal(found)):
             return []
         try:
             model, entries = msgspec.msgpack.decode(message, type=_Message)

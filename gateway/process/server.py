@@ -15,6 +15,7 @@ import sys
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, MemberCalls
 from ...cluster.lease import RedisLease
+from ...cluster.redis_client import RedisClient
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import watch_ends
@@ -77,10 +78,10 @@ class Gateway:
         self._config = config
         self._model = ServedModel.load(config)
         secret = ClusterSecret.of(cluster)
-        redis = (cluster.redis_url, cluster.cluster, secret)
+        redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
         calls = MemberCalls(secret, security.cluster_tls)
-        self._directory = KnownNodes(RedisDirectory(*redis), tuple(Role), calls, secret, clock)
-        self._index = index = RedisIndexLink(*redis)
+        self._directory = KnownNodes(RedisDirectory(redis), tuple(Role), calls, secret, clock)
+        index = RedisIndexLink(redis)
         policy = make_policy(config.routing_policy, random.Random())
         self._table = EngineTable(PrefixMirror(clock), policy, PlanRecord(clock))
         self._follower = Follower(index, self._table.mirror)
@@ -88,7 +89,7 @@ class Gateway:
         self._sessions = SessionTable(clock, config.max_num_requests, queue)
         model = self._model.limits.model
         self._adapters = AdapterRegistry(
-            self._table, model, config.lora_modules, SharedList(*redis, model)
+            self._table, model, config.lora_modules, SharedList(redis, model)
         )
         self._view = ClusterView(
             self._directory,
@@ -105,7 +106,7 @@ class Gateway:
         self._leader = None
         name = SystemEntropy().new_id()
         if config.move_promises:
-            lease = RedisLease(*redis[:2], "promises", name, LEASE_S, clock)
+            lease = RedisLease(redis, "promises", name, LEASE_S, clock)
             decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
             self._leader = PromiseLeader(decider, lease, name)
         self._mover = None
@@ -121,7 +122,7 @@ class Gateway:
             lambda: len(queue),
             security.certificate_ends_s,
         )
-        store = RedisWindows(*redis)
+        store = RedisWindows(redis)
         self._share = WindowShare(self._telemetry.window, store, name, self._about, clock)
         self._certificates = security.certificates
         self._door = FrontDoor(
@@ -240,11 +241,9 @@ class Gateway:
         if self._leader is not None:
             await self._leader.close()
         await self._share.close()
-        await self._adapters.close()
         await self._view.close()
         await self._telemetry.close()
         await self._directory.close()
-        await self._index.close()
         self._model.close()
 
     async def _becomes_idle(self, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:

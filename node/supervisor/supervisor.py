@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
 from ...cluster.known_nodes import KnownNodes, MemberCalls
+from ...cluster.redis_client import RedisClient
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, watch_ends
@@ -65,21 +66,20 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     server, port = _listen(node, tls)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
     secret = ClusterSecret.of(cluster)
+    redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
     sought = (Role.PREFILL,) if role is Role.DECODE else ()  # pullers dial, sources are dialled
     directory = KnownNodes(
-        RedisDirectory(cluster.redis_url, cluster.cluster, secret),
+        RedisDirectory(redis),
         sought,
         MemberCalls(secret, tls),
         secret,
         SystemClock(),
     )
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
-    supervisor = Supervisor(role, engine, node, secret, directory, index, tls)
+    supervisor = Supervisor(role, engine, node, secret, directory, RedisIndexLink(redis), tls)
     try:
         await supervisor.serve(server, signals)
     finally:
         await directory.close()
-        await index.close()
     return 0
 
 

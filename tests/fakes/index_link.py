@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from baton.prefix_index.messages import IndexAway
+from baton.cluster.redis_client import RedisAway
 
 
 class FakeIndexLink:
@@ -25,7 +25,7 @@ class FakeIndexLink:
 
     def _check(self, *, is_write: bool = False) -> None:
         if self.is_away or (is_write and self.is_full):
-            raise IndexAway("away")
+            raise RedisAway("away")
 
     async def publish(self, messages: Sequence[bytes]) -> None:
         self._check()

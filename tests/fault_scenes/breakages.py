@@ -21,6 +21,7 @@ from fault_scenes.faults import BLOCK_SIZE, Ledger, Scene, until
 from node_driver import CLUSTER, SECRET, NodeProcess, health, session
 from patience import AT_ONCE_S, SOON_S
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.admission import PULLER, dial
@@ -433,7 +434,7 @@ async def _greet_as_another_make(scene: Scene) -> None:
 @asynccontextmanager
 async def _announced(scene: Scene, incarnation: str) -> AsyncIterator[None]:
     """While it lasts, the directory has an engine of this incarnation: links to it are refused."""
-    directory = RedisDirectory(scene.cluster.redis.url, CLUSTER, ClusterSecret(SECRET))
+    directory = RedisDirectory(RedisClient(scene.cluster.redis.url, CLUSTER, ClusterSecret(SECRET)))
     member = Member(
         *(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64),
         engine_address="127.0.0.1:2",

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 
 from node_driver import SECRET
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member
@@ -35,7 +36,7 @@ class Introductions:
     def _directory(self, name: str) -> RedisDirectory:
         if name not in self._directories:
             _, cluster = self.flags(name)
-            directory = RedisDirectory(self._redis_url, cluster, ClusterSecret(SECRET))
+            directory = RedisDirectory(RedisClient(self._redis_url, cluster, ClusterSecret(SECRET)))
             self._stack.push_async_callback(directory.close)
             self._directories[name] = directory
         return self._directories[name]

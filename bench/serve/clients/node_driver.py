@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.addresses import host_id
@@ -117,7 +118,7 @@ def _secret() -> ClusterSecret:
 
 async def members(redis_url: str, num_engines: int = 1) -> tuple[Member, ...]:
     """The cluster's engines, once there are so many."""
-    directory = RedisDirectory(redis_url, CLUSTER, _secret())
+    directory = RedisDirectory(RedisClient(redis_url, CLUSTER, _secret()))
     try:
         async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
             async for found in watch:

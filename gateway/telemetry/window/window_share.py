@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
 from ..metrics.tally import Tally
-from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RowKey, WindowsAway
+from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RowKey
 from .row_message import BadRow, GatewayState, pack_row, pack_state, unpack_row, unpack_state
 from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
 
@@ -115,7 +116,7 @@ class WindowShare:
             await self._keep_in_step()
             gateways = await self._write()
             await self._read(gateways)
-        except WindowsAway as error:
+        except RedisAway as error:
             self._note_away(str(error))
         else:
             self._note_back()

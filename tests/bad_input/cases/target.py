@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fakes.node.node import FakeNode
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
@@ -70,7 +71,9 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
     decode = FakeNode(
         Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, num_blocks=NUM_BLOCKS
     )
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    directory = RedisDirectory(
+        RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    )
     for node in (prefill, decode):
         node.dispatched = _Forgetful()
         node.cancelled = _Forgetful()

@@ -13,6 +13,7 @@ from fakes.gateway.byte_model import write_byte_model
 from fakes.node.node import FakeNode
 from tokenizers import AddedToken, Tokenizer
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import ClusterConfig, GatewayConfig
@@ -109,7 +110,9 @@ async def conversation_gateway(
         Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET,
         max_model_len=max_model_len,
     )  # fmt: skip
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    directory = RedisDirectory(
+        RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    )
     for node in (prefill, decode):
         node.num_blocks = 72 + max_model_len // _BLOCK_TOKENS
         await node.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fakes.node.node import FakeNode
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.core.membership import Role
 
@@ -51,7 +52,7 @@ async def gateway_process(
     )
     prefill = FakeNode(Role.PREFILL, "p1", "1" * 32)
     decode = FakeNode(Role.DECODE, "d1", "2" * 32, [prefill.incarnation])
-    directory = RedisDirectory(redis_url, name)
+    directory = RedisDirectory(RedisClient(redis_url, name))
     for node in (prefill, decode):
         await node.start()
         await directory.announce(node.member, 30.0)

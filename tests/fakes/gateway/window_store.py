@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from fakes.clock import FakeClock
 
-from baton.gateway.telemetry.window.redis_windows import STATE_TTL_S, RowKey, WindowsAway
+from baton.cluster.redis_client import RedisAway
+from baton.gateway.telemetry.window.redis_windows import STATE_TTL_S, RowKey
 from baton.gateway.telemetry.window.window import HOUR_ROW_S, HOUR_S, SPAN_S
 
 _TTL_S = {1: SPAN_S + 30, HOUR_ROW_S: HOUR_S + 60}
@@ -25,7 +26,7 @@ class FakeWindowStore:
 
     async def now_s(self) -> float:
         if self.is_away:
-            raise WindowsAway("away")
+            raise RedisAway("away")
         return self._clock.monotonic_s() + self.ahead_s
 
     async def write(

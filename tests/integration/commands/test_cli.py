@@ -20,6 +20,7 @@ import redis
 from deployments import Running, running
 
 from baton.client import Client
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.engine_config import EngineConfig
@@ -187,7 +188,9 @@ def test_fsck_finds_an_entry_that_nobody_stands_behind(system: Running) -> None:
     cluster = system.deployment.cluster
 
     async def announce() -> None:
-        directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
+        directory = RedisDirectory(
+            RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
+        )
         await directory.announce(GHOST, 60.0)
         await directory.close()
 

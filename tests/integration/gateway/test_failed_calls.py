@@ -12,6 +12,7 @@ import pytest
 from fakes.gateway.byte_model import write_byte_model
 from fakes.node.node import FakeNode
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
@@ -49,7 +50,9 @@ async def test_nodes_of_a_failed_call_are_known(
         decode = FakeNode(Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET)
         decode.error = EngineFailed("words")
         decode.first_token_s = 0.05
-        directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+        directory = RedisDirectory(
+            RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+        )
         try:
             for node in (prefill, decode):
                 await node.start()

@@ -17,12 +17,13 @@ import redis
 from patience import SOON_S
 
 from baton.cluster import redis_directory
+from baton.cluster.redis_client import RedisAway, RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
-from baton.gateway.telemetry.window.redis_windows import RedisWindows, RowKey, WindowsAway
+from baton.gateway.telemetry.window.redis_windows import RedisWindows, RowKey
 from baton.gateway.telemetry.window.window import HOUR_ROW_S
 
 A = Member(
@@ -51,7 +52,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def directory(server: RedisServer) -> AsyncIterator[RedisDirectory]:
-    directory = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    directory = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     yield directory
     await directory.close()
 
@@ -64,7 +65,7 @@ async def following(watch: AsyncIterator[tuple[Member, ...]]) -> tuple[Member, .
 async def test_watchers_see_every_change_soon(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     watch = watcher.watch()
     assert await following(watch) == ()
     began_s = time.monotonic()
@@ -99,7 +100,7 @@ async def test_redis_that_stores_nothing_is_away(
     server: RedisServer, directory: RedisDirectory, how: str
 ) -> None:
     """It still answers reads, and entries run out: what was known stays, as when it is dead."""
-    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     watch = watcher.watch()
     await directory.announce(A, 0.5)
     assert await following(watch) == (A,)
@@ -137,7 +138,7 @@ async def test_the_first_membership_is_whole(
     members = [dataclasses.replace(A, incarnation=f"{number:032x}") for number in range(20)]
     for member in members:
         await directory.announce(member, 60.0)
-    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     watch = watcher.watch()
     began_s = time.monotonic()
     assert await following(watch) == tuple(members)
@@ -163,7 +164,7 @@ def stored(server: RedisServer, incarnation: str) -> bytes:
 async def test_an_entry_that_ran_out_cannot_be_put_back(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     await directory.announce(A, 0.2)
     old = stored(server, A.incarnation)
     await directory.close()  # as one that is killed: without a goodbye
@@ -179,7 +180,7 @@ async def test_an_entry_that_ran_out_cannot_be_put_back(
 async def test_an_entry_cannot_be_put_back_behind_a_newer_one_or_a_goodbye(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     watch = watcher.watch()
     assert await following(watch) == ()
     moved = dataclasses.replace(A, address="127.0.0.1:9")
@@ -214,7 +215,7 @@ async def test_an_entry_without_a_ttl_does_not_count(
     assert await following(watch) == (A,)
     with redis.Redis.from_url(server.url) as client:
         client.persist(f"baton:test:member:{A.incarnation}")
-    newcomer = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    newcomer = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     fresh = newcomer.watch()
     assert await following(fresh) == ()
     for each in (watch, fresh):
@@ -231,7 +232,7 @@ async def test_junk_keys_hide_nobody(server: RedisServer, directory: RedisDirect
     assert await following(watch) == ()
     await directory.announce(B, 5.0)
     assert await following(watch) == (B,), "what the channel names is read by its name"
-    newcomer = RedisDirectory(server.url, "test", ClusterSecret("secret"))
+    newcomer = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     fresh = newcomer.watch()
     members = await following(fresh)
     while members != (B,):
@@ -292,7 +293,7 @@ async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
             pass
 
     for num_turns in range(60):
-        directory = RedisDirectory(server.url, "test")
+        directory = RedisDirectory(RedisClient(server.url, "test"))
         following = asyncio.create_task(follow(directory))
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -303,7 +304,7 @@ async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
 
 
 async def test_no_redis_from_the_start(tmp_path: Path) -> None:
-    directory = RedisDirectory(f"unix://{tmp_path}/none.sock", "test")
+    directory = RedisDirectory(RedisClient(f"unix://{tmp_path}/none.sock", "test"))
     await directory.announce(A, 5.0)
     watch = directory.watch()
     assert await following(watch) == ()
@@ -314,13 +315,13 @@ async def test_no_redis_from_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["http://x", "redis+spawn://", "redis://host:port", "plain"])
 def test_bad_urls_are_explained(url: str) -> None:
     with pytest.raises(StartupFailed) as caught:
-        RedisDirectory(url, "test")
+        RedisClient(url, "test")
     assert caught.value.hint
 
 
 def test_cluster_names_cannot_reach_other_keys() -> None:
     with pytest.raises(StartupFailed):
-        RedisDirectory("redis://127.0.0.1", "a*")
+        RedisClient("redis://127.0.0.1", "a*")
 
 
 def test_the_private_server_dies_with_its_parent() -> None:
@@ -358,7 +359,8 @@ def test_a_host_without_redis_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch
 async def test_windows_are_left_and_found_and_end_by_themselves(server: RedisServer) -> None:
     """Over both servers, so by commands that 6.2 has."""
     secret = ClusterSecret("secret")
-    store, other = (RedisWindows(server.url, "test", secret) for _ in range(2))
+    clients = [RedisClient(server.url, "test", secret) for _ in range(2)]
+    store, other = map(RedisWindows, clients)
     one, two = "1" * 32, "2" * 32
     now = int(await store.now_s())
     rows = {RowKey(one, 1, now): b"second", RowKey(one, HOUR_ROW_S, now): b"longer"}
@@ -380,6 +382,8 @@ async def test_windows_are_left_and_found_and_end_by_themselves(server: RedisSer
     server.process.terminate()
     server.process.wait()
     for what in (other.now_s(), other.read([one], []), other.write(one, now, b"", {})):
-        with pytest.raises(WindowsAway):
+        with pytest.raises(RedisAway):
             await what
     await other.close(two)
+    for client in clients:
+        await client.close()

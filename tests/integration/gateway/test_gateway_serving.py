@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import AT_ONCE_S, SOON_S
 
 from baton.client import AsyncClient, Client, FinishReason
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
@@ -97,7 +98,9 @@ async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
     config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
     limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
     gateway = await serve(config, cluster, session_limits=limits)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    directory = RedisDirectory(
+        RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    )
     client = AsyncClient(f"127.0.0.1:{gateway.port}")
     world = World(redis_server, cluster, config, gateway, directory, client)
     yield world
@@ -481,7 +484,7 @@ async def test_the_only_decode_node_lost(world: World) -> None:
 async def test_serving_goes_on_without_redis(model_dir: Path, empty: World) -> None:
     with RedisServer.start() as doomed:
         cluster = ClusterConfig(doomed.url, "c", SECRET)
-        directory = RedisDirectory(doomed.url, "c", ClusterSecret(SECRET))
+        directory = RedisDirectory(RedisClient(doomed.url, "c", ClusterSecret(SECRET)))
         gateway = await serve(empty.config, cluster)
         world = World(doomed, cluster, empty.config, gateway, directory, empty.client)
         await world.add("p1", Role.PREFILL)
@@ -503,7 +506,9 @@ async def test_members_of_another_secret_or_model_are_left_alone(empty: World) -
     stranger = FakeNode(Role.PREFILL, "p", "f" * 32, model="other", secret=SECRET)
     await stranger.start()
     await empty.directory.announce(stranger.member, 5.0)
-    forger = RedisDirectory(empty.cluster.redis_url, empty.cluster.cluster, ClusterSecret("wrong"))
+    forger = RedisDirectory(
+        RedisClient(empty.cluster.redis_url, empty.cluster.cluster, ClusterSecret("wrong"))
+    )
     forged = await FakeNode(Role.PREFILL, "q", "e" * 32).start()
     await forger.announce(forged.member, 5.0)
     liar = FakeNode(Role.PREFILL, "r", "d" * 32, secret=SECRET)

@@ -21,6 +21,7 @@ from fakes.node.node import FakeNode, expected_text
 from patience import AT_ONCE_S
 
 from baton.client import AsyncClient
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
@@ -89,7 +90,9 @@ async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
     gateway = await serve(config, cluster, session_limits=limits)
     prefill = FakeNode(Role.PREFILL, "p1", "1" * 32, secret=SECRET)
     decode = FakeNode(Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    directory = RedisDirectory(
+        RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    )
     for node in (prefill, decode):
         await node.start()
         await directory.announce(node.member, 5.0)

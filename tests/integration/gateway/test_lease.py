@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import pytest
 from fakes.clock import FakeClock
 
 from baton.cluster.lease import RedisLease
-from baton.cluster.redis_client import connect
+from baton.cluster.redis_client import RedisClient, connect
 from baton.cluster.redis_server import RedisServer
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.proto.v1 import node_pb2
@@ -31,10 +31,21 @@ def redis() -> Iterator[RedisServer]:
     server.stop()
 
 
+_clients: list[RedisClient] = []
+
+
+@pytest.fixture(autouse=True)
+async def _closed() -> AsyncIterator[None]:
+    yield
+    while _clients:
+        await _clients.pop().close()
+
+
 def lease(
     redis: RedisServer, name: str, cluster: str, clock: FakeClock | None = None
 ) -> RedisLease:
-    return RedisLease(redis.url, cluster, "promises", name, TTL_S, clock or FakeClock())
+    _clients.append(RedisClient(redis.url, cluster))
+    return RedisLease(_clients[-1], "promises", name, TTL_S, clock or FakeClock())
 
 
 async def test_one_holder_and_the_next_has_a_higher_epoch(redis: RedisServer) -> None:

@@ -18,6 +18,7 @@ from deployments import Running, running
 
 from baton.client import AsyncClient
 from baton.client.messages import Result
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import UpConfig
@@ -87,7 +88,7 @@ async def generate(client: AsyncClient, group: int, member: int) -> Result:
 async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
     """At the end, wait until engines have published as many new blocks as `num_blocks`."""
     secret = ClusterSecret.of(world.system.deployment.cluster)
-    link = RedisIndexLink(world.redis.url, "default", secret)
+    link = RedisIndexLink(RedisClient(world.redis.url, "default", secret))
 
     async def listen() -> None:
         num_stored = 0
@@ -101,7 +102,7 @@ async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
     await asyncio.sleep(0.05)
     yield
     await asyncio.wait_for(listening, 20)
-    await link.close()
+    await link._redis.close()
     await asyncio.sleep(0.1)  # the gateway hears it when we do
 
 
@@ -133,7 +134,7 @@ async def test_a_late_gateway_reads_pages_among_junk() -> None:
     with RedisServer.start() as server, redis.Redis.from_url(server.url) as admin:
         admin.rpush(prefix + "bb" * 16, "of another type")
         admin.set(prefix + "cc" * 16, b"x" * (1 << 20))
-        ours, theirs = (RedisIndexLink(server.url, "default") for _ in range(2))
+        ours, theirs = (RedisIndexLink(RedisClient(server.url, "default")) for _ in range(2))
         assert await theirs.read_contents("bb" * 16) == b""
         assert MAX_MESSAGE_BYTES < len(await theirs.read_contents("cc" * 16)) < 1 << 17
         publishing = asyncio.create_task(Publisher(journal, ours, SystemClock()).run())
@@ -159,8 +160,8 @@ async def test_a_late_gateway_reads_pages_among_junk() -> None:
         for task in (publishing, following):
             task.cancel()
         await asyncio.wait({publishing, following})
-        await ours.close()
-        await theirs.close()
+        await ours._redis.close()
+        await theirs._redis.close()
 
 
 async def test_redis_wiped_stopped_and_killed_changes_no_token(world: World) -> None:
@@ -218,7 +219,7 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
     with RedisServer.start() as server:
         secrets: tuple[str | None, ...] = ("ours", "ours", "theirs", None)
         ours, gateway, theirs, plain = (
-            RedisIndexLink(server.url, "default", ClusterSecret(s)) for s in secrets
+            RedisIndexLink(RedisClient(server.url, "default", ClusterSecret(s))) for s in secrets
         )
         heard: list[bytes] = []
 
@@ -241,4 +242,4 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
         await asyncio.wait_for(listening, 20)
         assert heard == [b"", b"", true]
         for link in (ours, gateway, theirs, plain):
-            await link.close()
+            await link._redis.close()

@@ -15,6 +15,7 @@ from fakes.gateway.byte_model import write_byte_model
 from fakes.node.node import FakeNode, expected_text
 from google.protobuf.runtime_version import VersionError
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import ClusterConfig, GatewayConfig
@@ -87,7 +88,7 @@ async def world(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Worl
     config = GatewayConfig(grpc_port=0, http_port=0, model=str(model), api_keys=str(key_file))
     cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", None)
     gateway = await serve(config, cluster)
-    directory = RedisDirectory(redis_server.url, cluster.cluster)
+    directory = RedisDirectory(RedisClient(redis_server.url, cluster.cluster))
     prefill = FakeNode(Role.PREFILL, "p", "1" * 32)
     decode = FakeNode(Role.DECODE, "d", "2" * 32, [prefill.incarnation])
     for node in (prefill, decode):

@@ -29,6 +29,7 @@ from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
 from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls, Node
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.channels.addresses import socket_address
@@ -487,7 +488,7 @@ async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
     assert await asyncio.to_thread(lambda: world.address("prefill-2"))
     engines = await world.until_linked(*NODES)
     assert engines["prefill-2"].incarnation != old
-    newcomer = RedisDirectory(world.system.redis.url, CLUSTER, ClusterSecret(SECRET))
+    newcomer = RedisDirectory(RedisClient(world.system.redis.url, CLUSTER, ClusterSecret(SECRET)))
     expected = {engine.incarnation for engine in engines.values()}
     async with asyncio.timeout(10):
         async for members in newcomer.watch():

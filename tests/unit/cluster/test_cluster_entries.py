@@ -21,10 +21,10 @@ ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 
 def changed(raw: bytes, changes: dict[str, object]) -> bytes:
-    """Another entry under the signature of this one."""
-    signed = json.loads(raw)
-    signed["entry"] |= changes
-    return json.dumps(signed, separators=(",", ":")).encode()
+    """Another entry under the seal of this one."""
+    end = raw.index(b"}") + 1
+    entry = json.loads(raw[:end]) | changes
+    return json.dumps(entry, separators=(",", ":")).encode() + raw[end:]
 
 
 json_values = st.recursive(
@@ -79,9 +79,9 @@ def test_a_wrong_field_is_refused(changes: dict[str, object]) -> None:
 
 def test_a_member_need_not_name_its_device() -> None:
     nameless = dataclasses.replace(ENTRY, member=dataclasses.replace(MEMBER, device=""))
-    signed = json.loads(encode_entry(nameless, ClusterSecret()))
-    del signed["entry"]["device"]
-    assert decode_entry(json.dumps(signed).encode(), ClusterSecret()) == nameless
+    entry = json.loads(encode_entry(nameless, ClusterSecret()))
+    del entry["device"]
+    assert decode_entry(json.dumps(entry).encode(), ClusterSecret()) == nameless
     assert decode_entry(encode_entry(nameless, ClusterSecret("s")), ClusterSecret("s")) == nameless
 
 
@@ -89,11 +89,11 @@ def test_a_member_need_not_name_its_device() -> None:
 def test_nested_junk_is_no_entry_at_any_depth(begin: str, end: str) -> None:
     inner = "1" if begin != "[" else ""
     for depth in range(1, MAX_ENTRY_BYTES // (len(begin) + 1), 3):
-        for name in ("a", "entry"):
-            raw = f'{{"{name}":{begin * depth}{inner}{end * depth},"signature":"x"}}'.encode()
-            for secret in (None, "secret"):
+        for name in ("a", "device"):
+            raw = f'{{"{name}":{begin * depth}{inner}{end * depth}}}'.encode()
+            for secret in (ClusterSecret(), ClusterSecret("secret")):
                 with pytest.raises(BadEntry):
-                    decode_entry(raw, ClusterSecret(secret))
+                    decode_entry(secret.seal(raw), secret)
 
 
 def test_unknown_fields_are_for_later_versions() -> None:
@@ -103,7 +103,7 @@ def test_unknown_fields_are_for_later_versions() -> None:
 
 @given(st.binary(max_size=200) | json_values.map(lambda v: json.dumps(v).encode()))
 def test_junk_is_refused(raw: bytes) -> None:
-    for stored in (raw, b'{"entry":%b}' % raw):
+    for stored in (raw, b'{"device":%b}' % raw):
         with pytest.raises(BadEntry):
             decode_entry(stored, ClusterSecret())
 

@@ -10,13 +10,14 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.index_link import FakeIndexLink
 
+from baton.cluster.redis_client import RedisAway
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
 from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import Delta, Head, IndexAway, decode, encode
+from baton.prefix_index.messages import Delta, Head, decode, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import PAGE_BLOCKS, encode_contents
 from baton.prefix_index.publisher import Publisher
@@ -154,11 +155,11 @@ async def test_redis_that_fails_once_gets_what_it_may_lack_and_no_more() -> None
         written.extend(index for index, _ in pages)
 
     async def fail(incarnation: str, contents: bytes) -> None:
-        raise IndexAway("away")
+        raise RedisAway("away")
 
     working, link.write_pages, link.write_contents = link.write_contents, write_pages, fail  # type: ignore[method-assign]
     journal.record([h(0)], [])
-    with pytest.raises(IndexAway):
+    with pytest.raises(RedisAway):
         await publisher._publish()
     link.write_contents = working  # type: ignore[method-assign]
     journal.record([h(PAGE_BLOCKS)], [])

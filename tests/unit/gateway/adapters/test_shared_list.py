@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
 from fakes.clock import FakeClock
 
+from baton.cluster.redis_client import Command, RedisAway, RedisClient
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import ModelNotFound
 from baton.core.request.request import Adapter
@@ -20,40 +22,41 @@ ONE, TWO = "1" * 32, "2" * 32
 SECRET = ClusterSecret("secret")
 
 
-class PlayedRedis:
+class PlayedRedis(RedisClient):
     """The commands that the list needs."""
 
     def __init__(self) -> None:
+        super().__init__("redis://localhost", "test", SECRET)
         self.value = b""
         self.is_away = False
         self.num_lost_races = 0
 
-    async def getrange(self, key: str, first: int, last: int) -> bytes:
+    async def run(self, *commands: Command, is_strict: bool = True) -> list[Any]:
         if self.is_away:
-            raise OSError("away")
-        return self.value[first : last + 1]
+            raise RedisAway("away")
+        return [self._answer(*command) for command in commands]
 
-    async def expire(self, key: str, ttl_s: int) -> None: ...
-
-    async def set(self, key: str, value: bytes, *, ex: int) -> None:
-        self.value = value
-
-    async def eval(self, script: str, num_keys: int, key: str, *args: object) -> int:
-        old, new, _ = args
-        if self.num_lost_races:
-            self.num_lost_races -= 1
-            return 0
-        if old != self.value:
-            return 0
-        assert isinstance(new, bytes)
-        self.value = new
+    def _answer(self, name: object, *args: Any) -> object:
+        match name, args:
+            case "GETRANGE", (_, first, last):
+                return self.value[first : last + 1]
+            case "SET", (_, value, "EX", _):
+                self.value = value
+            case "EVAL", (_, 1, _, old, new, _):
+                if self.num_lost_races:
+                    self.num_lost_races -= 1
+                    return 0
+                if old != self.value:
+                    return 0
+                self.value = new
+            case _:
+                assert name == "EXPIRE"
         return 1
 
 
 class Gateway:
-    def __init__(self, redis: PlayedRedis, secret: ClusterSecret = SECRET) -> None:
-        self.shared = SharedList("redis://localhost", "test", secret, "base")
-        self.shared._redis = redis
+    def __init__(self, redis: PlayedRedis) -> None:
+        self.shared = SharedList(redis, "base")
         self.registry = AdapterRegistry(EngineTable(PrefixMirror(FakeClock())), "base")
 
     def load(self, name: str, digest: str = ONE, path: str = "/a") -> None:
