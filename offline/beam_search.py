@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.errors import InvalidRequest
 from ..core.request.request import MOST_OUTPUTS
-from .outputs import CompletionOutput, LogprobsByToken, RequestOutput
+from .outputs import LogprobsByToken, RequestOutput
 from .sampling_params import SamplingParams
 
 
@@ -65,16 +66,17 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def tokens_of(output: RequestOutput, one: CompletionOutput, params: BeamSearchParams) -> list[int]:
-    """Prompt and output, without what ended it unless that was requested."""
-    is_cut = one.finish_reason == "stop" and not params.include_stop_str_in_output
-    kept = one.token_ids[:-1] if is_cut else one.token_ids
-    return [*output.prompt_token_ids, *kept]
-
-
-def sequence_of(one: CompletionOutput, tokens: list[int], text: str) -> BeamSearchSequence:
-    """`one` of a request that had its log-probabilities requested."""
-    assert one.logprobs is not None and one.cumulative_logprob is not None
-    return BeamSearchSequence(
-        tokens, one.logprobs, one.cumulative_logprob, text, one.finish_reason, one.stop_reason
-    )
+def beams_of(
+    output: RequestOutput, params: BeamSearchParams, decode: Callable[[list[int]], str]
+) -> BeamSearchOutput:
+    """Without what ended a beam, unless that was requested."""
+    sequences = []
+    for one in output.outputs:
+        assert one.logprobs is not None and one.cumulative_logprob is not None, "as_sampling's"
+        is_cut = one.finish_reason == "stop" and not params.include_stop_str_in_output
+        kept = one.token_ids[:-1] if is_cut else one.token_ids
+        tokens = [*output.prompt_token_ids, *kept]
+        scores = (one.logprobs, one.cumulative_logprob)
+        ended = (one.finish_reason, one.stop_reason)
+        sequences.append(BeamSearchSequence(tokens, *scores, decode(tokens), *ended))
+    return BeamSearchOutput(sequences)

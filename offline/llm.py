@@ -34,7 +34,7 @@ from ..gateway.http.chat.tools import TOOLS, shown_tools
 from ..gateway.text.no_tokenizer import NoTokenizer
 from ..gateway.text.special_tokens import Spans
 from ..gateway.validation.validation import ValidatedRequest
-from .beam_search import BeamSearchOutput, BeamSearchParams, sequence_of, tokens_of
+from .beam_search import BeamSearchOutput, BeamSearchParams, beams_of
 from .local_calls import LocalCalls
 from .loop_thread import LoopThread
 from .outputs import RequestOutput, request_output
@@ -51,14 +51,6 @@ _ALIASES = {
 }
 # Nobody waits for a token: prompts may have steps that a server would cut up.
 _FOR_THROUGHPUT = {"max_num_batched_tokens": 8192}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A prompt that may run."""
-
-    text: str | None
-    request: ValidatedRequest
 
 
 class LLM:
@@ -129,16 +121,13 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The best continuations of each prompt; prompts and errors as of `generate`."""
         outputs = self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm)
-        return [self._beams_of(output, params) for output in outputs]
+        return [beams_of(output, params, self._decode) for output in outputs]
 
-    def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
-        tokenizer, sequences = self._calls.model.tokenizer, []
-        for one in output.outputs:
-            tokens, text = tokens_of(output, one, params), ""
-            if not isinstance(tokenizer, NoTokenizer):
-                text = self._thread.run(tokenizer.decode(tokens))
-            sequences.append(sequence_of(one, tokens, text))
-        return BeamSearchOutput(sequences)
+    def _decode(self, tokens: Sequence[int]) -> str:
+        tokenizer = self._calls.model.tokenizer
+        if isinstance(tokenizer, NoTokenizer):
+            return ""
+        return self._thread.run(tokenizer.decode(tokens))
 
     def chat(
         self,
@@ -218,24 +207,21 @@ async def _run_all(
     for index, ((text, params), spans) in enumerate(zip(requests, special_at, strict=True)):
         try:
             wire, _ = build_request(text, params)
-            prepared.append(_Prepared(text, await calls.prepare(wire, spans)))
+            prepared.append((text, await calls.prepare(wire, spans)))
         except BatonError as error:
             error.add_note(f"prompt {index} of {len(requests)}")
             raise
 
-    async def run(one: _Prepared) -> RequestOutput:
-        call = calls.start(one.request)
-        try:
+    async def run(text: str | None, request: ValidatedRequest) -> RequestOutput:
+        with calls.running(request) as call:
             samples = [chunk async for chunk in call.chunks()]
-        finally:
-            calls.forget(call)
         bar.update()
         token_of = calls.model.tokenizer.token
-        return request_output(call.call_id, one.text, one.request, samples, token_of)
+        return request_output(call.call_id, text, request, samples, token_of)
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(run(one)) for one in prepared]
+            running = [tasks.create_task(run(*one)) for one in prepared]
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
     return [task.result() for task in running]

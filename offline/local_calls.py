@@ -1,8 +1,8 @@
 """Calls on an engine in this process: what a gateway does with them, without a wire or a second
 engine.
 
-    GenerateRequest ─► prepare: checked, tokenised ─► start: sessions ─► engine ─┐
-                       chunks ◄─ text, stop strings ◄─ sessions ◄─ step's tokens ┘
+    GenerateRequest ─► prepare: checked, tokenised ─► running: sessions ─► engine ─┐
+                         chunks ◄─ text, stop strings ◄─ sessions ◄─ step's tokens ┘
 The engine's steps are taken on the event loop that all else happens on; between two of them the
 others have a turn. Knows neither users' types nor files.
 """
@@ -14,7 +14,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from ..core.config import GatewayConfig
@@ -26,12 +27,15 @@ from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
+from ..gateway.admission.admission import LoopPacing
 from ..gateway.request.answer import GATEWAY
 from ..gateway.request.best_of import best_of
 from ..gateway.request.dispatch_wait import SessionLimits
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import Session
+from ..gateway.security.tenancy import INFER, Caller
+from ..gateway.telemetry.calls.call_record import CallRecord
 from ..gateway.text.special_tokens import Spans
 from ..gateway.validation.served_model import ServedModel
 from ..gateway.validation.validation import (
@@ -47,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _LIMITS = SessionLimits(max_attempts=1)  # there is no other engine to try
 _NAME = "local"
+_OURS = Caller("", frozenset({INFER}), "offline")
 _LOOK_S = 0.0004  # how long a step may have completed before it is seen; the next one runs
 
 
@@ -73,23 +78,16 @@ def _look() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class CallRecord:
-    """What is known of a call when it begins."""
-
-    model: str
-    prompt_tokens: int
-    arrived_unix_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class LocalCall:
     """A running call. `chunks` may be iterated once."""
 
-    call_id: str
     record: CallRecord
     request: ValidatedRequest
-    _sessions: Sequence[Session]
     _queue: ChunkQueue
+
+    @property
+    def call_id(self) -> str:
+        return self.record.call_id
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
@@ -123,6 +121,7 @@ class LocalCalls:
         self._broken: BatonError | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._unsettle: Callable[[], None] = _do_nothing
+        self.arrivals, self.large_bodies = LoopPacing(), asyncio.Lock()
         engine_limits = local.engine.limits
         num_pool_tokens = engine_limits.capacity * engine_limits.block_size
         self.limits: ModelLimits = dataclasses.replace(
@@ -176,50 +175,88 @@ class LocalCalls:
         seed = self._entropy.new_seed()
         return complete_request(request, wire, prompt, self.limits, drawn_seed=seed)
 
-    def start(self, request: ValidatedRequest) -> LocalCall:
-        """Give it to the engine. Raises EngineFailed where that has ended."""
+    @contextmanager
+    def running(self, request: ValidatedRequest, caller: Caller = _OURS) -> Iterator[LocalCall]:
+        """Give it to the engine, for as long as the block lasts. Raises EngineFailed where that has
+        ended."""
         if self._broken is not None:
             raise self._broken
         queue = ChunkQueue(_do_nothing)
-        arrived = Stamp(Event.ARRIVED, self._clock.unix_ns(), GATEWAY)
-        sessions: list[Session] = []
-        compared, sink = best_of(request, queue) if request.has_spare_samples else (request, queue)
-        for index in reversed(range(request.num_samples)):  # the first dispatches for all
-            sessions.insert(0, self._session(compared, sink, arrived, index, tuple(sessions)))
-        has_scores = compared.sampling.logprobs is not None
-        may_wait = not (has_scores or request.sampling.stop)
-        for session in sessions:
-            self._turn = (self._turn + 1) % _TOGETHER
-            sample = _Sample(session, self._turn, has_scores, may_wait)
-            self._samples[session.request_id] = sample
-        sessions[0].try_dispatch()
-        self._has_news.set()
-        num_tokens = len(request.prompt_token_ids)
-        record = CallRecord(self.model.limits.model, num_tokens, arrived.unix_ns)
-        return LocalCall(sessions[0].call_id, record, request, sessions, queue)
-
-    def _session(
-        self,
-        request: ValidatedRequest,
-        sink: ChunkSink,
-        arrived: Stamp,
-        index: int,
-        siblings: Sequence[Session],
-    ) -> Session:
-        return Session(
-            self._entropy.new_id(),
-            request,
-            deadline_s=math.inf,
-            arrived=arrived,
-            text=self.model.text_stream(request),
-            sink=sink,
-            router=self,
-            clock=self._clock,
-            entropy=self._entropy,
-            limits=_LIMITS,
-            sample_index=index,
-            siblings=siblings if index == 0 else (),
+        record = CallRecord(
+            call_id="",
+            label=request.label,
+            caller=caller,
+            model=self.model.limits.model,
+            num_samples=request.options.n,
+            prompt_tokens=len(request.prompt_token_ids),
+            arrived_s=self._clock.monotonic_s(),
+            arrived_unix_ns=self._clock.unix_ns(),
         )
+        sessions = self._make_sessions(request, record, queue)
+        record.call_id = sessions[0].call_id
+        try:
+            sessions[0].try_dispatch()  # for all
+            self._has_news.set()
+            yield LocalCall(record, request, queue)
+        finally:
+            for session in sessions:
+                session.cancel(Cancelled("the call was given up"))
+                self._samples.pop(session.request_id, None)
+
+    def _make_sessions(
+        self, request: ValidatedRequest, record: CallRecord, queue: ChunkQueue
+    ) -> list[Session]:
+        """One for each sample; the first leads the others."""
+        sink: ChunkSink = queue
+        has_stop = bool(request.sampling.stop)
+        if request.has_spare_samples:
+            request, sink = best_of(request, queue)
+        has_scores = request.sampling.logprobs is not None
+
+        def session(index: int, siblings: Sequence[Session] = ()) -> Session:
+            made = Session(
+                self._entropy.new_id(),
+                request,
+                deadline_s=math.inf,
+                arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
+                text=self.model.text_stream(request),
+                sink=sink,
+                router=self,
+                clock=self._clock,
+                entropy=self._entropy,
+                limits=_LIMITS,
+                sample_index=index,
+                siblings=siblings,
+            )
+            self._turn = (self._turn + 1) % _TOGETHER
+            sample = _Sample(made, self._turn, has_scores, not (has_scores or has_stop))
+            self._samples[made.request_id] = sample
+            return made
+
+        siblings = [session(index) for index in range(1, request.num_samples)]
+        return [session(0, siblings), *siblings]
+
+    # --- a FrontDoor, as far as endpoints that generate use one -----------------------------------
+
+    is_draining = False
+
+    @property
+    def constraint_refusal(self) -> str | None:
+        """Why no output can be constrained, or None."""
+        return self.model.constraints.refusal
+
+    @asynccontextmanager
+    async def generate(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        special_at: Spans | None = None,
+        **traces: str,
+    ) -> AsyncIterator[LocalCall]:
+        """Prepare and run it. Raises InvalidRequest kin, EngineFailed."""
+        with self.running(await self.prepare(wire, special_at), caller) as call:
+            yield call
 
     # --- the engine as sessions see it ------------------------------------------------------------
 
@@ -320,12 +357,6 @@ class LocalCalls:
             sample.session.engine_output(_NAME, output)
             if sample.session.is_over:
                 del self._samples[output.request_id]
-
-    def forget(self, call: LocalCall) -> None:
-        """End a call, whatever is left of it."""
-        for session in call._sessions:
-            session.cancel(Cancelled("the call was given up"))
-            self._samples.pop(session.request_id, None)
 
 
 def _output(key: str, **fields: object) -> EngineOutput:

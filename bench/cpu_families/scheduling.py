@@ -37,10 +37,11 @@ from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.validation.served_model import ServedModel
+from baton.gateway.validation.validation import ValidatedRequest
 from baton.kernels.attention.attention import join_tables
 from baton.kernels.attention.decode_shares import divide
 from baton.kernels.sampling.sample_spec import special_rows
-from baton.offline.local_calls import LocalCall, LocalCalls
+from baton.offline.local_calls import LocalCalls
 
 from ..floors.figures import Figure, time_s
 
@@ -180,7 +181,7 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
                 "ignore_eos": True,
             },
         )
-        readers.append(asyncio.create_task(_read(calls.start(await calls.prepare(wire)))))
+        readers.append(asyncio.create_task(_read(calls, await calls.prepare(wire))))
     await asyncio.sleep(0)
     while len((output := engine.step()).tokens) < batch:
         calls._deliver(output)
@@ -203,9 +204,10 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     return samples[_NUM_WARMUPS:]
 
 
-async def _read(call: LocalCall) -> None:
-    async for _ in call.chunks():
-        raise AssertionError("none of them ends")
+async def _read(calls: LocalCalls, request: ValidatedRequest) -> None:
+    with calls.running(request) as call:
+        async for _ in call.chunks():
+            raise AssertionError("none of them ends")
 
 
 def _bare_loop_ms(batch: int) -> float:
