@@ -1,9 +1,24 @@
-"""What one engine announces to the cluster. A discovery hint, checked again on connecting."""
+"""What one engine announces to the cluster. A discovery hint, checked again on connecting.
+
+The types of its fields have what an entry of the directory (cluster/entries.py) may hold.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+HEX_ID = r"\A[0-9a-f]{32}\Z"
+_ADDRESS = r"\A(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}\Z"
+
+_Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Name: TypeAlias = Annotated[_Text, Meta(min_length=1)]
+HexId: TypeAlias = Annotated[str, Meta(pattern=HEX_ID)]
+_Address: TypeAlias = Annotated[_Text, Meta(pattern=_ADDRESS)]
+Count: TypeAlias = Annotated[int, Meta(gt=0, le=2**40)]
 
 
 class Role(enum.Enum):
@@ -24,16 +39,16 @@ class Member:
     `can_constrain`: takes requests with a constraint.
     """
 
-    incarnation: str
+    incarnation: HexId
     role: Role
-    name: str
-    address: str
-    model: str
-    fingerprint: str
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    engine_address: str = ""
-    host_id: str = ""
-    device: str = ""
+    name: _Name
+    address: _Address
+    model: _Name
+    fingerprint: _Name
+    max_model_len: Count
+    block_size: Count
+    num_blocks: Count
+    engine_address: _Address = ""
+    host_id: HexId = ""
+    device: _Text = ""
     can_constrain: bool = False

@@ -11,12 +11,12 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
+from ..core.membership import HexId
 from ..core.request.token_ids import HASH_BYTES, BlockHash, Tier
 
 MAX_HASHES = 3600  # in one message
 MAX_MESSAGE_BYTES = 64 << 10
 
-Incarnation: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Hash: TypeAlias = Annotated[BlockHash, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Hashes: TypeAlias = tuple[_Hash, ...]
@@ -29,7 +29,7 @@ class BadMessage(Exception):
 class Head(msgspec.Struct, frozen=True, array_like=True, tag="head 2"):
     """A sign of life: the engine has published the deltas 1 to `seq`."""
 
-    incarnation: Incarnation
+    incarnation: HexId
     seq: Count
 
 
@@ -37,7 +37,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta 2"):
     """The change number `seq` of an engine's cache. An incarnation begins empty, at 0. `stored` are
     on its device now, `in_host` in its host memory alone, wherever they were before."""
 
-    incarnation: Incarnation
+    incarnation: HexId
     seq: Count
     removed: Hashes = ()
     stored: Hashes = ()

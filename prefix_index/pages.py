@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..core.membership import HexId
 from ..core.request.token_ids import HASH_BYTES, BlockHash, Tier
-from .messages import BadMessage, Count, Incarnation
+from .messages import BadMessage, Count
 
 PAGE_BLOCKS = 960  # with header and seal 16 KiB, the size of an allocation
 _HEADER = struct.Struct("<8s16sII")  # what it is, incarnation, index, when it was written
@@ -34,7 +35,7 @@ class Contents(msgspec.Struct, frozen=True, array_like=True, tag="contents 1"):
     """The pages have all that changed up to delta `seq`, and perhaps some of what changed later.
     Blocks: on the device, and in host memory alone. `unix_s`: when this was written."""
 
-    incarnation: Incarnation
+    incarnation: HexId
     seq: Count
     num_pages: Count
     device_blocks: Count

@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
+from ....core.membership import HexId
 from ..calls.call_record import EndedCall, Text, UnixSeconds
 from ..calls.slo import MAX_JUDGED, Judged
 from ..metrics.tally import BOUNDS, Histogram, Key, Tally
@@ -32,7 +33,6 @@ _MAX_S = 1e9  # what a float32 of seconds is cut at
 _JUDGED = struct.Struct("<2f")
 _BUCKETS = hashlib.sha256(struct.pack(f"<{len(BOUNDS)}d", *BOUNDS)).hexdigest()[:16]
 
-GatewayId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _Second: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -47,7 +47,7 @@ class BadRow(Exception):
 class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"):
     """`through`: the last second whose rows were written; rates are of its last whole seconds."""
 
-    gateway: GatewayId
+    gateway: HexId
     name: Text
     version: Text
     through: _Second
@@ -65,7 +65,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 1"):
     float32 pairs of TTFT and longest gap; an endless TTFT is a call that did not finish.
     """
 
-    gateway: GatewayId
+    gateway: HexId
     buckets: str
     row_s: _Second
     second: _Second

@@ -10,21 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry
-from baton.cluster.secret import ClusterSecret
+from baton.cluster.secret import TAG_BYTES, ClusterSecret
 from baton.core.membership import Member, Role
 
 MEMBER = Member(
     "ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64,
     engine_address="[::1]:5001", host_id="cd" * 16, device="cuda:0,1", can_constrain=True,
 )  # fmt: skip
+OF_ENTRY = {"sequence", "at_ms", "ttl_ms", "is_gone"}
 ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 
-def changed(raw: bytes, changes: dict[str, object]) -> bytes:
+def changed(raw: bytes, changes: dict[str, object], num_tag_bytes: int = 0) -> bytes:
     """Another entry under the seal of this one."""
-    end = raw.index(b"}") + 1
-    entry = json.loads(raw[:end]) | changes
-    return json.dumps(entry, separators=(",", ":")).encode() + raw[end:]
+    written, seal = raw[: len(raw) - num_tag_bytes], raw[len(raw) - num_tag_bytes :]
+    entry = json.loads(written)
+    of_entry = changes.keys() & OF_ENTRY
+    entry |= {name: changes[name] for name in of_entry}
+    entry["member"] |= {name: changes[name] for name in changes.keys() - of_entry}
+    return json.dumps(entry, separators=(",", ":")).encode() + seal
 
 
 json_values = st.recursive(
@@ -80,7 +84,7 @@ def test_a_wrong_field_is_refused(changes: dict[str, object]) -> None:
 def test_a_member_need_not_name_its_device() -> None:
     nameless = dataclasses.replace(ENTRY, member=dataclasses.replace(MEMBER, device=""))
     entry = json.loads(encode_entry(nameless, ClusterSecret()))
-    del entry["device"]
+    del entry["member"]["device"]
     assert decode_entry(json.dumps(entry).encode(), ClusterSecret()) == nameless
     assert decode_entry(encode_entry(nameless, ClusterSecret("s")), ClusterSecret("s")) == nameless
 
@@ -89,7 +93,7 @@ def test_a_member_need_not_name_its_device() -> None:
 def test_nested_junk_is_no_entry_at_any_depth(begin: str, end: str) -> None:
     inner = "1" if begin != "[" else ""
     for depth in range(1, MAX_ENTRY_BYTES // (len(begin) + 1), 3):
-        for name in ("a", "device"):
+        for name in ("a", "member"):
             raw = f'{{"{name}":{begin * depth}{inner}{end * depth}}}'.encode()
             for secret in (ClusterSecret(), ClusterSecret("secret")):
                 with pytest.raises(BadEntry):
@@ -103,7 +107,7 @@ def test_unknown_fields_are_for_later_versions() -> None:
 
 @given(st.binary(max_size=200) | json_values.map(lambda v: json.dumps(v).encode()))
 def test_junk_is_refused(raw: bytes) -> None:
-    for stored in (raw, b'{"device":%b}' % raw):
+    for stored in (raw, b'{"member":%b}' % raw):
         with pytest.raises(BadEntry):
             decode_entry(stored, ClusterSecret())
 
@@ -129,12 +133,12 @@ def test_deep_or_huge_entries_are_refused() -> None:
 
 def test_only_holders_of_the_secret_can_write_entries() -> None:
     right = encode_entry(ENTRY, ClusterSecret("right"))
-    assert decode_entry(changed(right, {}), ClusterSecret("right")) == ENTRY
+    assert decode_entry(changed(right, {}, TAG_BYTES), ClusterSecret("right")) == ENTRY
     changes = ({"address": "10.0.0.1:1"}, {"engine_address": "10.0.0.1:1"}, {"host_id": "ef" * 16})
     for raw in (
         encode_entry(ENTRY, ClusterSecret()),
         encode_entry(ENTRY, ClusterSecret("wrong")),
-        *(changed(right, change) for change in changes),
+        *(changed(right, change, TAG_BYTES) for change in changes),
     ):
         with pytest.raises(BadEntry):
             decode_entry(raw, ClusterSecret("right"))
@@ -144,7 +148,7 @@ def test_what_is_signed_covers_time_sequence_and_goodbye() -> None:
     right = encode_entry(ENTRY, ClusterSecret("right"))
     for change in ({"at_ms": ENTRY.at_ms + 1}, {"sequence": 4}, {"ttl_ms": 7}, {"is_gone": True}):
         with pytest.raises(BadEntry):
-            decode_entry(changed(right, change), ClusterSecret("right"))
+            decode_entry(changed(right, change, TAG_BYTES), ClusterSecret("right"))
 
 
 def test_an_entry_counts_for_its_ttl_and_no_writer_makes_that_long() -> None:
