@@ -44,7 +44,8 @@ class Metric:
     """`kind`: "counter" (its name ends in _total), "gauge", or "histogram" if it has buckets.
 
     `known`: values of a counter's only label whose series begin at 0, before the first event: no
-    rate sees the step from no series to the first count.
+    rate sees the step from no series to the first count. `source`: what it is read from, see
+    _FROM_HEARTBEATS.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     known: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def kind(self) -> str:
@@ -224,108 +226,85 @@ BEGAN = Metric("requests_began_total", "Calls that were admitted.")
 FINISHED_PROMPT_TOKENS = Metric("finished_prompt_tokens_total", "Prompt tokens of finished calls.")
 PULLER_CACHED_TOKENS = Metric("puller_cached_tokens_total", "Prompt tokens that no pull brought.")
 
-_NODE = ("role", "node")
+OF_ENGINE = ("role", "node")
 NODE_UP = Metric(
-    "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", _NODE
-)
-NODE_DRAINING = Metric("node_draining", "1 while the engine takes no new requests.", _NODE)
-RUNNING = Metric("num_requests_running", "Requests in the engine's batch.", _NODE)
-WAITING = Metric("num_requests_waiting", "Requests that wait at the engine.", _NODE)
-WAITING_TOKENS = Metric("num_tokens_waiting", "Known tokens that are not computed yet.", _NODE)
-TBT_TARGET = Metric(
-    "engine_tbt_target_seconds", "What steps with decodes take at most, if prompts allow.", _NODE
-)
-STEP_COST_ERROR = Metric(
-    "engine_step_cost_error", "Of steps' predicted times, relative, 90th percentile.", _NODE
+    "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", OF_ENGINE
 )
 KV_USAGE = Metric(
-    "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached ones are free.", _NODE
-)
-KV_FREE = Metric("kv_free_blocks", "KV blocks that a new request could take.", _NODE)
-KV_LEASED = Metric("kv_leased_blocks", "KV blocks held for pullers, or computed for one.", _NODE)
-KV_CREDIT = Metric("kv_credit_blocks", "KV blocks that may still be held for pullers.", _NODE)
-PREEMPTIONS = Metric("num_preemptions_total", "Requests whose KV was given up for others.", _NODE)
-CACHE_QUERIES = Metric(
-    "prefix_cache_queries_total", "Known tokens of what was given KV blocks.", _NODE
-)
-CACHE_HITS = Metric("prefix_cache_hits_total", "Of them, those that the prefix cache held.", _NODE)
-HOST_BLOCKS = Metric("kv_host_blocks", "Cached KV blocks in host memory.", _NODE)
-HOST_HITS = Metric(
-    "prefix_cache_host_hits_total", "Of the hits, those that came from host memory.", _NODE
-)
-SWAPS = Metric(
-    "num_swaps_total", "Preempted requests whose KV went to host memory, to come back.", _NODE
-)
-HOST_BYTES_OUT = Metric("kv_host_bytes_out_total", "Bytes copied to host memory.", _NODE)
-HOST_BYTES_IN = Metric("kv_host_bytes_in_total", "Bytes copied from host memory.", _NODE)
-DISK_BLOCKS = Metric("kv_disk_blocks", "Cached KV blocks on disk.", _NODE)
-DISK_HITS = Metric(
-    "prefix_cache_disk_hits_total", "Known tokens whose KV was read from disk.", _NODE
-)
-DISK_BYTES_OUT = Metric("kv_disk_bytes_out_total", "Bytes of KV blocks written to disk.", _NODE)
-DISK_BYTES_IN = Metric("kv_disk_bytes_in_total", "Bytes of KV blocks read from disk.", _NODE)
-DISK_FAILURES = Metric(
-    "kv_disk_failures_total", "KV blocks that the disk did not take, or give back whole.", _NODE
-)
-PROMISED_STEPS = Metric(
-    "promised_steps_total", "Steps with decodes that were promised something.", _NODE
-)
-KEPT_STEPS = Metric("kept_steps_total", "Of them, those that took no longer.", _NODE)
-PROMISE_REFUSALS = Metric(
-    "promise_refusals_total", "Requests that would have broken the promise.", _NODE
-)
-EXPIRED_LEASES = Metric(
-    "kv_expired_leases_total", "Hand-offs whose puller did not come or renew in time.", _NODE
-)
-PULLS = Metric("kv_pulls_total", "Hand-offs that a decode engine completed.", _NODE)
-PULL_BYTES = Metric("kv_pull_bytes_total", "Bytes of them.", _NODE)
-PULL_SECONDS = Metric("kv_pull_seconds_total", "Time of them, added up.", _NODE)
-PULL_FAILURES = Metric(
-    "kv_transfer_failed_total",
-    "Hand-offs that failed at a decode engine, by error code.",
-    (*_NODE, "reason"),
-)
-FETCHES = Metric(
-    "prefix_fetches_total", "Prefixes that were pulled from other engines' caches.", _NODE
-)
-FETCHED_BLOCKS = Metric("prefix_fetched_blocks_total", "KV blocks of them.", _NODE)
-FETCHED_BYTES = Metric("prefix_fetched_bytes_total", "Bytes of them.", _NODE)
-FETCH_SECONDS = Metric("prefix_fetch_seconds_total", "Time of them, added up.", _NODE)
-FETCH_FAILURES = Metric(
-    "prefix_fetch_failed_total",
-    "Prefixes that did not come and were computed, by error code.",
-    (*_NODE, "reason"),
-)
-EXPERT_TOKENS = Metric(
-    "expert_tokens_total",
-    "Tokens that chose each expert of a mixture, over all its layers.",
-    (*_NODE, "expert"),
+    "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached ones are free.", OF_ENGINE
 )
 EXPERT_IMBALANCE = Metric(
-    "expert_load_imbalance", "Tokens of the expert with most of them over the mean expert's.", _NODE
+    "expert_load_imbalance",
+    "Tokens of the expert with most of them over the mean expert's.",
+    OF_ENGINE,
 )
 EXPERT_RANK_IMBALANCE = Metric(
     "expert_rank_load_imbalance",
     "With --enable-expert-parallel: tokens of the rank with most of them over the mean rank's.",
-    _NODE,
+    OF_ENGINE,
 )
-DRAFTS = Metric(
-    "spec_decode_num_drafts_total", "Steps of a sequence that had drafts to verify.", _NODE
-)
-DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens_total", "These drafts, in tokens.", _NODE)
-ACCEPTED_TOKENS = Metric(
-    "spec_decode_num_accepted_tokens_total", "Of them, those that were accepted.", _NODE
-)
-ACCEPTED_AT = Metric(
-    "spec_decode_num_accepted_tokens_per_pos_total",
-    "The same by position among a sequence's drafts, from 0.",
-    (*_NODE, "position"),
-)
-ACCEPTANCE_LENGTH = Metric(
-    "spec_decode_mean_acceptance_length",
-    "Tokens that a step with drafts adds to a sequence, the one behind them included.",
-    _NODE,
-)
+# The others: name, the field of a heartbeat (ReportedLoad, its Counters) that has it, help, further
+# labels.
+_FROM_HEARTBEATS = (
+    ("node_draining", "is_draining", "1 while the engine takes no new requests."),
+    ("num_requests_running", "num_running", "Requests in the engine's batch."),
+    ("num_requests_waiting", "num_waiting", "Requests that wait at the engine."),
+    ("num_tokens_waiting", "waiting_tokens", "Known tokens that are not computed yet."),
+    ("engine_tbt_target_seconds", "tbt_target_s",
+     "What steps with decodes take at most, if prompts allow."),
+    ("engine_step_cost_error", "step_cost_error",
+     "Of steps' predicted times, relative, 90th percentile."),
+    ("kv_free_blocks", "free_blocks", "KV blocks that a new request could take."),
+    ("kv_leased_blocks", "held_blocks", "KV blocks held for pullers, or computed for one."),
+    ("kv_credit_blocks", "credit_blocks", "KV blocks that may still be held for pullers."),
+    ("num_preemptions_total", "num_preemptions", "Requests whose KV was given up for others."),
+    ("prefix_cache_queries_total", "prefix_query_tokens",
+     "Known tokens of what was given KV blocks."),
+    ("prefix_cache_hits_total", "prefix_hit_tokens", "Of them, those that the prefix cache held."),
+    ("kv_expired_leases_total", "num_expired_leases",
+     "Hand-offs whose puller did not come or renew in time."),
+    ("kv_host_blocks", "host_blocks", "Cached KV blocks in host memory."),
+    ("prefix_cache_host_hits_total", "host_hit_tokens",
+     "Of the hits, those that came from host memory."),
+    ("num_swaps_total", "num_swaps",
+     "Preempted requests whose KV went to host memory, to come back."),
+    ("kv_host_bytes_out_total", "host_bytes_out", "Bytes copied to host memory."),
+    ("kv_host_bytes_in_total", "host_bytes_in", "Bytes copied from host memory."),
+    ("kv_disk_blocks", "disk_blocks", "Cached KV blocks on disk."),
+    ("prefix_cache_disk_hits_total", "disk_hit_tokens",
+     "Known tokens whose KV was read from disk."),
+    ("kv_disk_bytes_out_total", "disk_bytes_out", "Bytes of KV blocks written to disk."),
+    ("kv_disk_bytes_in_total", "disk_bytes_in", "Bytes of KV blocks read from disk."),
+    ("kv_disk_failures_total", "disk_failures",
+     "KV blocks that the disk did not take, or give back whole."),
+    ("promised_steps_total", "num_promised_steps",
+     "Steps with decodes that were promised something."),
+    ("kept_steps_total", "num_kept_steps", "Of them, those that took no longer."),
+    ("promise_refusals_total", "num_refusals", "Requests that would have broken the promise."),
+    ("kv_pulls_total", "num_transfers", "Hand-offs that a decode engine completed."),
+    ("kv_pull_bytes_total", "transfer_bytes", "Bytes of them."),
+    ("kv_pull_seconds_total", "transfer_s", "Time of them, added up."),
+    ("kv_transfer_failed_total", "failed_transfers",
+     "Hand-offs that failed at a decode engine, by error code.", "reason"),
+    ("prefix_fetches_total", "num_fetches",
+     "Prefixes that were pulled from other engines' caches."),
+    ("prefix_fetched_blocks_total", "fetched_blocks", "KV blocks of them."),
+    ("prefix_fetched_bytes_total", "fetched_bytes", "Bytes of them."),
+    ("prefix_fetch_seconds_total", "fetch_s", "Time of them, added up."),
+    ("prefix_fetch_failed_total", "failed_fetches",
+     "Prefixes that did not come and were computed, by error code.", "reason"),
+    ("spec_decode_num_drafts_total", "num_drafts",
+     "Steps of a sequence that had drafts to verify."),
+    ("spec_decode_num_draft_tokens_total", "num_draft_tokens", "These drafts, in tokens."),
+    ("spec_decode_num_accepted_tokens_total", "accepted_drafts",
+     "Of them, those that were accepted."),
+    ("spec_decode_num_accepted_tokens_per_pos_total", "accepted_drafts",
+     "The same by position among a sequence's drafts, from 0.", "position"),
+    ("spec_decode_mean_acceptance_length", "acceptance_length",
+     "Tokens that a step with drafts adds to a sequence, the one behind them included."),
+    ("expert_tokens_total", "expert_tokens",
+     "Tokens that chose each expert of a mixture, over all its layers.", "expert"),
+)  # fmt: skip
 
 CACHE_CONFIG = Metric(
     "cache_config_info",
@@ -343,16 +322,11 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ),
     "Routing": (QUEUED, LORA, DECISIONS, MOVES, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
     "Engines": (
-        *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
-        *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
-        *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
-        *(HOST_BLOCKS, HOST_HITS, SWAPS, HOST_BYTES_OUT, HOST_BYTES_IN),
-        *(DISK_BLOCKS, DISK_HITS, DISK_BYTES_OUT, DISK_BYTES_IN, DISK_FAILURES),
-        *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
-        *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
-        *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),
-        *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_AT, ACCEPTANCE_LENGTH),
-        *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
+        *(NODE_UP, KV_USAGE, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
+        *(
+            Metric(name, help, (*OF_ENGINE, *labels), source=source)
+            for name, source, help, *labels in _FROM_HEARTBEATS
+        ),
     ),
     "Deployment": (DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, DEPLOYMENT_KV_USAGE, CACHE_CONFIG),
     "Certificates": (CERTIFICATE_EXPIRES,),

@@ -9,9 +9,8 @@ adds up what each incarnation brought since it was last read, so that it never f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -29,66 +28,21 @@ from .metric_table import Metric
 
 FORGET_S = 600.0  # how long an engine that is gone is shown as down
 
-_COUNTERS: tuple[tuple[Metric, Callable[[Counters], float]], ...] = (
-    (table.PREEMPTIONS, lambda c: c.num_preemptions),
-    (table.CACHE_QUERIES, lambda c: c.prefix_query_tokens),
-    (table.CACHE_HITS, lambda c: c.prefix_hit_tokens),
-    (table.HOST_HITS, lambda c: c.host_hit_tokens),
-    (table.SWAPS, lambda c: c.num_swaps),
-    (table.HOST_BYTES_OUT, lambda c: c.host_bytes_out),
-    (table.HOST_BYTES_IN, lambda c: c.host_bytes_in),
-    (table.DISK_HITS, lambda c: c.disk_hit_tokens),
-    (table.DISK_BYTES_OUT, lambda c: c.disk_bytes_out),
-    (table.DISK_BYTES_IN, lambda c: c.disk_bytes_in),
-    (table.DISK_FAILURES, lambda c: c.disk_failures),
-    (table.DRAFTS, lambda c: c.num_drafts),
-    (table.DRAFT_TOKENS, lambda c: c.num_draft_tokens),
-    (table.ACCEPTED_TOKENS, lambda c: sum(c.accepted_drafts)),
-    (table.EXPIRED_LEASES, lambda c: c.num_expired_leases),
-    (table.PROMISED_STEPS, lambda c: c.num_promised_steps),
-    (table.KEPT_STEPS, lambda c: c.num_kept_steps),
-    (table.PROMISE_REFUSALS, lambda c: c.num_refusals),
-    (table.PULLS, lambda c: c.num_transfers),
-    (table.PULL_BYTES, lambda c: c.transfer_bytes),
-    (table.PULL_SECONDS, lambda c: c.transfer_s),
-    (table.FETCHES, lambda c: c.num_fetches),
-    (table.FETCHED_BLOCKS, lambda c: c.fetched_blocks),
-    (table.FETCHED_BYTES, lambda c: c.fetched_bytes),
-    (table.FETCH_SECONDS, lambda c: c.fetch_s),
-)
-_FAILURES: tuple[tuple[Metric, Callable[[Counters], Mapping[str, int]]], ...] = (
-    (table.PULL_FAILURES, lambda c: c.failed_transfers),
-    (table.FETCH_FAILURES, lambda c: c.failed_fetches),
-)
-_BY_PLACE: tuple[tuple[Metric, Callable[[Counters], Sequence[int]]], ...] = (
-    (table.EXPERT_TOKENS, lambda c: c.expert_tokens),
-    (table.ACCEPTED_AT, lambda c: c.accepted_drafts),
-)
-_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None]], ...] = (
-    (table.NODE_DRAINING, lambda engine, load: load.is_draining),
-    (table.RUNNING, lambda engine, load: load.num_running),
-    (table.WAITING, lambda engine, load: load.num_waiting),
-    (table.WAITING_TOKENS, lambda engine, load: load.waiting_tokens),
-    (table.TBT_TARGET, lambda engine, load: load.tbt_target_s),
-    (table.ACCEPTANCE_LENGTH, lambda engine, load: load.acceptance_length),
-    (table.STEP_COST_ERROR, lambda engine, load: load.step_cost_error),
-    (table.KV_USAGE, lambda engine, load: 1 - load.free_blocks / max(1, engine.pool_blocks)),
-    (table.KV_FREE, lambda engine, load: load.free_blocks),
-    (table.KV_LEASED, lambda engine, load: load.held_blocks),
-    (table.KV_CREDIT, lambda engine, load: load.credit_blocks),
-    (table.HOST_BLOCKS, lambda engine, load: load.host_blocks),
-    (table.DISK_BLOCKS, lambda engine, load: load.disk_blocks),
-    (
-        table.EXPERT_IMBALANCE,
-        lambda engine, load: load.expert_imbalance(len(load.counters.expert_tokens)),
-    ),
-    (
-        table.EXPERT_RANK_IMBALANCE,
-        lambda engine, load: (
-            load.expert_imbalance(load.expert_ranks) if load.expert_ranks > 1 else None
-        ),
-    ),
-)
+
+def _counts(metric: Metric, counters: Counters) -> dict[tuple[str, ...], float]:
+    """What an engine has counted, by the labels that the metric has more than others: keys of a
+    map, or places of a list; without such labels, the sum."""
+    found = getattr(counters, metric.source)
+    if isinstance(found, int | float):
+        return {(): found}
+    items = found.items() if hasattr(found, "items") else enumerate(found)
+    if metric.labels == table.OF_ENGINE:
+        return {(): sum(number for _, number in items)}
+    return {(str(label),): number for label, number in items}
+
+
+_COUNTERS = [metric for metric in table.GROUPS["Engines"] if metric.kind == "counter"]
+_GAUGES = [metric for metric in table.GROUPS["Engines"] if metric.kind == "gauge"]
 _NodeName = tuple[str, str]  # role, name
 
 
@@ -155,7 +109,7 @@ class Exporter:
         """Take over what was counted of calls, and the engines' heartbeats as they are now."""
         self._settle()
         now_s = self._clock.monotonic_s()
-        for metric in (table.NODE_UP, *(metric for metric, _ in _GAUGES)):
+        for metric in _GAUGES:
             self._store.forget(metric)
         for member in self._view.members():
             self._last_known_s[member.role.value, member.name] = now_s
@@ -201,23 +155,26 @@ class Exporter:
 
     def _count(self, engine: LinkedEngine, load: ReportedLoad, read: _Read) -> None:
         name = (engine.member.role.value, engine.name)
-        self._store.set(table.NODE_UP, *name, value=1)
-        for metric, gauge in _GAUGES:
-            if (value := gauge(engine, load)) is not None:
+        num_ranks, num_experts = load.expert_ranks, len(load.counters.expert_tokens)
+        values: dict[Metric, float | None] = {
+            metric: getattr(load, metric.source) for metric in _GAUGES if metric.source
+        } | {
+            table.NODE_UP: 1,
+            table.KV_USAGE: 1 - load.free_blocks / max(1, engine.pool_blocks),
+            table.EXPERT_IMBALANCE: load.expert_imbalance(num_experts),
+            table.EXPERT_RANK_IMBALANCE: (
+                load.expert_imbalance(num_ranks) if num_ranks > 1 else None
+            ),
+        }
+        for metric, value in values.items():
+            if value is not None:
                 self._store.set(metric, *name, value=value)
         before, read.counters = read.counters, load.counters
-        for metric, count in _COUNTERS:
-            more = count(load.counters) - count(before)
-            self._store.add(metric, *name, value=more)
-        for metric, failures in _FAILURES:
-            failed_before = failures(before)
-            for reason, num in failures(load.counters).items():
-                more = num - failed_before.get(reason, 0)
-                self._store.add(metric, *name, reason, value=more)
-        for metric, counts in _BY_PLACE:
-            pairs = zip_longest(counts(load.counters), counts(before), fillvalue=0)
-            for place, (tokens, tokens_before) in enumerate(pairs):
-                self._store.add(metric, *name, str(place), value=tokens - tokens_before)
+        for metric in _COUNTERS:
+            counted_before = _counts(metric, before)
+            for labels, number in _counts(metric, load.counters).items():
+                more = number - counted_before.get(labels, 0)
+                self._store.add(metric, *name, *labels, value=more)
 
     def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
         if read.link is not engine:
@@ -229,5 +186,5 @@ class Exporter:
 
     def _forget(self, name: _NodeName) -> None:
         del self._last_known_s[name]
-        for metric, _ in (*_COUNTERS, *_FAILURES, *_BY_PLACE):
+        for metric in _COUNTERS:
             self._store.forget(metric, *name)
