@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 
 import redis.asyncio as redis
@@ -48,20 +48,6 @@ def connect(url: str) -> redis.Redis:
             f"--redis-url {url.split('@')[-1]!r} is not usable: {error}",
             hint="redis://host:port/db, rediss://..., unix:///path/to/redis.sock",
         ) from error
-
-
-async def require_redis(url: str) -> None:
-    """Raises StartupFailed unless it answers now: for what is of no use without it."""
-    client = connect(url)
-    try:
-        await reply(client.ping())
-    except REDIS_ERRORS as error:
-        raise StartupFailed(
-            f"Redis does not answer: {error or type(error).__name__}",
-            hint="start it, or mend --redis-url (`baton up` without one has a Redis of its own)",
-        ) from error
-    finally:
-        await client.aclose()
 
 
 def key_prefix(cluster: str) -> str:
@@ -156,6 +142,24 @@ class RedisClient:
         """Close the connections."""
         with suppress(*REDIS_ERRORS):
             await self._redis.aclose()
+
+
+@asynccontextmanager
+async def answering_redis(
+    url: str, cluster: str, secret: ClusterSecret = NO_SECRET
+) -> AsyncIterator[RedisClient]:
+    """For what is of no use without it: raises StartupFailed unless it answers now."""
+    client = RedisClient(url, cluster, secret)
+    try:
+        await client.run(("PING",))
+        yield client
+    except RedisAway as error:
+        raise StartupFailed(
+            f"Redis does not answer: {error}",
+            hint="start it, or mend --redis-url (`baton up` without one has a Redis of its own)",
+        ) from error
+    finally:
+        await client.close()
 
 
 def _away(error: Exception) -> RedisAway:

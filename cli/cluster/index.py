@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...cluster.redis_client import RedisAway, RedisClient
+from ...cluster.redis_client import answering_redis
 from ...cluster.secret import ClusterSecret, salt_key
 from ...core.config import ClusterConfig
 from ...core.errors import StartupFailed
@@ -59,14 +59,9 @@ async def run(cluster: ClusterConfig, key_file: str | None, *, as_json: bool) ->
     """Print it. Raises StartupFailed if Redis does not answer, or on a bad key file."""
     secret = ClusterSecret.of(cluster)
     names = {NO_TENANT: "-"} | tenant_names(secret, key_file)
-    members, _ = await members_of(cluster)
-    redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
-    try:
+    async with answering_redis(cluster.redis_url, cluster.cluster, secret) as redis:
+        members, _ = await members_of(redis)
         found = await read_listing(RedisIndexLink(redis), members, names, int(time.time()))
-    except RedisAway as error:
-        raise StartupFailed(f"Redis does not answer: {error}", hint="try again") from error
-    finally:
-        await redis.close()
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else render(found))
     return 0
 

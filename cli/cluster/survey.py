@@ -18,7 +18,7 @@ import grpc
 import msgspec
 
 from ...cluster.known_nodes import LEDGERS, dial
-from ...cluster.redis_client import RedisAway, RedisClient, require_redis
+from ...cluster.redis_client import RedisAway, RedisClient, answering_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, open_channel, role_name
@@ -133,32 +133,20 @@ class Survey:
 
 async def survey(cluster: ClusterConfig) -> Survey:
     """Request everything at once. Raises StartupFailed if Redis does not answer."""
-    members, num_bad_entries = await members_of(cluster)
-    addresses = sorted({member.address for member in members})
-    tls = ClusterTls.of(cluster)
-    nodes_members = ([m for m in members if m.address == address] for address in addresses)
-    secret = ClusterSecret.of(cluster)
-    looks = (_look_at(at_one, secret, tls) for at_one in nodes_members)
-    counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
+    tls, secret = ClusterTls.of(cluster), ClusterSecret.of(cluster)
+    async with answering_redis(cluster.redis_url, cluster.cluster, secret) as redis:
+        members, num_bad_entries = await members_of(redis)
+        addresses = sorted({member.address for member in members})
+        nodes_members = ([m for m in members if m.address == address] for address in addresses)
+        looks = (_look_at(at_one, secret, tls) for at_one in nodes_members)
+        counting = count_published(RedisIndexLink(redis), [m.incarnation for m in members])
+        counts, nodes = await asyncio.gather(counting, asyncio.gather(*looks))
     engines = (
         replace(one, num_published=counts.get(one.member.incarnation)) if one.member else one
         for node in nodes
         for one in node
     )
     return Survey(tuple(engines), num_bad_entries)
-
-
-async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
-    redis = _redis_of(cluster)
-    try:
-        incarnations = [member.incarnation for member in members]
-        return await count_published(RedisIndexLink(redis), incarnations)
-    finally:
-        await redis.close()
-
-
-def _redis_of(cluster: ClusterConfig) -> RedisClient:
-    return RedisClient(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
 
 
 async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> dict[str, int]:
@@ -173,18 +161,12 @@ async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> 
     return counts
 
 
-async def members_of(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
-    """The directory, and how many of its entries are junk or not signed with our secret. Raises
-    StartupFailed if Redis does not answer."""
-    await require_redis(cluster.redis_url)
-    directory = RedisDirectory(_redis_of(cluster))
-    try:
-        async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
-            async for members in watch:
-                return members, directory.num_bad_entries
-        raise AssertionError("a watch does not end")
-    finally:
-        await directory.close()
+async def members_of(redis: RedisClient) -> tuple[tuple[Member, ...], int]:
+    """The directory, and how many of its entries are junk or not signed with our secret."""
+    directory = RedisDirectory(redis)
+    async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
+        members: tuple[Member, ...] = await anext(watch)
+    return members, directory.num_bad_entries
 
 
 async def _look_at(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...client import AsyncClient
-from ...cluster.redis_client import require_redis
+from ...cluster.redis_client import answering_redis
 from ...cluster.redis_server import RedisServer
 from ...cluster.secret import operator_key
 from ...core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
@@ -107,8 +107,8 @@ class Deployment(ChildGroup):
 
     async def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:
-            await require_redis(self.up.redis_url)
-            return self.up.redis_url
+            async with answering_redis(self.up.redis_url, self.cluster.cluster):
+                return self.up.redis_url
         self._redis = RedisServer.start()
         return self._redis.url
 
