@@ -14,14 +14,14 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
 from ..metrics.tally import Tally
-from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RowKey
+from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RedisWindows, RowKey
 from .row_message import BadRow, GatewayState, pack_row, pack_state, unpack_row, unpack_state
 from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
 
@@ -35,22 +35,6 @@ _MAX_OTHERS = 4 * MAX_GATEWAYS  # that are remembered
 _MERGED_AT_ONCE = 16  # rows between two breaths of the event loop
 _RATES_OVER_S = 10
 _OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds are numbered anew
-
-
-class WindowStore(Protocol):
-    """`RedisWindows`; a fake has it in a dict."""
-
-    async def now_s(self) -> float: ...
-
-    async def write(
-        self, gateway: str, through: int, state: bytes, rows: Mapping[RowKey, bytes]
-    ) -> dict[str, int]: ...
-
-    async def read(
-        self, gateways: Sequence[str], rows: Sequence[RowKey]
-    ) -> tuple[list[bytes], list[bytes]]: ...
-
-    async def close(self, gateway: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +62,7 @@ class WindowShare:
     def __init__(
         self,
         window: TelemetryWindow,
-        store: WindowStore,
+        store: RedisWindows,
         gateway: str,
         about: Callable[[], About],
         clock: Clock,
