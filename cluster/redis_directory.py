@@ -1,6 +1,7 @@
 """The cluster's directory on Redis: `core.ports.Directory` over redis.asyncio, Redis 5 or newer.
 
     baton:{cluster}:member:{incarnation}   one entry with a TTL, rewritten by its announcer
+    baton:{cluster}:listed                 sorted set: incarnations, by when an entry was written
     baton:{cluster}:members                channel: this incarnation's entry is new, or its last
     baton:{cluster}:probe                  written by watchers: Redis that stores nothing is away
 
@@ -17,7 +18,6 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..core.membership import Member
 from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
@@ -26,9 +26,10 @@ from .redis_client import RETRY_MAX_S, RETRY_MIN_S, Command, RedisAway, RedisCli
 log = logging.getLogger(__name__)
 
 _REFRESH_S = 2.0  # a re-read covers lost messages and entries that ran out
-_SCAN_PAGE = 1000
-_SCAN_PAGES = 20  # in one refresh; the next one goes on behind them
 _MAX_MEMBERS = 4096
+_MAX_LISTED = 2 * _MAX_MEMBERS
+_LISTED_MS = 60_000  # no entry counts for longer
+_AHEAD_MS = 1000  # who is listed at a later time than it is has not written that
 _PROBE_MS = 10_000
 _NO_TTL = -1  # PTTL of a key without one
 
@@ -38,9 +39,6 @@ class _View:
     """What one watcher knows: the newest entry of each incarnation, the last ones included."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
-    cursor: int = 0  # where the scan goes on
-    is_whole: bool = False  # it has come round once
-    named: set[str] = field(default_factory=set)  # by the channel, and not read yet
 
     def take(self, entry: Entry) -> None:
         """Raises BadEntry if a newer one of the incarnation was seen."""
@@ -80,7 +78,7 @@ class RedisDirectory:
         self._secret = redis.secret
         self._prefix = f"{redis.prefix}member:"
         self._channel = f"{redis.prefix}members"
-        self._probe = f"{redis.prefix}probe"
+        self._listed, self._probe = f"{redis.prefix}listed", f"{redis.prefix}probe"
         self._announcers: dict[str, asyncio.Task[None]] = {}
         self._last: dict[str, Entry] = {}  # that we wrote, or tried to
         self._is_away, self._has_answered = False, False
@@ -119,11 +117,8 @@ class RedisDirectory:
         while True:
             try:
                 async with aclosing(self._redis.listen(self._channel, _REFRESH_S)) as changes:
-                    async for names in changes:
-                        view.named |= {name.decode() for name in names if is_incarnation(name)}
+                    async for _ in changes:
                         await self._read(view)
-                        while not view.is_whole:
-                            await self._read(view)
                         self._note_back()
                         delay_s = RETRY_MIN_S
                         if (members := view.members()) != seen:
@@ -164,8 +159,14 @@ class RedisDirectory:
             now_ms = int(await self._redis.now_s() * 1000)
             entry = Entry(member, last.sequence + 1 if last else 1, now_ms, ttl_ms, is_gone)
             self._last[incarnation] = entry
-            written = ("SET", key, encode_entry(entry, self._secret), "PX", ttl_ms)
-            was_there, _ = await self._redis.run(("EXISTS", key), written)
+            was_there, *_ = await self._redis.run(
+                ("EXISTS", key),
+                ("SET", key, encode_entry(entry, self._secret), "PX", ttl_ms),
+                ("ZADD", self._listed, now_ms, incarnation),
+                ("ZREMRANGEBYSCORE", self._listed, "-inf", now_ms - _LISTED_MS),
+                ("ZREMRANGEBYSCORE", self._listed, now_ms + _AHEAD_MS, "+inf"),
+                ("PEXPIRE", self._listed, _LISTED_MS),
+            )
             if is_gone or not was_there or (last is not None and last.is_gone):
                 await self._redis.run(("PUBLISH", self._channel, incarnation))
         except RedisAway as error:
@@ -175,23 +176,14 @@ class RedisDirectory:
         return True
 
     async def _read(self, view: _View) -> None:
-        """Bring the view up to date: what it has, what the channel named, a part of the rest."""
-        named, view.named = view.named, set()
+        """Bring the view up to date: what it has, and what is listed."""
         await self._redis.run(("SET", self._probe, b"1", "PX", _PROBE_MS))
+        [listed] = await self._redis.run(("ZREVRANGE", self._listed, 0, _MAX_LISTED - 1))
         now_ms = int(await self._redis.now_s() * 1000)
         view.forget_old(now_ms)
-        view.drop(await self._read_keys(view, view.entries.keys() | named, now_ms))
-        for _ in range(1 if named else _SCAN_PAGES):  # the scan is for what nobody named
-            [(view.cursor, page)] = await self._redis.run(
-                ("SCAN", view.cursor, "MATCH", f"{self._prefix}*", "COUNT", _SCAN_PAGE)
-            )
-            names: set[Any] = {key[len(self._prefix) :] for key in page}
-            self.num_bad_entries += sum(not is_incarnation(name) for name in names)
-            new = {n.decode() for n in names if is_incarnation(n)} - view.entries.keys()
-            await self._read_keys(view, new, now_ms)
-            if view.cursor == 0:
-                view.is_whole = True
-                break
+        names = {name.decode() for name in listed if is_incarnation(name)}
+        self.num_bad_entries += len(listed) - len(names)
+        view.drop(await self._read_keys(view, view.entries.keys() | names, now_ms))
 
     async def _read_keys(self, view: _View, incarnations: Collection[str], now_ms: int) -> set[str]:
         """Take in the entries of these; returns those that have none any more."""

@@ -128,11 +128,9 @@ async def test_redis_that_stores_nothing_is_away(
 
 
 async def test_the_first_membership_is_whole(
-    server: RedisServer, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, directory: RedisDirectory
 ) -> None:
     """In a Redis with many other keys, too: nobody waits for the next refresh."""
-    monkeypatch.setattr(redis_directory, "_SCAN_PAGE", 10)
-    monkeypatch.setattr(redis_directory, "_SCAN_PAGES", 1)
     with redis.Redis.from_url(server.url) as client:
         client.mset({f"other:{number}": "x" for number in range(500)})
     members = [dataclasses.replace(A, incarnation=f"{number:032x}") for number in range(20)]
@@ -151,6 +149,7 @@ def put(server: RedisServer, incarnation: str, value: bytes, ttl_ms: int | None 
     """What a writer of Redis can do who does not know the secret: store, and say so."""
     with redis.Redis.from_url(server.url) as client:
         client.set(f"baton:test:member:{incarnation}", value, px=ttl_ms)
+        client.zadd("baton:test:listed", {incarnation: client.time()[0] * 1000})
         client.publish("baton:test:members", incarnation)
 
 
@@ -227,11 +226,12 @@ async def test_junk_keys_hide_nobody(server: RedisServer, directory: RedisDirect
     with redis.Redis.from_url(server.url) as client, client.pipeline() as pipe:
         for number in range(6000):
             pipe.set(f"baton:test:member:{number:032x}", b"junk")
+            pipe.zadd("baton:test:listed", {f"{number:032x}": 2e12 + number, b"\xff%d" % number: 1})
         pipe.execute()
     watch = directory.watch()
     assert await following(watch) == ()
     await directory.announce(B, 5.0)
-    assert await following(watch) == (B,), "what the channel names is read by its name"
+    assert await following(watch) == (B,), "who comes takes out of the list what cannot be there"
     newcomer = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     fresh = newcomer.watch()
     members = await following(fresh)
@@ -244,6 +244,8 @@ async def test_junk_keys_hide_nobody(server: RedisServer, directory: RedisDirect
 
 async def test_junk_is_skipped_and_counted(server: RedisServer, directory: RedisDirectory) -> None:
     with redis.Redis.from_url(server.url) as client:
+        now_s, _ = client.time()
+        client.zadd("baton:test:listed", {c * 32: now_s * 1000 for c in "cdef"})
         client.set("baton:test:member:" + "cc" * 16, b"\xff\x00")
         client.set("baton:test:member:" + "dd" * 16, b"x" * (1 << 20))
         client.rpush("baton:test:member:" + "ee" * 16, "a", "b")

@@ -8,7 +8,6 @@ and method, and what was recorded or lies in Redis; they do not know the secret.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import time
@@ -28,6 +27,7 @@ from node_driver import CLUSTER, OUR_MARK, SECRET, members, session
 from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
+from baton.cluster.entries import decode_entry
 from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls, Node
 from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
@@ -469,7 +469,7 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(world: Wo
 async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
     """Old entries put back, with a TTL and without, among junk; then the node comes back."""
     prefix = f"baton:{CLUSTER}:member:"
-    old = json.loads(world.stale)["incarnation"]
+    old = decode_entry(world.stale, ClusterSecret(SECRET)).member.incarnation
     with redis.Redis.from_url(world.system.redis.url) as writer:
         live = next(writer.get(key) for key in writer.keys(f"{prefix}*") if old not in key.decode())
         async with asyncio.timeout(10):
@@ -478,10 +478,12 @@ async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
         with writer.pipeline() as pipe:
             for number in range(6000):
                 pipe.set(f"{prefix}{number:032x}", b"junk")
+                pipe.zadd(f"baton:{CLUSTER}:listed", {f"{number:032x}": 2e12})
             pipe.set(prefix + old, world.stale, px=60_000)
             pipe.set(prefix + "e" * 32, world.stale)
             pipe.set(prefix + "f" * 32, live, px=60_000)
             for name in (old, "e" * 32, "f" * 32):
+                pipe.zadd(f"baton:{CLUSTER}:listed", {name: writer.time()[0] * 1000})
                 pipe.publish(f"baton:{CLUSTER}:members", name)
             pipe.execute()
     world.system.restart_dead()
