@@ -18,7 +18,7 @@ from ...core.ports import Clock
 from ...core.request.timeline import Event
 from ..request.output_chunk import OutputChunk, RequestResult
 from ..security.tenancy import Caller
-from .calls.call_record import CallRecord, EndedCall, ended_call, times_of
+from .calls.call_record import CallRecord, EndedCall, between_s, ended_call, times_of
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import OTHER, MetricStore
@@ -201,5 +201,5 @@ def _count_finished(tally: Tally, first: RequestResult | None, call: EndedCall) 
     if first is not None:
         times = times_of(first.timeline)
         for metric, begin, end in _PHASES:
-            if (spent_s := times.between_s(begin, end)) is not None:
+            if (spent_s := between_s(times, begin, end)) is not None:
                 tally.observe(metric, spent_s)

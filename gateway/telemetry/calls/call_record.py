@@ -16,7 +16,7 @@ is no attempt: `prefill_queue` has the time until others were found.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter, sub
 from typing import Annotated, TypeAlias
@@ -168,45 +168,36 @@ _BOUNDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When what happened, in unix nanoseconds, of a sample's last attempt.
-
-    `routed_ns`: of its first: until then the gateway looked for engines.
-    """
-
-    routed_ns: int | None
-    by_event: dict[Event, int]
-
-    def between_s(self, first: Event, last: Event) -> float | None:
-        """Seconds from one event to another; None if one of them is not there."""
-        return _seconds(self.by_event.get(first), self.by_event.get(last))
-
-
-def times_of(timeline: Sequence[Stamp]) -> Times:
-    """Sort a timeline out."""
-    routed = [stamp.unix_ns for stamp in timeline if stamp.event is Event.ROUTED]
-    by_event: dict[Event, int] = {}
+def times_of(timeline: Sequence[Stamp]) -> dict[Event, int]:
+    """When what happened, in unix nanoseconds, of a sample's last attempt."""
+    times: dict[Event, int] = {}
     for stamp in timeline:
         if stamp.event is Event.ROUTED:
-            arrived_ns = by_event.get(Event.ARRIVED)
-            by_event = {} if arrived_ns is None else {Event.ARRIVED: arrived_ns}
-        by_event[stamp.event] = stamp.unix_ns
-    return Times(routed[0] if routed else None, by_event)
+            times = {event: at for event, at in times.items() if event is Event.ARRIVED}
+        times[stamp.event] = stamp.unix_ns
+    return times
+
+
+def between_s(times: Mapping[Event, int], first: Event, last: Event) -> float | None:
+    """Seconds from one event to another; None if one of them is not there."""
+    return _seconds(times.get(first), times.get(last))
 
 
 def stage_seconds(
-    times: Times, second_token_ns: int | None, *, attempts: int = 1
+    timeline: Sequence[Stamp], second_token_ns: int | None, *, attempts: int = 1
 ) -> dict[str, float]:
-    """Stages by name, those of which both ends are known; of several attempts, the last one's."""
-    bounds_ns = [times.by_event.get(event) for event in _BOUNDS] + [second_token_ns]
+    """Stages by name, those of which both ends are known; of several attempts, the last one's. The
+    gateway looked for engines until it had some first."""
+    times = times_of(timeline)
+    routed_ns = next((stamp.unix_ns for stamp in timeline if stamp.event is Event.ROUTED), None)
+    bounds_ns = [times.get(event) for event in _BOUNDS] + [second_token_ns]
     if attempts == 1:
-        bounds_ns[_BOUNDS.index(Event.ROUTED)] = times.routed_ns
+        bounds_ns[_BOUNDS.index(Event.ROUTED)] = routed_ns
     found = {
         name: _seconds(start_ns, end_ns)
         for name, start_ns, end_ns in zip(STAGES, bounds_ns[:-1], bounds_ns[1:], strict=True)
     }
-    found["gateway_queue"] = _seconds(times.by_event.get(Event.ARRIVED), times.routed_ns)
+    found["gateway_queue"] = _seconds(times.get(Event.ARRIVED), routed_ns)
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
@@ -261,9 +252,8 @@ def _tpot_s(times: list[tuple[float, int]]) -> float | None:
 def _transfer(record: CallRecord) -> Transfer | None:
     for result in record.results.values():
         if result.transfer is not None and result.decode_node is not None:
-            spent_s = times_of(result.timeline).between_s(
-                Event.TRANSFER_STARTED, Event.TRANSFER_ENDED
-            )
+            times = times_of(result.timeline)
+            spent_s = between_s(times, Event.TRANSFER_STARTED, Event.TRANSFER_ENDED)
             return Transfer(
                 result.prefill_node,
                 result.decode_node,
@@ -281,7 +271,7 @@ def _stages(record: CallRecord, first: RequestResult) -> dict[str, float]:
     # been delivered with the first.
     if first.attempts == 1 and len(times) > 1 and times[0][1] == 1:
         second_ns = record.unix_ns(times[1][0])
-    return stage_seconds(times_of(first.timeline), second_ns, attempts=first.attempts)
+    return stage_seconds(first.timeline, second_ns, attempts=first.attempts)
 
 
 def _seconds(start_ns: int | None, end_ns: int | None) -> float | None:

@@ -147,7 +147,7 @@ class CallTraces:
         span.end(record.unix_ns(record.end_s))
 
     def _stages(self, parent: Any, run: RequestResult | UnfinishedRun, error: str | None) -> None:
-        times = times_of(run.timeline).by_event
+        times = times_of(run.timeline)
         prefill_node = run.prefill_node
         decode_node = run.decode_node or prefill_node
         prefill = self._tracer_of("prefill", prefill_node)

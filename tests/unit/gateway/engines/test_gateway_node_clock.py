@@ -11,7 +11,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.core.request.timeline import Event, NodeStamp, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.wire import NodeClock, output_from_wire
-from baton.gateway.telemetry.calls.call_record import stage_seconds, times_of
+from baton.gateway.telemetry.calls.call_record import stage_seconds
 from baton.node.requests.request_io import RequestIO
 from baton.proto import codec
 from baton.proto.v1 import node_pb2
@@ -70,7 +70,7 @@ def test_stages_do_not_depend_on_a_nodes_time_of_day(
     output = output_from_wire(wire, NodeClock("p", clock, is_ours=is_ours))
     timeline += output.stamps
     assert {stamp.node for stamp in output.stamps} == {"p"}
-    stages = stage_seconds(times_of(timeline), None)
+    stages = stage_seconds(timeline, None)
     assert stages == pytest.approx({"gateway_queue": 1.0, "prefill_queue": 2.0, "prefill": 0.5})
 
 
