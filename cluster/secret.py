@@ -18,31 +18,31 @@ TAG_BYTES = 16
 MIN_SECRET_CHARS = 16  # shorter ones can be guessed from what was recorded of a handshake
 
 
-def _derive(secret: str, purpose: bytes, message: bytes = b"") -> str:
+def _derive(secret: str, purpose: bytes, message: bytes = b"") -> bytes:
     """Keyed blake2b over any message; `purpose` keeps the uses apart."""
     key = hashlib.sha256(secret.encode()).digest()
-    return hashlib.blake2b(message, key=key, person=purpose, digest_size=32).hexdigest()
+    return hashlib.blake2b(message, key=key, person=purpose, digest_size=32).digest()
 
 
 def handshake_key(secret: str | None) -> bytes:
     """The key that processes of one deployment prove to each other: core/channels/handshake.py."""
-    return bytes.fromhex(_derive(secret or "", b"baton-handshake"))
+    return _derive(secret or "", b"baton-handshake")
 
 
 def operator_key(secret: str) -> str:
     """The API key by which who started a deployment looks after its gateway. Nodes do not see it
     in any call, but whoever knows the secret can derive it."""
-    return f"bo-{_derive(secret, b'baton-operator')}"
+    return f"bo-{_derive(secret, b'baton-operator').hex()}"
 
 
 def salt_key(secret: str) -> bytes:
     """What gateways key tenants' cache salts with: the same for all of a deployment."""
-    return bytes.fromhex(_derive(secret, b"baton-salt"))
+    return _derive(secret, b"baton-salt")
 
 
 def session_key(secret: str, host: bytes) -> bytes:
     """What a host's gateways sign browsers' sessions with: times in them are of its clock."""
-    return bytes.fromhex(_derive(secret, b"baton-session", host))
+    return _derive(secret, b"baton-session", host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +89,4 @@ NO_SECRET = ClusterSecret()
 
 
 def _tag(secret: str, message: bytes) -> bytes:
-    return bytes.fromhex(_derive(secret, b"baton-redis", message))[:TAG_BYTES]
+    return _derive(secret, b"baton-redis", message)[:TAG_BYTES]

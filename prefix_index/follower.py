@@ -53,13 +53,11 @@ class Follower:
             if not self._mirror.wants(contents):
                 return
             hashes, in_host = set[BlockHash](), set[BlockHash]()
-            pages, index = self._link.read_pages(incarnation, contents.num_pages), 0
-            async with aclosing(pages):
-                async for raw in pages:
+            async with aclosing(self._link.read_pages(incarnation, contents.num_pages)) as pages:
+                async for index, raw in pages:
                     page = decode_page(raw, incarnation, index)
                     hashes.update(page.hashes)
                     in_host.update(page.in_host)
-                    index += 1
         except (BadMessage, RedisAway):
             return
         self._mirror.install(contents, hashes, in_host)

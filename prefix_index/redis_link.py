@@ -88,11 +88,14 @@ class RedisIndexLink:
         (contents,) = await self._read([self._key(incarnation)])
         return contents
 
-    async def read_pages(self, incarnation: str, num_pages: int) -> AsyncGenerator[bytes]:
-        """An engine's pages in order; empty where one is gone. Raises RedisAway."""
-        keys = (self._key(incarnation, index) for index in range(num_pages))
-        while part := [*islice(keys, _PIPELINE_PAGES)]:
-            for page in await self._read(part):
+    async def read_pages(
+        self, incarnation: str, num_pages: int
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """An engine's pages, each with its index; empty where one is gone. Raises RedisAway."""
+        indices = iter(range(num_pages))
+        while part := [*islice(indices, _PIPELINE_PAGES)]:
+            pages = await self._read([self._key(incarnation, index) for index in part])
+            for page in zip(part, pages, strict=True):
                 yield page
 
     def _key(self, incarnation: str, page: int | None = None) -> str:

@@ -104,11 +104,9 @@ async def _rows(
     contents: Contents = decode_contents(await link.read_contents(name), name)
     counts: Counter[tuple[bytes, str]] = Counter()
     written_s: dict[tuple[bytes, str], int] = {}
-    index = 0
     async with aclosing(link.read_pages(name, contents.num_pages)) as pages:
-        async for raw in pages:
+        async for index, raw in pages:
             page = decode_page(raw, name, index)
-            index += 1
             in_host = _by_tag(page.in_host)
             for tier, tags in ((GPU, _by_tag(page.hashes) - in_host), (HOST, in_host)):
                 for tag, count in tags.items():

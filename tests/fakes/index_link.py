@@ -58,7 +58,9 @@ class FakeIndexLink:
         self.num_reads += 1
         return self.keys.get((incarnation, None), b"")
 
-    async def read_pages(self, incarnation: str, num_pages: int) -> AsyncGenerator[bytes]:
+    async def read_pages(
+        self, incarnation: str, num_pages: int
+    ) -> AsyncGenerator[tuple[int, bytes]]:
         for index in range(num_pages):
             self._check()
-            yield self.keys.get((incarnation, index), b"")
+            yield index, self.keys.get((incarnation, index), b"")

@@ -236,7 +236,7 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
             await link.write_pages(incarnation, iter([(0, message)]))
             await link.write_contents(incarnation, message)
             await link.publish([message])
-            read = [page async for page in gateway.read_pages(incarnation, 1)]
+            read = [page async for _, page in gateway.read_pages(incarnation, 1)]
             assert read == [await gateway.read_contents(incarnation)]
             assert read == [true if link is ours else b""]
         await asyncio.wait_for(listening, 20)
