@@ -31,15 +31,16 @@ def by(metric: str, *labels: str) -> list[tuple[str, str]]:
     return [(rate(metric, f" by ({', '.join(labels)})"), " ".join(f"{{{{{x}}}}}" for x in labels))]
 
 
-def of_nodes(metric: str, of: str = "{}") -> list[tuple[str, str]]:
+def of_nodes(metric: str) -> list[tuple[str, str]]:
     """What engines report: every gateway exports it, so once."""
-    return [
-        (f"max by (role, node) ({of.format(f'baton_{metric}{OF_NODES}')})", "{{role}} {{node}}")
-    ]
+    return [(f"max by (role, node) (baton_{metric}{OF_NODES})", "{{role}} {{node}}")]
 
 
-def node_rate(metric: str) -> list[tuple[str, str]]:
-    return of_nodes(metric, "rate({}[$__rate_interval])")
+def node_rate(metric: str, *labels: str) -> list[tuple[str, str]]:
+    """The same per second, a line for each of the labels' values."""
+    labels = labels or ("role", "node")
+    query = f"max by ({', '.join(labels)}) (rate(baton_{metric}{OF_NODES}[$__rate_interval]))"
+    return [(query, " ".join(f"{{{{{x}}}}}" for x in labels))]
 
 
 def heat(metric: str) -> list[tuple[str, str]]:
@@ -54,28 +55,20 @@ EDGE = "{{src}} > {{dst}} ({{transport}})"
 HIT_RATE = " / ".join(node_rate(f"prefix_cache_{what}_total")[0][0] for what in ("hits", "queries"))
 CACHED = f"{rate('prompt_tokens_cached_total')} / {rate('prompt_tokens_total')}"
 PULL_SPEED = " / ".join(node_rate(f"kv_pull_{what}_total")[0][0] for what in ("bytes", "seconds"))
-PULL_FAILURES = f"rate(baton_kv_transfer_failed_total{OF_NODES}[$__rate_interval])"
-FAILURES_BY_NODE = [(f"max by (node, reason) ({PULL_FAILURES})", "{{node}} {{reason}}")]
 FETCH_SPEED = " / ".join(
     node_rate(f"prefix_{what}_total")[0][0] for what in ("fetched_bytes", "fetch_seconds")
 )
-FETCH_FAILURES = f"rate(baton_prefix_fetch_failed_total{OF_NODES}[$__rate_interval])"
-FETCH_FAILURES_BY_NODE = [(f"max by (node, reason) ({FETCH_FAILURES})", "{{node}} {{reason}}")]
-EXPERT_RATE = (
-    f"max by (role, node, expert) (rate(baton_expert_tokens_total{OF_NODES}[$__rate_interval]))"
-)
+EXPERT_RATE = node_rate("expert_tokens_total", "role", "node", "expert")[0][0]
 EXPERTS = [
     (f"max by (role, node) ({EXPERT_RATE})", "{{role}} {{node}}, the busiest"),
     (f"avg by (role, node) ({EXPERT_RATE})", "{{role}} {{node}}, mean"),
 ]
-ACCEPTED = (
-    "max by (role, node, position) "
-    f"(rate(baton_spec_decode_num_accepted_tokens_per_pos_total{OF_NODES}[$__rate_interval]))"
-)
-ADAPTERS = (
-    "max by (max_lora, running_lora_adapters, waiting_lora_adapters) "
-    f"(baton_lora_requests_info{CALLS})"
-)
+ACCEPTED = "spec_decode_num_accepted_tokens_per_pos_total"
+ADAPTERS = [
+    ("max by (max_lora, running_lora_adapters, waiting_lora_adapters) "
+     f"(baton_lora_requests_info{CALLS}) * 1000",
+     "{{running_lora_adapters}} run, {{waiting_lora_adapters}} wait")
+]  # fmt: skip
 STALE = f"{rate('index_stale_hits_total')} / {rate('index_hits_total')}"
 MEAN_STAGE = " / ".join(
     rate(f"request_stage_seconds_{what}", " by (stage)") for what in ("sum", "count")
@@ -112,8 +105,8 @@ CACHE = [
 ]  # fmt: skip
 INDEX_UP = [(f"min by (instance) (baton_index_up{CALLS})", "{{instance}}")]
 
-# By row: (title, unit, [(query, legend), ...], kind of panel)
-ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
+# By row: (title, unit, [(query, legend), ...], kind of panel if it is no series over time)
+ROWS: dict[str, list[tuple[Any, ...]]] = {
     "Overview": [
         ("Requests/s", "reqps", [(rate("request_success_total"), "")], "stat"),
         ("Prompt tokens/s", "short", [(rate("prompt_tokens_total"), "")], "stat"),
@@ -129,142 +122,99 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Certificates end", "dateTimeAsIso", [(CERTIFICATES, "{{file}}")], "stat"),
     ],
     "Latency": [
-        ("TTFT", "s", quantiles("time_to_first_token_seconds"), "timeseries"),
-        ("TBT (gap between tokens)", "s", quantiles("inter_token_latency_seconds"), "timeseries"),
-        ("Hand-off gap", "s", quantiles("handoff_gap_seconds"), "timeseries"),
-        ("TPOT", "s", quantiles("request_time_per_output_token_seconds"), "timeseries"),
+        ("TTFT", "s", quantiles("time_to_first_token_seconds")),
+        ("TBT (gap between tokens)", "s", quantiles("inter_token_latency_seconds")),
+        ("Hand-off gap", "s", quantiles("handoff_gap_seconds")),
+        ("TPOT", "s", quantiles("request_time_per_output_token_seconds")),
     ],
     "Distributions": [
         ("TTFT", "s", heat("time_to_first_token_seconds"), "heatmap"),
         ("TBT", "s", heat("inter_token_latency_seconds"), "heatmap"),
-        ("E2E", "s", quantiles("e2e_request_latency_seconds"), "timeseries"),
+        ("E2E", "s", quantiles("e2e_request_latency_seconds")),
     ],
     "Where the time goes": [
         ("Mean stages to the second token", "s", [(MEAN_STAGE, "{{stage}}")], "stacked"),
-        ("Queue", "s", quantiles("request_queue_time_seconds"), "timeseries"),
-        ("Prefill", "s", quantiles("request_prefill_time_seconds"), "timeseries"),
-        ("Decode", "s", quantiles("request_decode_time_seconds"), "timeseries"),
-        ("Inference", "s", quantiles("request_inference_time_seconds"), "timeseries"),
+        ("Queue", "s", quantiles("request_queue_time_seconds")),
+        ("Prefill", "s", quantiles("request_prefill_time_seconds")),
+        ("Decode", "s", quantiles("request_decode_time_seconds")),
+        ("Inference", "s", quantiles("request_inference_time_seconds")),
     ],
     "Calls": [
-        ("Finished", "reqps", by("request_success_total", "finished_reason"), "timeseries"),
-        ("Failed, by code", "reqps", by("request_failure_total", "reason"), "timeseries"),
-        ("Refused, by code", "reqps", REFUSED, "timeseries"),
-        ("Retries and coalesced tokens", "short", RETRIES, "timeseries"),
-        ("Prompt tokens of a call", "short", quantiles("request_prompt_tokens"), "timeseries"),
-        ("Output tokens of a call", "short", quantiles("request_generation_tokens"), "timeseries"),
+        ("Finished", "reqps", by("request_success_total", "finished_reason")),
+        ("Failed, by code", "reqps", by("request_failure_total", "reason")),
+        ("Refused, by code", "reqps", REFUSED),
+        ("Retries and coalesced tokens", "short", RETRIES),
+        ("Prompt tokens of a call", "short", quantiles("request_prompt_tokens")),
+        ("Output tokens of a call", "short", quantiles("request_generation_tokens")),
     ],
     "Tenants": [
-        ("Calls/s", "reqps", by("tenant_requests_total", "tenant"), "timeseries"),
-        ("Tokens/s", "short", by("tenant_tokens_total", "tenant", "kind"), "timeseries"),
+        ("Calls/s", "reqps", by("tenant_requests_total", "tenant")),
+        ("Tokens/s", "short", by("tenant_tokens_total", "tenant", "kind")),
     ],
     "Engines": [
-        ("Up", "short", of_nodes("node_up"), "timeseries"),
-        ("Running", "short", of_nodes("num_requests_running"), "timeseries"),
-        ("Waiting", "short", of_nodes("num_requests_waiting"), "timeseries"),
-        ("Tokens waiting", "short", of_nodes("num_tokens_waiting"), "timeseries"),
-        ("Preemptions/s", "short", node_rate("num_preemptions_total"), "timeseries"),
-        ("Swaps/s", "short", node_rate("num_swaps_total"), "timeseries"),
-        ("Draining", "short", of_nodes("node_draining"), "timeseries"),
-        ("Longest step promised", "s", of_nodes("engine_tbt_target_seconds"), "timeseries"),
-        (
-            "Error of predicted steps",
-            "percentunit",
-            of_nodes("engine_step_cost_error"),
-            "timeseries",
-        ),
-        ("Promised steps/s", "short", node_rate("promised_steps_total"), "timeseries"),
-        ("Steps/s that kept it", "short", node_rate("kept_steps_total"), "timeseries"),
-        ("Refused by engines/s", "short", node_rate("promise_refusals_total"), "timeseries"),
-        ("Steps with drafts/s", "short", node_rate("spec_decode_num_drafts_total"), "timeseries"),
-        ("Drafts/s", "short", node_rate("spec_decode_num_draft_tokens_total"), "timeseries"),
-        (
-            "Accepted drafts/s",
-            "short",
-            node_rate("spec_decode_num_accepted_tokens_total"),
-            "timeseries",
-        ),
-        (
-            "Accepted drafts/s by position",
-            "short",
-            [(ACCEPTED, "{{role}} {{node}} {{position}}")],
-            "timeseries",
-        ),
-        (
-            "Tokens of a step with drafts",
-            "short",
-            of_nodes("spec_decode_mean_acceptance_length"),
-            "timeseries",
-        ),
-        (
-            "LoRA adapters, last seen",
-            "dateTimeAsIso",
-            [
-                (
-                    f"{ADAPTERS} * 1000",
-                    "{{running_lora_adapters}} run, {{waiting_lora_adapters}} wait",
-                )
-            ],
-            "stat",
-        ),
-        ("Tokens/s of an expert", "short", EXPERTS, "timeseries"),
-        ("Busiest expert over the mean", "short", of_nodes("expert_load_imbalance"), "timeseries"),
-        (
-            "Busiest expert rank over the mean",
-            "short",
-            of_nodes("expert_rank_load_imbalance"),
-            "timeseries",
-        ),
+        ("Up", "short", of_nodes("node_up")),
+        ("Running", "short", of_nodes("num_requests_running")),
+        ("Waiting", "short", of_nodes("num_requests_waiting")),
+        ("Tokens waiting", "short", of_nodes("num_tokens_waiting")),
+        ("Preemptions/s", "short", node_rate("num_preemptions_total")),
+        ("Swaps/s", "short", node_rate("num_swaps_total")),
+        ("Draining", "short", of_nodes("node_draining")),
+        ("Longest step promised", "s", of_nodes("engine_tbt_target_seconds")),
+        ("Error of predicted steps", "percentunit", of_nodes("engine_step_cost_error")),
+        ("Promised steps/s", "short", node_rate("promised_steps_total")),
+        ("Steps/s that kept it", "short", node_rate("kept_steps_total")),
+        ("Refused by engines/s", "short", node_rate("promise_refusals_total")),
+        ("Steps with drafts/s", "short", node_rate("spec_decode_num_drafts_total")),
+        ("Drafts/s", "short", node_rate("spec_decode_num_draft_tokens_total")),
+        ("Accepted drafts/s", "short", node_rate("spec_decode_num_accepted_tokens_total")),
+        ("Accepted drafts/s by position", "short", node_rate(ACCEPTED, "role", "node", "position")),
+        ("Tokens of a step with drafts", "short", of_nodes("spec_decode_mean_acceptance_length")),
+        ("LoRA adapters, last seen", "dateTimeAsIso", ADAPTERS, "stat"),
+        ("Tokens/s of an expert", "short", EXPERTS),
+        ("Busiest expert over the mean", "short", of_nodes("expert_load_imbalance")),
+        ("Busiest expert rank over the mean", "short", of_nodes("expert_rank_load_imbalance")),
     ],
     "KV cache": [
         ("In use", "percentunit", of_nodes("kv_cache_usage_perc"), "usage"),
-        ("Free blocks", "short", of_nodes("kv_free_blocks"), "timeseries"),
-        ("Leased blocks", "short", of_nodes("kv_leased_blocks"), "timeseries"),
-        ("Credit", "short", of_nodes("kv_credit_blocks"), "timeseries"),
-        ("Blocks in host memory", "short", of_nodes("kv_host_blocks"), "timeseries"),
-        (
-            "Tokens/s from host memory",
-            "short",
-            node_rate("prefix_cache_host_hits_total"),
-            "timeseries",
-        ),
-        ("To host memory", "Bps", node_rate("kv_host_bytes_out_total"), "timeseries"),
-        ("From host memory", "Bps", node_rate("kv_host_bytes_in_total"), "timeseries"),
-        ("Blocks on disk", "short", of_nodes("kv_disk_blocks"), "timeseries"),
-        ("Tokens/s from disk", "short", node_rate("prefix_cache_disk_hits_total"), "timeseries"),
-        ("Failed on disk/s", "short", node_rate("kv_disk_failures_total"), "timeseries"),
-        ("To disk", "Bps", node_rate("kv_disk_bytes_out_total"), "timeseries"),
-        ("From disk", "Bps", node_rate("kv_disk_bytes_in_total"), "timeseries"),
+        ("Free blocks", "short", of_nodes("kv_free_blocks")),
+        ("Leased blocks", "short", of_nodes("kv_leased_blocks")),
+        ("Credit", "short", of_nodes("kv_credit_blocks")),
+        ("Blocks in host memory", "short", of_nodes("kv_host_blocks")),
+        ("Tokens/s from host memory", "short", node_rate("prefix_cache_host_hits_total")),
+        ("To host memory", "Bps", node_rate("kv_host_bytes_out_total")),
+        ("From host memory", "Bps", node_rate("kv_host_bytes_in_total")),
+        ("Blocks on disk", "short", of_nodes("kv_disk_blocks")),
+        ("Tokens/s from disk", "short", node_rate("prefix_cache_disk_hits_total")),
+        ("Failed on disk/s", "short", node_rate("kv_disk_failures_total")),
+        ("To disk", "Bps", node_rate("kv_disk_bytes_out_total")),
+        ("From disk", "Bps", node_rate("kv_disk_bytes_in_total")),
     ],
     "KV transfer": [
-        ("One hand-off", "s", quantiles("kv_transfer_seconds"), "timeseries"),
-        (
-            "Bytes/s by edge",
-            "Bps",
-            [(rate("kv_transfer_bytes_total", BY_EDGE), EDGE)],
-            "timeseries",
-        ),
-        ("Speed while pulling", "Bps", [(PULL_SPEED, "{{node}}")], "timeseries"),
-        ("Hand-offs/s", "ops", node_rate("kv_pulls_total"), "timeseries"),
-        ("Failed, by code", "ops", FAILURES_BY_NODE, "timeseries"),
-        ("Expired leases/s", "ops", node_rate("kv_expired_leases_total"), "timeseries"),
+        ("One hand-off", "s", quantiles("kv_transfer_seconds")),
+        ("Bytes/s by edge", "Bps", [(rate("kv_transfer_bytes_total", BY_EDGE), EDGE)]),
+        ("Speed while pulling", "Bps", [(PULL_SPEED, "{{node}}")]),
+        ("Hand-offs/s", "ops", node_rate("kv_pulls_total")),
+        ("Failed, by code", "ops", node_rate("kv_transfer_failed_total", "node", "reason")),
+        ("Expired leases/s", "ops", node_rate("kv_expired_leases_total")),
     ],
     "Prefix cache and routing": [
-        ("Hits by engine", "percentunit", [(HIT_RATE, "{{role}} {{node}}")], "timeseries"),
-        ("Prompt tokens saved", "percentunit", [(CACHED, "share")], "timeseries"),
-        ("Decisions", "ops", by("router_decisions_total", "reason"), "timeseries"),
-        ("Index look-up", "s", quantiles("index_lookup_seconds"), "timeseries"),
-        ("Prefixes fetched/s", "ops", node_rate("prefix_fetches_total"), "timeseries"),
-        ("Blocks of them/s", "ops", node_rate("prefix_fetched_blocks_total"), "timeseries"),
-        ("Speed while fetching", "Bps", [(FETCH_SPEED, "{{role}} {{node}}")], "timeseries"),
-        ("Not fetched, by code", "ops", FETCH_FAILURES_BY_NODE, "timeseries"),
-        ("Stale hits", "percentunit", [(STALE, "share")], "timeseries"),
-        ("Index up", "short", INDEX_UP, "timeseries"),
+        ("Hits by engine", "percentunit", [(HIT_RATE, "{{role}} {{node}}")]),
+        ("Prompt tokens saved", "percentunit", [(CACHED, "share")]),
+        ("Decisions", "ops", by("router_decisions_total", "reason")),
+        ("Index look-up", "s", quantiles("index_lookup_seconds")),
+        ("Prefixes fetched/s", "ops", node_rate("prefix_fetches_total")),
+        ("Blocks of them/s", "ops", node_rate("prefix_fetched_blocks_total")),
+        ("Speed while fetching", "Bps", [(FETCH_SPEED, "{{role}} {{node}}")]),
+        ("Not fetched, by code", "ops", node_rate("prefix_fetch_failed_total", "node", "reason")),
+        ("Stale hits", "percentunit", [(STALE, "share")]),
+        ("Index up", "short", INDEX_UP),
     ],
 }
 
 
-def panel(number: int, title: str, unit: str, lines: list[tuple[str, str]], kind: str) -> Any:
+def panel(
+    number: int, title: str, unit: str, lines: list[tuple[str, str]], kind: str = "timeseries"
+) -> Any:
     """One panel; its place is set by `board`."""
     field: dict[str, Any] = {"unit": unit}
     if kind == "stacked":
