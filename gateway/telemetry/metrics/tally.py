@@ -10,19 +10,11 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    ItemsView,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..calls.call_record import EndedCall
 from ..calls.slo import Judged
@@ -54,47 +46,28 @@ def middle(bucket: int) -> float:
     return math.sqrt(BOUNDS[bucket - 1] * BOUNDS[bucket])
 
 
-class PackedCounts(Mapping[int, int]):
+class PackedCounts(NamedTuple):
     """A histogram's counts in an eighth of a dict's memory: for what is kept and seldom read."""
 
-    __slots__ = ("_buckets", "_counts")
+    buckets: array[int]
+    numbers: array[int]
 
-    def __init__(self, counts: Mapping[int, int]) -> None:
-        self._buckets = array("H", sorted(counts))
-        self._counts = array("Q", map(counts.__getitem__, self._buckets))
-
-    def __getitem__(self, bucket: int) -> int:
-        index = bisect_left(self._buckets, bucket)
-        if self._buckets[index : index + 1] != array("H", (bucket,)):
-            raise KeyError(bucket)
-        return self._counts[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def items(self) -> ItemsView[int, int]:
-        return dict(self.in_order()).items()
-
-    def in_order(self) -> Iterable[tuple[int, int]]:
-        """Buckets and counts, ascending."""
-        return zip(self._buckets, self._counts, strict=True)
+    def items(self) -> Iterable[tuple[int, int]]:
+        return zip(self.buckets, self.numbers, strict=True)
 
 
 @dataclass(slots=True)
 class Histogram:
     """`counts` by bucket, without empty ones; `total` is of the samples as they were."""
 
-    counts: MutableMapping[int, int] | PackedCounts = field(default_factory=dict)
+    counts: dict[int, int] | PackedCounts = field(default_factory=dict)
     num_samples: int = 0
     total: float = 0.0
 
     def observe(self, value: float) -> None:
         self.add({bucket_of(value): 1}, value)
 
-    def add(self, counts: Mapping[int, int], total: float) -> None:
+    def add(self, counts: dict[int, int] | PackedCounts, total: float) -> None:
         """Many samples: how many in which bucket, and their sum."""
         own = self._unpacked()
         for bucket, count in counts.items():
@@ -102,21 +75,19 @@ class Histogram:
             self.num_samples += count
         self.total += total
 
-    def in_order(self) -> Iterable[tuple[int, int]]:
+    def in_order(self) -> list[tuple[int, int]]:
         """Buckets and their counts, ascending."""
-        counts = self.counts
-        if isinstance(counts, PackedCounts):
-            return counts.in_order()
-        return sorted(counts.items())
+        return sorted(self.counts.items())
 
     def pack(self) -> None:
         """Take little memory until more is added."""
-        if not isinstance(self.counts, PackedCounts):
-            self.counts = PackedCounts(self.counts)
+        ordered = self.in_order()
+        buckets, numbers = array("H", [b for b, _ in ordered]), array("Q", [n for _, n in ordered])
+        self.counts = PackedCounts(buckets, numbers)
 
-    def _unpacked(self) -> MutableMapping[int, int]:
+    def _unpacked(self) -> dict[int, int]:
         if isinstance(self.counts, PackedCounts):
-            self.counts = dict(self.counts)
+            self.counts = dict(self.counts.items())
         return self.counts
 
     def subtract(self, other: Histogram) -> None:
