@@ -133,7 +133,7 @@ class RedisDirectory:
             delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     async def close(self) -> None:
-        """Stop announcing, without withdrawing, and close the client, which nobody uses any more."""
+        """Stop announcing, without withdrawing, and close the client: nobody else uses it now."""
         for incarnation in list(self._announcers):
             await self._stop_announcer(incarnation)
         await self._redis.close()
