@@ -67,16 +67,16 @@ class WindowShare:
         about: Callable[[], About],
         clock: Clock,
     ) -> None:
-        window.outbox = {}
+        self._outbox = window.outbox = {}
         self._window = window
         self._store = store
         self._gateway = gateway
         self._about = about
         self._clock = clock
         self._others: dict[str, _Other] = {}
-        self._seconds: dict[int, Tally] = {}  # own ones that are not written yet
         self._longer: dict[int, Tally] = {}  # rows of HOUR_ROW_S, by their first second
         self._rates: deque[tuple[int, dict[str, int]]] = deque()  # of own seconds
+        self._noted = int(clock.monotonic_s()) - 1  # the last of them
         self._shift: int | None = None  # what the shared clock is ahead of ours, in seconds
         self._began_s = clock.monotonic_s()
         self._away_since_s: float | None = self._began_s
@@ -95,10 +95,10 @@ class WindowShare:
 
     async def turn(self) -> None:
         """Write what ended, read what others wrote."""
-        self._collect()
+        now = self._collect()
         try:
             await self._keep_in_step()
-            gateways = await self._write()
+            gateways = await self._write(now)
             await self._read(gateways)
         except RedisAway as error:
             self._note_away(str(error))
@@ -133,19 +133,18 @@ class WindowShare:
 
     # --- our own ----------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
-        """Take own seconds that have ended out of the window."""
-        window, seconds = self._window, self._seconds
-        window.settle()
-        assert window.outbox is not None, "set above"
+    def _collect(self) -> int:
+        """Have the outbox hold all of own seconds that have ended, and note their rates; returns
+        the one that has not."""
+        self._window.settle()
         now = int(self._clock.monotonic_s())
-        for number in [number for number in window.outbox if number < now]:
-            seconds[number] = window.outbox.pop(number)
-            self._rates.append((number, counts_of(seconds[number])))
-        while len(seconds) > SPAN_S:
-            del seconds[next(iter(seconds))]
+        for number in range(self._noted + 1, now):
+            if number in self._outbox:
+                self._rates.append((number, counts_of(self._outbox[number])))
+        self._noted = now - 1
         while self._rates and self._rates[0][0] < now - _RATES_OVER_S:
             self._rates.popleft()
+        return now
 
     async def _keep_in_step(self) -> None:
         """Find out what Redis' clock shows; after a leap of it, rows are read from then on."""
@@ -158,28 +157,30 @@ class WindowShare:
                 for other in self._others.values():
                     other.read_through = int(self._clock.monotonic_s()) + self._shift
 
-    async def _write(self) -> dict[str, int]:
-        """Returns which gateways there are, and up to which second they have written."""
-        now, shift = int(self._clock.monotonic_s()), self._shifted
-        written = list(self._seconds)[:_MAX_WRITTEN]
-        is_all = len(written) == len(self._seconds)
-        through = (now - 1 if is_all else written[-1]) + shift
+    async def _write(self, now: int) -> dict[str, int]:
+        """What ended before this second. Returns which gateways there are, and up to which second
+        they have written."""
+        shift = self._shifted
+        ended = [number for number in self._outbox if number < now]
+        written = {number: self._outbox[number] for number in ended[:_MAX_WRITTEN]}
+        through = (now - 1 if len(written) == len(ended) else max(written)) + shift
         rows = {
-            RowKey(self._gateway, 1, number + shift): self._packed(1, number, self._seconds[number])
-            for number in written
+            RowKey(self._gateway, 1, number + shift): self._packed(1, number, row)
+            for number, row in written.items()
         }
-        whole = (written[0] if written else now) + shift  # all before are in the longer rows
-        ended = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
-        for begin in ended:
+        whole = min(written, default=now) + shift  # all before are in the longer rows
+        longer = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
+        for begin in longer:
             key = RowKey(self._gateway, HOUR_ROW_S, begin)
             rows[key] = self._packed(HOUR_ROW_S, begin - shift, self._longer[begin])
         state = pack_state(self._state(through))
         gateways = await self._store.write(self._gateway, through, state, rows)
-        for begin in ended:
+        for begin in longer:
             del self._longer[begin]
-        for number in written:
+        for number, row in written.items():
+            self._outbox.pop(number, None)
             begin = (number + shift) // HOUR_ROW_S * HOUR_ROW_S
-            self._longer.setdefault(begin, Tally()).join(self._seconds.pop(number), KEPT)
+            self._longer.setdefault(begin, Tally()).join(row, KEPT)
         return gateways
 
     def _packed(self, row_s: int, number: int, row: Tally) -> bytes:

@@ -218,7 +218,7 @@ async def test_a_long_time_without_redis_is_bounded_and_not_counted_twice() -> N
     for _ in range(400):
         cluster.call(second)
         await cluster.pass_s(1)
-    assert len(second.share._seconds) == 300
+    assert len(second.share._outbox) == 300
     cluster.store.is_away = False
     await cluster.pass_s(12)
     began = first.snapshot()["counts"]["began"]
@@ -320,6 +320,27 @@ def test_a_sample_of_calls_stands_for_all(parts: list[tuple[int, float]]) -> Non
     if total <= MAX_JUDGED:
         assert joined.num_good(TARGETS) == good
     assert joined.num_good(TARGETS) == pytest.approx(good, abs=0.2 * total)  # 5 sigma
+
+
+async def test_a_second_that_ends_while_redis_is_asked_is_no_written_one() -> None:
+    cluster = PlayedCluster(2)
+    first, second = cluster.gateways
+    await cluster.pass_s(2)
+    ask = cluster.store.now_s
+
+    async def now_s() -> float:
+        cluster.store.now_s = ask  # type: ignore[method-assign]
+        cluster.clock.advance(0.9)
+        PlayedCall(second.clock, second.feed)
+        cluster.clock.advance(0.2)
+        return await ask()
+
+    cluster.store.now_s = now_s  # type: ignore[method-assign]
+    await second.share.turn()
+    await first.share.turn()
+    await cluster.pass_s(4)
+    assert second.snapshot()["counts"]["began"] == 1
+    assert first.snapshot()["counts"]["began"] == 1
 
 
 async def test_a_store_that_hangs_holds_up_no_call() -> None:
