@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 
 import redis.asyncio as redis
@@ -23,7 +23,7 @@ from .secret import NO_SECRET, TAG_BYTES, ClusterSecret
 T = TypeVar("T")
 
 REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
-RETRY_MIN_S = 0.05
+_RETRY_MIN_S = 0.05
 RETRY_MAX_S = 1.0
 
 Command: TypeAlias = tuple[str | bytes | int, ...]
@@ -112,9 +112,26 @@ class RedisClient:
         found = await self.run(*(("GETRANGE", key, 0, last) for key in keys), is_strict=False)
         return [self.secret.unseal(v) if isinstance(v, bytes) else b"" for v in found]
 
-    async def listen(self, channel: str, silence_s: float) -> AsyncGenerator[list[bytes]]:
+    async def follow(
+        self, channel: str, silence_s: float
+    ) -> AsyncGenerator[list[bytes] | RedisAway]:
         """What is published there, as it came, several at once: none when it begins, and where
-        Redis answers a ping after a silence. Raises RedisAway once it breaks."""
+        Redis answers a ping after a silence. Each time that Redis is away it says so, and tries
+        again."""
+        delay_s = _RETRY_MIN_S
+        while True:
+            try:
+                async with aclosing(self._listen(channel, silence_s)) as published:
+                    async for came in published:
+                        delay_s = _RETRY_MIN_S
+                        yield came
+            except RedisAway as error:
+                yield error
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    async def _listen(self, channel: str, silence_s: float) -> AsyncGenerator[list[bytes]]:
+        """One subscription, until it breaks. Raises RedisAway."""
         try:
             async with self._redis.pubsub() as pubsub:
                 await reply(pubsub.subscribe(channel))

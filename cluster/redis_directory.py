@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from ..core.membership import Member
 from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
-from .redis_client import RETRY_MAX_S, RETRY_MIN_S, Command, RedisAway, RedisClient
+from .redis_client import RETRY_MAX_S, Command, RedisAway, RedisClient
 
 log = logging.getLogger(__name__)
 
@@ -113,24 +113,21 @@ class RedisDirectory:
         """
         seen: tuple[Member, ...] | None = None
         view = _View()
-        delay_s = RETRY_MIN_S
-        while True:
-            try:
-                async with aclosing(self._redis.listen(self._channel, _REFRESH_S)) as changes:
-                    async for _ in changes:
-                        await self._read(view)
-                        self._note_back()
-                        delay_s = RETRY_MIN_S
-                        if (members := view.members()) != seen:
-                            seen = members
-                            yield members
-            except RedisAway as error:
-                self._note_away(error)
-            if seen is None:
-                seen = ()
-                yield seen
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MAX_S)
+        async with aclosing(self._redis.follow(self._channel, _REFRESH_S)) as changes:
+            async for came in changes:
+                try:
+                    if isinstance(came, RedisAway):
+                        raise came
+                    await self._read(view)
+                except RedisAway as error:
+                    self._note_away(error)
+                    if seen is not None:
+                        continue  # what was known stays
+                else:
+                    self._note_back()
+                if (members := view.members()) != seen:
+                    seen = members
+                    yield members
 
     async def close(self) -> None:
         """Stop announcing, without withdrawing, and close the client: nobody else uses it now."""

@@ -9,14 +9,13 @@ What a dead engine wrote runs out. Knows no message and no page, only bytes.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Any
 
-from ..cluster.redis_client import RETRY_MAX_S, RETRY_MIN_S, Command, RedisAway, RedisClient
+from ..cluster.redis_client import Command, RedisAway, RedisClient
 from .messages import MAX_MESSAGE_BYTES
 from .pages import MAX_PAGE_BYTES
 
@@ -69,19 +68,14 @@ class RedisIndexLink:
     async def messages(self) -> AsyncGenerator[bytes]:
         """What engines publish, as far as it arrives, through any loss of Redis; never ends, never
         raises."""
-        delay_s = RETRY_MIN_S
-        while True:
-            try:
-                async with aclosing(self._redis.listen(self._channel, _PROBE_S)) as published:
-                    async for came in published:
-                        delay_s = RETRY_MIN_S
-                        self._note_back()
-                        for data in came:
-                            yield self._redis.secret.unseal(data)
-            except RedisAway as error:
-                self._note_away(error)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MAX_S)
+        async with aclosing(self._redis.follow(self._channel, _PROBE_S)) as published:
+            async for came in published:
+                if isinstance(came, RedisAway):
+                    self._note_away(came)
+                    continue
+                self._note_back()
+                for data in came:
+                    yield self._redis.secret.unseal(data)
 
     async def read_contents(self, incarnation: str) -> bytes:
         """Of an engine's pages; empty if there are none. Raises RedisAway."""

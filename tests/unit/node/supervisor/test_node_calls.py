@@ -12,6 +12,7 @@ import grpc
 import pytest
 from fakes.clock import FakeClock
 
+from baton.cluster.entries import decode_entry
 from baton.cluster.known_nodes import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.core.channels.frames import encode_payload, read_frame
@@ -234,8 +235,8 @@ async def test_who_proves_the_key_hears_what_the_directory_would_have(node: Node
     context: Any = FakeContext()
     await asyncio.wait_for(node.servicer.GetMembers(calling(context, MEMBERS), context), 1.0)
     (entry,) = context.written.get_nowait().entries
-    said = json.loads(entry)["entry"]
-    assert (said["incarnation"], said["engine_address"]) == (ENGINE, "127.0.0.1:5001")
+    said = decode_entry(entry, ClusterSecret()).member
+    assert (said.incarnation, said.engine_address) == (ENGINE, "127.0.0.1:5001")
 
 
 @pytest.mark.parametrize("name", ["GetLedgers", "GetMembers"])
