@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+_Asked = tuple[str | None, GenerateParams, Spans | None]
 _ALIASES = {
     alias.replace("-", "_"): field.name
     for field in dataclasses.fields(EngineConfig)
@@ -108,9 +109,8 @@ class LLM:
         """
         listed = _as_list(prompts)
         params = _params_of(sampling_params, len(listed))
-        return self._run(
-            [_generate_params(p, s) for p, s in zip(listed, params, strict=True)], None, use_tqdm
-        )
+        asked = (_generate_params(p, s) for p, s in zip(listed, params, strict=True))
+        return self._run([(text, given, None) for text, given in asked], use_tqdm)
 
     def beam_search(
         self,
@@ -161,25 +161,19 @@ class LLM:
             ]
 
         rendered = self._thread.run(render())
-        requests: list[tuple[str | None, GenerateParams]] = [
-            (prompt.text, {**one.as_params(), "add_special_tokens": False})
+        requests: list[_Asked] = [
+            (prompt.text, {**one.as_params(), "add_special_tokens": False}, prompt.special_at)
             for prompt, one in zip(rendered, params, strict=True)
         ]
-        return self._run(requests, [prompt.special_at for prompt in rendered], use_tqdm)
+        return self._run(requests, use_tqdm)
 
-    def _run(
-        self,
-        requests: Sequence[tuple[str | None, GenerateParams]],
-        special_at: Sequence[Spans] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
+    def _run(self, requests: Sequence[_Asked], use_tqdm: bool) -> list[RequestOutput]:
         self._check_open()
-        spans: Sequence[Spans | None] = special_at or [None] * len(requests)
         bar = tqdm(
             total=len(requests), desc="Processed prompts", dynamic_ncols=True, disable=not use_tqdm
         )
         with bar:
-            return self._thread.run(_run_all(self._calls, requests, spans, bar))
+            return self._thread.run(_run_all(self._calls, requests, bar))
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -197,14 +191,9 @@ async def _load(config: EngineConfig, front: GatewayConfig) -> LocalCalls:
     return calls
 
 
-async def _run_all(
-    calls: LocalCalls,
-    requests: Sequence[tuple[str | None, GenerateParams]],
-    special_at: Sequence[Spans | None],
-    bar: Any,
-) -> list[RequestOutput]:
+async def _run_all(calls: LocalCalls, requests: Sequence[_Asked], bar: Any) -> list[RequestOutput]:
     prepared = []
-    for index, ((text, params), spans) in enumerate(zip(requests, special_at, strict=True)):
+    for index, (text, params, spans) in enumerate(requests):
         try:
             wire, _ = build_request(text, params)
             prepared.append((text, await calls.prepare(wire, spans)))
