@@ -25,7 +25,7 @@ from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.metrics.tally import Tally
-from baton.gateway.telemetry.window.row_message import pack_row, unpack_row
+from baton.gateway.telemetry.window.row_message import RowKey, pack_row, unpack_row
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import HOUR_S, LATENCIES, TelemetryWindow
 
@@ -35,7 +35,7 @@ NUM_STREAMS = 64
 NUM_STEPS = 400
 _REPEATS = 5
 _GAP_S = 0.14
-_GATEWAY = "0" * 32
+_KEY = RowKey("0" * 32, 1, 1)
 
 
 class _Clock(SystemClock):
@@ -71,14 +71,14 @@ def measure() -> list[Figure]:
     first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
     next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
     own = max(window.outbox.values(), key=lambda each: len(each.histograms))
-    packed = pack_row(_GATEWAY, 1, 1, 0.0, own)
+    packed = pack_row(_KEY, 0.0, own)
     elsewhere = TelemetryWindow(clock)
 
     def merge() -> None:
-        message, row = unpack_row(packed, _GATEWAY, 1, 1)
+        message, row = unpack_row(packed, _KEY)
         elsewhere.merge(int(clock.now_s), 1, row, message.recent)
 
-    out_ms = tuple(s * 1e3 for s in repeat_s(lambda: pack_row(_GATEWAY, 1, 1, 0.0, own), _REPEATS))
+    out_ms = tuple(s * 1e3 for s in repeat_s(lambda: pack_row(_KEY, 0.0, own), _REPEATS))
     in_ms = tuple(s * 1e3 for s in repeat_s(merge, _REPEATS))
     return [
         Figure(f"a second in which {NUM_STREAMS} calls end, packed for others", "ms", out_ms),

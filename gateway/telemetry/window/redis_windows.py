@@ -9,28 +9,17 @@ All expire by themselves. Knows no message.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+from ....cluster.entries import is_incarnation
 from ....cluster.redis_client import RedisAway, RedisClient
-from .row_message import MAX_ROW_BYTES
+from .row_message import MAX_ROW_BYTES, RowKey
 from .window import HOUR_ROW_S, HOUR_S, SPAN_S
 
 STATE_TTL_S = 5
 MAX_GATEWAYS = 64  # that are known, those that are gone included
 _TTL_S = {1: SPAN_S + 30, HOUR_ROW_S: HOUR_S + 60}
-_GATEWAY = re.compile(rb"[0-9a-f]{32}\Z")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class RowKey:
-    """One row of a gateway: `row_s` seconds from `second` on."""
-
-    gateway: str
-    row_s: int
-    second: int
 
 
 class RedisWindows:
@@ -78,4 +67,4 @@ class RedisWindows:
 
 
 def _is_known(name: bytes, score: float) -> bool:
-    return _GATEWAY.match(name) is not None and 0 <= score < 1 << 53
+    return is_incarnation(name) and 0 <= score < 1 << 53

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -56,17 +56,23 @@ class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"
     is_draining: bool
 
 
+class RowKey(NamedTuple):
+    """One row of a gateway: `row_s` seconds from `second` on."""
+
+    gateway: HexId
+    row_s: _Second
+    second: _Second
+
+
 class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 2"):
-    """A row of `row_s` seconds from `second` on, which began at `unix_s` by its writer's clock.
+    """A row, which began at `unix_s` by its writer's clock.
 
     `histograms`: the sum of the samples, and how many are in each bucket. `judged` is a sample of
     `num_judged` calls.
     """
 
-    gateway: HexId
+    key: RowKey
     buckets: str
-    row_s: _Second
-    second: _Second
     unix_s: UnixSeconds
     counts: dict[_Key, _Count]
     histograms: dict[_Key, tuple[_Number, dict[_Bucket, _Samples]]]
@@ -90,19 +96,17 @@ def unpack_state(packed: bytes) -> GatewayState:
     return _unpack(packed, _states)
 
 
-def pack_row(gateway: str, row_s: int, second: int, unix_s: float, row: Tally) -> bytes:
+def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
     """Without its calls to list where it would be too large with them; empty if it is anyway."""
     for recent in (row.ended, []):
         message = RowMessage(
-            gateway=gateway,
+            key=key,
             buckets=_BUCKETS,
-            row_s=row_s,
-            second=second,
             unix_s=unix_s,
             counts=row.counts,
             histograms={
-                key: (histogram.total, dict(histogram.in_order()))
-                for key, histogram in row.histograms.items()
+                name: (histogram.total, dict(histogram.in_order()))
+                for name, histogram in row.histograms.items()
             },
             num_judged=row.judged.number,
             judged=row.judged.calls,
@@ -114,22 +118,22 @@ def pack_row(gateway: str, row_s: int, second: int, unix_s: float, row: Tally) -
     return b""
 
 
-def unpack_row(packed: bytes, gateway: str, row_s: int, second: int) -> tuple[RowMessage, Tally]:
-    """What lies where this gateway's row should; raises BadRow."""
+def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
+    """What lies where this row should; raises BadRow."""
     message = _unpack(packed, _rows)
-    if (message.gateway, message.row_s, message.second) != (gateway, row_s, second):
+    if message.key != key:
         raise BadRow("another row's")
     if message.buckets != _BUCKETS:
         raise BadRow("histograms with other buckets: another version")
     if not bool(message.num_judged) <= len(message.judged) <= message.num_judged:
         raise BadRow("more calls than there were, or none of them")
     tally = Tally(judged=Judged(message.num_judged, message.judged))
-    for key, number in message.counts.items():
-        _check(key, is_histogram=False)
-        tally.counts[key] = number
-    for key, (total, counts) in message.histograms.items():
-        _check(key, is_histogram=True)
-        tally.histograms[key].add(counts, total)
+    for name, number in message.counts.items():
+        _check(name, is_histogram=False)
+        tally.counts[name] = number
+    for name, (total, counts) in message.histograms.items():
+        _check(name, is_histogram=True)
+        tally.histograms[name].add(counts, total)
     return message, tally
 
 

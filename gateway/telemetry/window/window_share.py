@@ -16,13 +16,22 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
 from ..metrics.tally import Tally
-from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RedisWindows, RowKey
-from .row_message import BadRow, GatewayState, pack_row, pack_state, unpack_row, unpack_state
+from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RedisWindows
+from .row_message import (
+    BadRow,
+    GatewayState,
+    RowKey,
+    pack_row,
+    pack_state,
+    unpack_row,
+    unpack_state,
+)
 from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
 
 log = logging.getLogger(__name__)
@@ -164,17 +173,14 @@ class WindowShare:
         ended = [number for number in self._outbox if number < now]
         written = {number: self._outbox[number] for number in ended[:_MAX_WRITTEN]}
         through = (now - 1 if len(written) == len(ended) else max(written)) + shift
-        rows = {
-            RowKey(self._gateway, 1, number + shift): self._packed(1, number, row)
-            for number, row in written.items()
-        }
+        key_of = partial(RowKey, self._gateway)
+        rows = {key_of(1, number + shift): row for number, row in written.items()}
         whole = min(written, default=now) + shift  # all before are in the longer rows
         longer = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
-        for begin in longer:
-            key = RowKey(self._gateway, HOUR_ROW_S, begin)
-            rows[key] = self._packed(HOUR_ROW_S, begin - shift, self._longer[begin])
+        rows |= {key_of(HOUR_ROW_S, begin): self._longer[begin] for begin in longer}
+        packed = {key: pack_row(key, self._began_unix_s(key), row) for key, row in rows.items()}
         state = pack_state(self._state(through))
-        gateways = await self._store.write(self._gateway, through, state, rows)
+        gateways = await self._store.write(self._gateway, through, state, packed)
         for begin in longer:
             del self._longer[begin]
         for number, row in written.items():
@@ -183,9 +189,9 @@ class WindowShare:
             self._longer.setdefault(begin, Tally()).join(row, KEPT)
         return gateways
 
-    def _packed(self, row_s: int, number: int, row: Tally) -> bytes:
-        unix_s = self._window.to_unix_s(number * 1_000_000)
-        return pack_row(self._gateway, row_s, number + self._shifted, unix_s, row)
+    def _began_unix_s(self, key: RowKey) -> float:
+        """When a row began, by our clock."""
+        return self._window.to_unix_s((key.second - self._shifted) * 1_000_000)
 
     def _state(self, through: int) -> GatewayState:
         over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))
@@ -253,11 +259,11 @@ class WindowShare:
             return  # nothing happened, or it has expired
         number = key.second - self._shifted
         try:
-            message, row = unpack_row(packed, key.gateway, key.row_s, key.second)
+            message, row = unpack_row(packed, key)
         except BadRow as error:
             self._note_bad(key.gateway, error)
         else:
-            ahead_s = self._window.to_unix_s(number * 1_000_000) - message.unix_s
+            ahead_s = self._began_unix_s(key) - message.unix_s
             self._window.merge(number, key.row_s, row, [c.moved(ahead_s) for c in message.recent])
 
     def _forget(self) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from fakes.clock import FakeClock
 
 from baton.cluster.redis_client import RedisAway
-from baton.gateway.telemetry.window.redis_windows import STATE_TTL_S, RowKey
+from baton.gateway.telemetry.window.redis_windows import STATE_TTL_S
+from baton.gateway.telemetry.window.row_message import RowKey
 from baton.gateway.telemetry.window.window import HOUR_ROW_S, HOUR_S, SPAN_S
 
 _TTL_S = {1: SPAN_S + 30, HOUR_ROW_S: HOUR_S + 60}

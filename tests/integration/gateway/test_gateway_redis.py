@@ -23,7 +23,8 @@ from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
-from baton.gateway.telemetry.window.redis_windows import RedisWindows, RowKey
+from baton.gateway.telemetry.window.redis_windows import RedisWindows
+from baton.gateway.telemetry.window.row_message import RowKey
 from baton.gateway.telemetry.window.window import HOUR_ROW_S
 
 A = Member(

@@ -23,13 +23,19 @@ from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.slo import MAX_JUDGED, Judged, SloTargets
 from baton.gateway.telemetry.metrics.metric_table import TTFT
 from baton.gateway.telemetry.metrics.tally import Tally
-from baton.gateway.telemetry.window.redis_windows import RowKey
-from baton.gateway.telemetry.window.row_message import BadRow, pack_row, unpack_row, unpack_state
+from baton.gateway.telemetry.window.row_message import (
+    BadRow,
+    RowKey,
+    pack_row,
+    unpack_row,
+    unpack_state,
+)
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import TelemetryWindow, counts_of
 from baton.gateway.telemetry.window.window_share import LAG_S, About, WindowShare
 
 TARGETS = SloTargets(0.2, 0.05)
+KEY = RowKey("a" * 32, 1, 7)
 LIKE_ALL = ("counts", "errors", "refusals", "latency", "stages", "prefix", "transfers")
 
 
@@ -262,7 +268,7 @@ async def test_junk_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_reader(raw: bytes) -> None:
-    for read in (unpack_state, lambda packed: unpack_row(packed, "0" * 32, 1, 1)):
+    for read in (unpack_state, lambda packed: unpack_row(packed, RowKey("0" * 32, 1, 1))):
         with pytest.raises(BadRow):
             read(raw)  # type: ignore[operator]
 
@@ -272,14 +278,14 @@ def test_a_row_comes_back_as_it_was() -> None:
     for seconds in (0.001, 0.5, 0.5, 1e9):
         own.observe(TTFT, seconds)
     own.judged = Judged(3, [(True, 0.5, 0.25), (False, float("inf"), 0.0)])
-    packed = pack_row("a" * 32, 1, 7, 0.0, own)
-    _, row = unpack_row(packed, "a" * 32, 1, 7)
+    packed = pack_row(KEY, 0.0, own)
+    _, row = unpack_row(packed, KEY)
     assert row.histogram(TTFT) == own.histogram(TTFT)
     assert row.judged == own.judged
     assert len(packed) < 300
     for other in (("b" * 32, 1, 7), ("a" * 32, 30, 7), ("a" * 32, 1, 8)):
         with pytest.raises(BadRow, match="another"):
-            unpack_row(packed, *other)
+            unpack_row(packed, RowKey(*other))
 
 
 @pytest.mark.parametrize("unix_s", [math.nan, math.inf, -math.inf, 1e300])
@@ -292,17 +298,17 @@ def test_a_row_of_no_time_is_no_row(where: str, unix_s: float) -> None:
     PlayedCall(clock, feed_of(clock, window=window)).end(EngineFailed("broke"))
     window.settle()
     [own] = window.outbox.values()
-    assert unpack_row(pack_row("a" * 32, 1, 7, 1.8e9, own), "a" * 32, 1, 7)[0].recent
+    assert unpack_row(pack_row(KEY, 1.8e9, own), KEY)[0].recent
     if where != "unix_s":
         own.ended = [msgspec.structs.replace(call, **{where: unix_s}) for call in own.ended]
-    packed = pack_row("a" * 32, 1, 7, unix_s if where == "unix_s" else 1.8e9, own)
+    packed = pack_row(KEY, unix_s if where == "unix_s" else 1.8e9, own)
     with pytest.raises(BadRow, match="Expected `float`"):
-        unpack_row(packed, "a" * 32, 1, 7)
+        unpack_row(packed, KEY)
 
 
 def test_a_packed_bomb_is_not_unpacked() -> None:
     with pytest.raises(BadRow, match="too large"):
-        unpack_row(zlib.compress(bytes(50 << 20)), "a" * 32, 1, 7)
+        unpack_row(zlib.compress(bytes(50 << 20)), KEY)
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.floats(0, 1)), min_size=1, max_size=6))
