@@ -22,7 +22,7 @@ from .secret import NO_SECRET, TAG_BYTES, ClusterSecret
 
 T = TypeVar("T")
 
-REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
+_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 _RETRY_MIN_S = 0.05
 RETRY_MAX_S = 1.0
 
@@ -33,7 +33,7 @@ _MAX_AT_ONCE = 256  # messages of a channel
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")  # no glob characters, no separators
 
 
-def connect(url: str) -> redis.Redis:
+def _connect(url: str) -> redis.Redis:
     """A client of redis://, rediss:// or unix://; raises StartupFailed on anything else."""
     try:
         return redis.Redis.from_url(
@@ -50,7 +50,7 @@ def connect(url: str) -> redis.Redis:
         ) from error
 
 
-def key_prefix(cluster: str) -> str:
+def _key_prefix(cluster: str) -> str:
     """What all keys and channels of a deployment begin with; raises StartupFailed on a bad name."""
     if not _CLUSTER_NAME.match(cluster):
         raise StartupFailed(
@@ -59,7 +59,7 @@ def key_prefix(cluster: str) -> str:
     return f"baton:{cluster}:"
 
 
-async def reply(command: Awaitable[T]) -> T:
+async def _reply(command: Awaitable[T]) -> T:
     """What Redis answers. redis-py loses a cancellation that comes while it connects: kept here."""
     try:
         return await command
@@ -78,9 +78,9 @@ class RedisClient:
     `prefix`. Raises StartupFailed on a bad URL or cluster name."""
 
     def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
-        self.prefix = key_prefix(cluster)
+        self.prefix = _key_prefix(cluster)
         self.secret = secret
-        self._redis: Any = connect(url)
+        self._redis: Any = _connect(url)
 
     async def run(self, *commands: Command, is_strict: bool = True) -> list[Any]:
         """What Redis answers, in one round trip. Raises RedisAway, unless `is_strict` also for a
@@ -89,8 +89,8 @@ class RedisClient:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for command in commands:
                     pipe.execute_command(*command)
-                answers: list[Any] = await reply(pipe.execute(raise_on_error=False))
-        except REDIS_ERRORS as error:
+                answers: list[Any] = await _reply(pipe.execute(raise_on_error=False))
+        except _ERRORS as error:
             raise _away(error) from error
         for answer in answers:
             if is_strict and isinstance(answer, RedisError):
@@ -134,15 +134,15 @@ class RedisClient:
         """One subscription, until it breaks. Raises RedisAway."""
         try:
             async with self._redis.pubsub() as pubsub:
-                await reply(pubsub.subscribe(channel))
+                await _reply(pubsub.subscribe(channel))
                 is_probed = False
                 while True:
                     patience_s = _TIMEOUT_S if is_probed else silence_s
-                    message = await reply(pubsub.get_message(timeout=patience_s))
+                    message = await _reply(pubsub.get_message(timeout=patience_s))
                     if message is None:
                         if is_probed:
                             raise TimeoutError(f"no answer in {patience_s} s")
-                        await reply(pubsub.ping())
+                        await _reply(pubsub.ping())
                         is_probed = True
                         continue
                     is_probed = False
@@ -150,14 +150,14 @@ class RedisClient:
                     while message is not None and len(came) < _MAX_AT_ONCE:
                         if message["type"] == "message":
                             came.append(message["data"])
-                        message = await reply(pubsub.get_message(timeout=0.0))
+                        message = await _reply(pubsub.get_message(timeout=0.0))
                     yield came
-        except REDIS_ERRORS as error:
+        except _ERRORS as error:
             raise _away(error) from error
 
     async def close(self) -> None:
         """Close the connections."""
-        with suppress(*REDIS_ERRORS):
+        with suppress(*_ERRORS):
             await self._redis.aclose()
 
 

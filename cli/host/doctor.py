@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from ...cluster.redis_client import REDIS_ERRORS, connect
+from ...cluster.redis_client import answering_redis
 from ...cluster.redis_server import find_redis_server
 from ...core.config import NodeConfig, UpConfig
 from ...core.engine_config import EngineConfig
@@ -212,25 +212,18 @@ def check_redis_server(subject: Subject) -> list[Finding]:
 
 
 def check_redis_url(subject: Subject) -> list[Finding]:
-    if subject.redis_url is None:
+    if (url := subject.redis_url) is None:
         return []
-    url = subject.redis_url
 
-    async def ask() -> str:
-        client = connect(url)
-        try:
-            info = await client.info("server")
-        finally:
-            await client.aclose()
+    async def ask(url: str) -> str:
+        async with answering_redis(url, "doctor") as client:
+            [info] = await client.run(("INFO", "server"))
         return str(info["redis_version"])
 
     try:
-        return [judge_redis("redis", asyncio.run(ask()), "answers")]
+        return [judge_redis("redis", asyncio.run(ask(url)), "answers")]
     except StartupFailed as error:
         return [problem("redis", error.message, error.hint)]
-    except REDIS_ERRORS as error:
-        reason = str(error) or type(error).__name__
-        return [problem("redis", f"does not answer: {reason}", "start it, or mend --redis-url")]
 
 
 def judge_redis(subject: str, version: str, text: str) -> Finding:

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import pytest
+import redis.asyncio as aioredis
 from fakes.clock import FakeClock
 
 from baton.cluster.lease import RedisLease
-from baton.cluster.redis_client import RedisClient, connect
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.proto.v1 import node_pb2
@@ -78,7 +79,7 @@ async def test_who_was_paused_believes_in_it_for_no_longer_than_it_lasts(
 async def test_an_epoch_is_above_all_that_engines_have_seen(redis: RedisServer) -> None:
     a = lease(redis, "a", "three")
     assert await a.take(8) == 8 and await a.take(8) == 8
-    client = connect(redis.url)
+    client = aioredis.Redis.from_url(redis.url)
     await client.flushall()
     assert await a.take(9) == 9, "Redis lost its data"
     assert await a.take(13) == 13, "another gave orders meanwhile"
@@ -101,7 +102,7 @@ async def test_two_holders_of_one_epoch_and_the_newer_is_followed_in_the_end(
 
     a, b = lease(redis, "a", "six"), lease(redis, "b", "six")
     assert await a.take(least("a")) == 1
-    client = connect(redis.url)
+    client = aioredis.Redis.from_url(redis.url)
     await client.flushall()
     assert await b.take(least("b")) == 1 == a.epoch, "both believe in it"
     assert send("a", a.epoch) and not send("b", b.epoch)
@@ -117,7 +118,7 @@ async def test_two_holders_of_one_epoch_and_the_newer_is_followed_in_the_end(
 async def test_junk_in_its_keys_costs_the_lease_and_no_more(
     redis: RedisServer, junk: bytes
 ) -> None:
-    client = connect(redis.url)
+    client = aioredis.Redis.from_url(redis.url)
     await client.flushall()
     await client.set("baton:four:promises:epoch", junk)
     a = lease(redis, "a", "four")
