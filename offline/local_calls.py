@@ -28,12 +28,12 @@ from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 from ..gateway.admission.admission import LoopPacing
-from ..gateway.request.answer import GATEWAY
+from ..gateway.request.answer import GATEWAY, text_stream
 from ..gateway.request.best_of import best_of
-from ..gateway.request.dispatch_wait import SessionLimits
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import Session
+from ..gateway.request.setbacks import SessionLimits
 from ..gateway.security.tenancy import INFER, Caller
 from ..gateway.telemetry.calls.call_record import CallRecord
 from ..gateway.text.special_tokens import Spans
@@ -219,7 +219,7 @@ class LocalCalls:
                 request,
                 deadline_s=math.inf,
                 arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                text=self.model.text_stream(request),
+                text=text_stream(request, self.model.tokenizer),
                 sink=sink,
                 router=self,
                 clock=self._clock,
@@ -267,7 +267,13 @@ class LocalCalls:
         return Route(self, self)
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+        self,
+        request: Request,
+        work: Work,
+        ticket: Ticket | None,
+        deadline_remaining_s: float,
+        cached_tokens: int,
+        fetch: object,
     ) -> None:
         try:
             self._local.engine.add(request)

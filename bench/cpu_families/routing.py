@@ -67,8 +67,8 @@ class _Gateway:
         route = self._table.choose(demand, avoid=Avoid(), fingerprint=None, caller_id=self._count)
         sampling = SamplingParams(max_tokens=_NUM_OUTPUTS)
         request = Request(f"{self._count:032x}", 0, (1,) * _NUM_TOKENS, sampling)
-        route.prefill.dispatch(request, Work.PREFILL, None, 10.0)
-        route.decode.dispatch(request, Work.DECODE, None, 10.0)
+        route.dispatch(request, Work.PREFILL, None, 10.0)
+        route.dispatch(request, Work.DECODE, None, 10.0)
         names = route.prefill.incarnation, route.decode.incarnation
         prefill, decode = (self._table.engines[name] for name in names)
         self._open.append((prefill, decode, request.request_id))

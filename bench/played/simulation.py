@@ -31,9 +31,9 @@ from baton.core.step_cost import StepCost
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 

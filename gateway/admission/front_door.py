@@ -20,12 +20,12 @@ from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
-from ..request.answer import GATEWAY
+from ..request.answer import GATEWAY, text_stream
 from ..request.best_of import best_of
-from ..request.dispatch_wait import SessionLimits
 from ..request.output_chunk import ChunkQueue, ChunkSink, OutputChunk
 from ..request.session import Session
 from ..request.session_table import SessionTable
+from ..request.setbacks import SessionLimits
 from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
@@ -374,7 +374,7 @@ class FrontDoor:
                 request,
                 deadline_s=deadline_s,
                 arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                text=self.model.text_stream(request),
+                text=text_stream(request, self.model.tokenizer),
                 sink=sink,
                 router=router,
                 clock=self._clock,

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.prefix_sources import (
@@ -23,8 +21,8 @@ from ...prefix_index.prefix_sources import (
     Fetch,
     Holders,
 )
-from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
-from ..request.suspects import Suspects
+from ..request.engine_link import Avoid, Demand, MustWait, Route
+from ..request.setbacks import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
@@ -33,50 +31,6 @@ from .routing import READ_ADAPTER_S, EngineState
 from .routing_policies import Policy
 
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenEngine:
-    """An engine as the request sees it that it was chosen for (engine_link.EngineLink).
-
-    `fetch`: what it is to get from another's cache, before it computes the prompt.
-    """
-
-    engine: LinkedEngine
-    cached_tokens: int
-    fetch: Fetch | None = None
-
-    @property
-    def incarnation(self) -> str:
-        return self.engine.incarnation
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.engine.fingerprint
-
-    @property
-    def heard_s(self) -> float:
-        return self.engine.heard_s
-
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None:
-        fetched_tokens, fetch = 0, self.fetch
-        if fetch is not None and work is not Work.DECODE:
-            fetched_tokens = fetch.num_tokens - self.cached_tokens
-            num_blocks = fetch.num_tokens // self.engine.member.block_size
-            source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
-            request = replace(request, prefix_source=source)
-        self.engine.dispatch(
-            request, work, ticket, deadline_remaining_s, self.cached_tokens, fetched_tokens
-        )
-
-    def cancel(self, request_id: str, attempt: int) -> None:
-        self.engine.cancel(request_id, attempt)
 
 
 class EngineTable:
@@ -159,7 +113,7 @@ class EngineTable:
         choose = partial(
             self._policy.choose, states, demand.num_tokens, caller_id, fingerprint=fingerprint
         )
-        clear = self.suspects.keep_clear(avoid)
+        clear = self.suspects.keep_clear(avoid) if self.suspects.trials else avoid
         try:
             prefill, decode = choose(avoid=clear)
         except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
@@ -171,10 +125,9 @@ class EngineTable:
         if self.plans is not None and is_noted:
             prefix_from = "" if fetch is None else self.engines[fetch.source].name
             self.plans.note(states, demand.num_tokens, prefill, decode, prefix_from)
-        return Route(
-            ChosenEngine(self.engines[prefill], cached.get(prefill, NOTHING).num_tokens, fetch),
-            ChosenEngine(self.engines[decode], cached.get(decode, NOTHING).num_tokens, fetch),
-        )
+        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
+        pair = self.engines[prefill], self.engines[decode]
+        return Route(*pair, (at_prefill, at_decode), fetch)
 
     def _with_adapter(self, state: EngineState, adapter: str) -> EngineState:
         """With what it takes to read an adapter that it does not have."""

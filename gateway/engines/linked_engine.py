@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...core.errors import PromiseRefused
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
-from ...core.request.request import Request, Ticket
+from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
-from ..request.engine_link import Demand, EngineOutput, PlainToken, RequestSender, Work
+from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .engine_accounts import DecodePlaces, Key, PrefillBacklog
 from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
@@ -28,8 +28,14 @@ _RESERVED_BLOCKS = 2  # padding and canary
 MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
 
 
-class EngineSender(RequestSender, Protocol):
-    """Where an engine's messages go."""
+class EngineSender(Protocol):
+    """Where an engine's messages go: engine_connection.EngineConnection."""
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
 
@@ -125,17 +131,21 @@ class LinkedEngine:
         ticket: Ticket | None,
         deadline_remaining_s: float,
         cached_tokens: int = 0,
-        fetched_tokens: int = 0,
+        fetch: Fetch | None = None,
     ) -> None:
-        """`cached_tokens`: what the index promises of the request here; `fetched_tokens`: what
-        comes behind them from another engine."""
+        """See EngineLink: a fetch is for who computes the prompt."""
         self.num_dispatched += 1
         num_tokens, caller_id = request.num_known_tokens, request.caller_id
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
         ]
         if work is not Work.DECODE:
-            found_tokens = cached_tokens + fetched_tokens
+            found_tokens = cached_tokens
+            if fetch is not None:
+                found_tokens = fetch.num_tokens
+                num_blocks = found_tokens // self.member.block_size
+                source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
+                request = replace(request, prefix_source=source)
             self.backlog.sent(keys[0], caller_id, num_tokens, found_tokens)
             if self.prompts is not None:
                 self.prompts.sent(

@@ -17,7 +17,7 @@ from functools import partial
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import Fetch, Holders
-from ..engines.engine_table import ChosenEngine, EngineTable
+from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..request.engine_link import Route
 from ..request.session import Session
@@ -82,7 +82,7 @@ class RequestMover:
         until_s = self._clock.monotonic_s() + _REST_S
         self._rests |= {move.source: until_s, move.target: until_s}
         log.info("%s: from engine %s to %s", session.call_id, source.name, target.name)
-        route = Route(ChosenEngine(target, 0, fetch), ChosenEngine(target, fetch.num_tokens))
+        route = Route(target, target, fetch=fetch)
         self._sessions.move(session, route, partial(self._table.note_move, target.name))
 
     def _served_by_all(

@@ -1,20 +1,25 @@
-"""What a client gets of one sample: its tokens as chunks of text, then the result or an error."""
+"""What a client gets of one sample: its tokens as chunks of text, then the result or an error; and
+what engines are asked for, behind the tokens so far."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
-from ...core.request.request import FinishReason
+from ...core.request.request import FinishReason, Request, TokenLogprobs
 from ...core.request.timeline import TERMINAL, Event, Stamp
+from ..text.no_tokenizer import NoTokenizer
 from ..text.text_stream import TextStream
+from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
-from .attempt import Attempt, OutputToken
-from .engine_link import EngineOutput, TransferSummary
+from .engine_link import EngineOutput, Route, TransferSummary
 from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult, UnfinishedRun
 
 GATEWAY = "gateway"
+
+OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 
 
 class Shown(NamedTuple):
@@ -25,11 +30,26 @@ class Shown(NamedTuple):
     matched_stop: str | None
 
 
+def text_stream(request: ValidatedRequest, tokenizer: Tokenizer | NoTokenizer) -> TextStream:
+    """Of one sample's output."""
+    options, sampling = request.options, request.sampling
+    return TextStream(
+        tokenizer.detokenizer(
+            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+        ),
+        sampling.stop,
+        min_tokens=sampling.min_tokens,
+        includes_stop=options.include_stop_str_in_output,
+        stop_ids=sampling.stop_token_ids,
+    )
+
+
 class Answer:
     """Of one session. `output_ids`: the tokens so far."""
 
     def __init__(
         self,
+        request_id: str,
         request: ValidatedRequest,
         sample_index: int,
         text: TextStream,
@@ -41,7 +61,8 @@ class Answer:
         self.text = text
         self.prompt_scores = PromptScores(len(request.prompt_token_ids))
         self.timeline = [arrived]
-        self._request = request
+        self.request_id = request_id
+        self.request = request
         self._sample_index = sample_index
         self._sink = sink
         self._clock = clock
@@ -51,12 +72,39 @@ class Answer:
     def stamp(self, event: Event) -> None:
         self.timeline.append(Stamp(event, self._clock.unix_ns(), GATEWAY))
 
-    def note(self, attempt: Attempt, incarnation: str, output: EngineOutput) -> None:
+    @property
+    def scores_of_search(self) -> PromptScores | None:
+        """Those of the prompt, where they go in front of a search's tokens."""
+        sampling = self.request.sampling
+        is_wanted = sampling.prompt_logprobs is not None and not self._sample_index
+        return self.prompt_scores if is_wanted and sampling.use_beam_search else None
+
+    def rest(self, attempt: int, fork_ids: tuple[str, ...], *, may_refuse: bool) -> Request:
+        """What this attempt's engines are to do: to go on behind `output_ids`, without the scores
+        that are known already, or another sample's to ask for."""
+        request, sampling = self.request, self.request.sampling
+        if self._sample_index or self.prompt_scores.is_complete:
+            sampling = replace(sampling, prompt_logprobs=None)
+        return Request(
+            request_id=self.request_id,
+            attempt=attempt,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling,
+            output_token_ids=tuple(self.output_ids),
+            cache_salt=request.options.cache_salt,
+            sample_index=self._sample_index,
+            fork_ids=fork_ids,
+            caller_id=request.caller_id,
+            may_refuse=may_refuse,
+            adapter=request.adapter,
+        )
+
+    def note(self, output: EngineOutput, *, is_of_prefill: bool) -> None:
         """Keep what an output has beside its tokens. Terminal events are the gateway's to give."""
         if output.stamps:
             self.timeline += [stamp for stamp in output.stamps if stamp.event not in TERMINAL]
-        if output.cached_tokens is not None and incarnation == attempt.pair[0]:
-            self._cached_tokens = min(output.cached_tokens, len(self._request.prompt_token_ids))
+        if output.cached_tokens is not None and is_of_prefill:
+            self._cached_tokens = min(output.cached_tokens, len(self.request.prompt_token_ids))
         if output.transfer is not None:
             self._transfer = output.transfer
 
@@ -78,25 +126,31 @@ class Answer:
         return not shown.tokens or self._sink.emit(self._chunk(shown.text, shown.tokens))
 
     def finish(
-        self, attempt: Attempt, reason: FinishReason, shown: Shown, *, num_attempts: int
+        self,
+        route: Route,
+        reason: FinishReason,
+        shown: Shown,
+        *,
+        is_handed_over: bool,
+        num_attempts: int,
     ) -> None:
         """The good end."""
         matched_stop: int | str | None = shown.matched_stop
         text = shown.text if matched_stop is not None else shown.text + self.text.flush()
         if matched_stop is None:
-            ids = self._request.sampling.stop_token_ids
+            ids = self.request.sampling.stop_token_ids
             matched_stop = next((i for i in self.output_ids[-1:] if i in ids), None)
         result = RequestResult(
             finish_reason=reason,
             matched_stop=matched_stop,
-            prompt_tokens=len(self._request.prompt_token_ids),
+            prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=len(self.output_ids),
             cached_tokens=self._cached_tokens,
-            prefill_node=attempt.route.prefill.name,
-            decode_node=attempt.route.decode.name if attempt.is_handed_over else None,
+            prefill_node=route.prefill.name,
+            decode_node=route.decode.name if is_handed_over else None,
             transfer=self._transfer,
             attempts=num_attempts,
-            seed=self._request.sampling.seed,
+            seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )
         self._sink.emit(self._chunk(text, shown.tokens, result))
@@ -105,12 +159,12 @@ class Answer:
         """The other end."""
         self._sink.fail(error)
 
-    def unfinished(self, last: Attempt) -> UnfinishedRun:
-        """What is known behind that end; `last`: its last attempt."""
+    def unfinished(self, route: Route, *, is_handed_over: bool) -> UnfinishedRun:
+        """What is known behind that end, of its last attempt."""
         return UnfinishedRun(
-            last.route.prefill.name,
-            last.route.decode.name,
-            last.is_handed_over,
+            route.prefill.name,
+            route.decode.name,
+            is_handed_over,
             self._transfer,
             len(self.output_ids),
             tuple(self.timeline),

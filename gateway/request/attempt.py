@@ -13,52 +13,59 @@ next message of the other, or, after a fixed time, the attempt counts as failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
-from ...core.ports import Clock, Entropy
-from ...core.request.request import FinishReason, Request, SamplingParams, Ticket, TokenLogprobs
+from ...core.ports import Entropy
+from ...core.request.request import FinishReason, Ticket
 from ...core.request.timeline import Event
-from ..validation.validation import ValidatedRequest
+from .answer import Answer, OutputToken
 from .engine_link import EngineLink, EngineOutput, Route, Work
-from .output_chunk import PromptScores, TokenSplice
-
-OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
+from .output_chunk import TokenSplice
 
 _DOUBT_S = 0.25
 _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
 
 
 class Attempt:
-    """Owned by its session. `base_index`: how many tokens were streamed before it. `is_search`: of
-    beams, whose tokens all come from the decode engine, at the end; `scores` are the prompt's that
-    go in front of these, if any are wanted."""
+    """Owned by its session: it goes on where the answer is. Of a search, of beams, all tokens come
+    from the decode engine, at the end, behind the prompt's scores if these are wanted."""
 
-    def __init__(
-        self,
-        number: int,
-        route: Route,
-        base_index: int,
-        max_tokens: int,
-        *,
-        is_search: bool = False,
-        scores: PromptScores | None = None,
-    ) -> None:
+    def __init__(self, number: int, route: Route, answer: Answer) -> None:
         self.number = number
-        self._is_search, self._scores = is_search, scores
-        self._behind_scores: list[OutputToken] = []  # tokens that wait for them
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_handed_over = route.is_local  # nothing is to be
         self.finish_reason: FinishReason | None = None
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
-        self.base_index = base_index
-        self._splice: TokenSplice[OutputToken] = TokenSplice(base_index, max_tokens)
+        self.base_index = len(answer.output_ids)  # tokens that were streamed before it
+        self._answer = answer
+        self._scores = answer.scores_of_search
+        self._behind_scores: list[OutputToken] = []  # tokens that wait for them
+        sampling = answer.request.sampling
+        self._is_search = sampling.use_beam_search
+        self._splice: TokenSplice[OutputToken] = TokenSplice(self.base_index, sampling.max_tokens)
         self._total: int | None = None
         self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
+
+    def send(
+        self,
+        entropy: Entropy,
+        deadline_remaining_s: float,
+        fork_ids: tuple[str, ...] = (),
+        *,
+        may_refuse: bool,
+        trial_side: int | None = None,
+    ) -> None:
+        """To its two engines, or to the one. `trial_side`: of the pair, where it is on trial."""
+        asked = self._answer.rest(self.number, fork_ids, may_refuse=may_refuse)
+        works = [Work.LOCAL] if self.route.is_local else [Work.PREFILL, Work.DECODE]
+        ticket = None if self.route.is_local else Ticket(entropy.new_id(), *self.pair)
+        for side, work in enumerate(works):
+            is_on_trial = trial_side is not None and (work is Work.LOCAL or side == trial_side)
+            request = replace(asked, is_on_trial=True) if is_on_trial else asked
+            self.route.dispatch(request, work, ticket, deadline_remaining_s)
 
     def expects(self, incarnation: str, attempt: int) -> bool:
         """Whether a message belongs to this attempt."""
@@ -88,10 +95,15 @@ class Attempt:
         return self._scores is not None and not self._scores.is_complete
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether it has brought any: a search's come at its end."""
+        return self._splice.next_index > self.base_index
+
+    @property
     def _has_first_token(self) -> bool:
         if self._is_search:
             return self.is_handed_over and not self._lacks_scores
-        return self._splice.next_index > self.base_index
+        return self.has_tokens
 
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
         """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
@@ -162,78 +174,8 @@ class Attempt:
         """This engine holds nothing of the attempt any more."""
         self._holders.pop(incarnation, None)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self) -> None:
         """Send a Cancel to every engine that may still hold something."""
         for link in self._holders.values():
-            link.cancel(request_id, self.number)
+            link.cancel(self._answer.request_id, self.number)
         self._holders.clear()
-
-
-@dataclass(eq=False)
-class Dispatcher:
-    """Sends one session's attempts to their engines; each goes on behind `output_ids`, the tokens
-    so far."""
-
-    request_id: str
-    _request: ValidatedRequest
-    _sample_index: int
-    _output_ids: Sequence[int]
-    _prompt_scores: PromptScores
-    _clock: Clock
-    _entropy: Entropy
-    _deadline_s: float
-
-    def send(
-        self,
-        attempt: Attempt,
-        fork_ids: tuple[str, ...],
-        *,
-        may_refuse: bool,
-        tried_on: str | None = None,
-    ) -> None:
-        """To its two engines, or to the one. `tried_on`: where it is on trial, if it is."""
-        request = self._engine_request(attempt, fork_ids, may_refuse=may_refuse)
-        remaining_s = self._deadline_s - self._clock.monotonic_s()
-
-        def dispatch(link: EngineLink, work: Work, ticket: Ticket | None) -> None:
-            is_on_trial = link.incarnation == tried_on
-            asked = replace(request, is_on_trial=True) if is_on_trial else request
-            link.dispatch(asked, work, ticket, remaining_s)
-
-        prefill, decode = attempt.route.prefill, attempt.route.decode
-        if attempt.route.is_local:
-            dispatch(decode, Work.LOCAL, None)
-            return
-        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
-        dispatch(prefill, Work.PREFILL, ticket)
-        dispatch(decode, Work.DECODE, ticket)
-
-    def send_move(self, attempt: Attempt, link: EngineLink) -> None:
-        """To the engine that it moves to."""
-        request = self._engine_request(attempt, (), may_refuse=True)
-        remaining_s = self._deadline_s - self._clock.monotonic_s()
-        link.dispatch(request, Work.LOCAL, None, remaining_s)
-
-    def _engine_request(
-        self, attempt: Attempt, fork_ids: tuple[str, ...], *, may_refuse: bool
-    ) -> Request:
-        return Request(
-            request_id=self.request_id,
-            attempt=attempt.number,
-            prompt_token_ids=self._request.prompt_token_ids,
-            sampling=self._wanted_sampling(),
-            output_token_ids=tuple(self._output_ids),
-            cache_salt=self._request.options.cache_salt,
-            sample_index=self._sample_index,
-            fork_ids=fork_ids,
-            caller_id=self._request.caller_id,
-            may_refuse=may_refuse,
-            adapter=self._request.adapter,
-        )
-
-    def _wanted_sampling(self) -> SamplingParams:
-        """Without what is known already, or another sample's to request."""
-        sampling = self._request.sampling
-        if self._sample_index or self._prompt_scores.is_complete:
-            return replace(sampling, prompt_logprobs=None)
-        return sampling

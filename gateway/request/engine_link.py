@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from ...core.errors import BatonError
 from ...core.request.request import FinishReason, Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Stamp
+from ...prefix_index.prefix_sources import Fetch
 
 
 class Work(enum.Enum):
@@ -58,18 +59,8 @@ class EngineOutput(NamedTuple):
 PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
-class RequestSender(Protocol):
-    """Where requests go. Never blocks and never raises."""
-
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None: ...
-
-    def cancel(self, request_id: str, attempt: int) -> None: ...
-
-
-class EngineLink(RequestSender, Protocol):
-    """One engine, as long as its stream lives."""
+class EngineLink(Protocol):
+    """One engine, as long as its stream lives: linked_engine.LinkedEngine."""
 
     @property
     def incarnation(self) -> str: ...
@@ -85,18 +76,43 @@ class EngineLink(RequestSender, Protocol):
         """When its last heartbeat came, on the monotonic clock."""
         ...
 
+    def dispatch(
+        self,
+        request: Request,
+        work: Work,
+        ticket: Ticket | None,
+        deadline_remaining_s: float,
+        cached_tokens: int,
+        fetch: Fetch | None,
+    ) -> None:
+        """Never blocks and never raises. The last two: see Route."""
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who computes the prompt and who goes on: perhaps one engine alone."""
+    """Who computes the prompt and who goes on: perhaps one engine alone. `cached_tokens`: of the
+    request, by the prefix index, at each of the two; `fetch`: what is to come from another engine's
+    cache before the prompt is computed."""
 
     prefill: EngineLink
     decode: EngineLink
+    cached_tokens: tuple[int, int] = (0, 0)
+    fetch: Fetch | None = None
 
     @property
     def is_local(self) -> bool:
         """Whether no KV is handed off."""
         return self.prefill.incarnation == self.decode.incarnation
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None:
+        """To the one of the two whose work that is."""
+        is_decode = work is not Work.PREFILL
+        link, num_cached = (self.prefill, self.decode)[is_decode], self.cached_tokens[is_decode]
+        link.dispatch(request, work, ticket, deadline_remaining_s, num_cached, self.fetch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
-from .attempt import Attempt, Dispatcher, OutputToken
-from .engine_link import EngineLink, EngineOutput, Route
+from .answer import OutputToken
+from .attempt import Attempt
+from .engine_link import EngineOutput, Route
 
 MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed
 LIMIT_S = 2.0  # from the first dispatch to the new engine's first token in time
@@ -42,9 +44,8 @@ class MoveStep(enum.Enum):
 
 
 class Move:
-    """Owned by its session. `route`: to the new engine, by a link that fetches (`prefill`) and by
-    one that does not. `on_over` gets how it ended: moved, refused, failed, late, differs, lost, or
-    ended with its request.
+    """Owned by its session. `route`: to the new engine, which fetches from the old one. `on_over`
+    gets how it ended: moved, refused, failed, late, differs, lost, or ended with its request.
     """
 
     def __init__(
@@ -69,13 +70,15 @@ class Move:
         assert self._target is not None, "no round has begun"
         return self._target
 
-    def begin_round(self, target: Attempt, request_id: str, num_streamed: int) -> EngineLink:
-        """The link to dispatch this attempt over. The round before it is called off."""
+    def begin_round(self, target: Attempt, num_streamed: int) -> None:
+        """By this attempt. The round before it is called off, and what it fetched is there."""
         if self._target is not None:
-            self._target.cancel(request_id)
+            self._target.cancel()
         self._target, self._next_index = target, num_streamed
         self._num_rounds += 1
-        return self.route.prefill if self._num_rounds == 1 else self.route.decode
+        if (fetch := self.route.fetch) is not None:
+            num_tokens = fetch.num_tokens
+            self.route = replace(self.route, cached_tokens=(num_tokens, num_tokens), fetch=None)
 
     def lose_source(self) -> None:
         """The old engine failed: the new one is waited for as after a retry."""
@@ -142,8 +145,8 @@ class Move:
 class MovingSession(Protocol):
     """What the moves of a request need of its session."""
 
-    def new_attempt(self, route: Route) -> Attempt:
-        """The next, from these tokens on."""
+    def dispatch_beside(self, route: Route) -> Attempt:
+        """One more attempt, from these tokens on."""
 
     def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
         """In place of the attempt that it had, with these tokens."""
@@ -154,16 +157,11 @@ class MovingSession(Protocol):
 
 
 class Moves:
-    """Of one request: `now` is the one that is under way. `num_rounds`: attempts that were rounds
-    of moves, and no retries. `streamed`: the request's tokens so far."""
+    """Of one request: `now` is the one that is under way. `streamed`: its tokens so far."""
 
-    def __init__(
-        self, session: MovingSession, dispatcher: Dispatcher, streamed: Sequence[int]
-    ) -> None:
+    def __init__(self, session: MovingSession, streamed: Sequence[int]) -> None:
         self.now: Move | None = None
-        self.num_rounds = 0
         self._session = session
-        self._dispatcher = dispatcher
         self._streamed = streamed
         self._pause_s = MOVE_EVERY_S
         self._may_begin_s = -math.inf
@@ -186,11 +184,9 @@ class Moves:
         self._begin_round(self.now)
 
     def _begin_round(self, move: Move) -> None:
-        target = self._session.new_attempt(move.route)
+        target = self._session.dispatch_beside(move.route)
         self._tried = target.pair
-        self.num_rounds += 1
-        link = move.begin_round(target, self._dispatcher.request_id, len(self._streamed))
-        self._dispatcher.send_move(target, link)
+        move.begin_round(target, len(self._streamed))
 
     def take(self, incarnation: str, output: EngineOutput, now_s: float) -> bool:
         """Whether the output was the move's."""
@@ -244,7 +240,7 @@ class Moves:
         """Of the one that is under way, if any."""
         move, self.now = self.now, None
         if move is not None:
-            move.target.cancel(self._dispatcher.request_id)
+            move.target.cancel()
             move.over(how)
 
     def take_over(self, *, is_suspect: bool) -> Attempt | None:
@@ -256,5 +252,4 @@ class Moves:
             self.end("lost")
             return None
         self.now.lose_source()
-        self.num_rounds -= 1  # it counts as the retry
         return self.now.target

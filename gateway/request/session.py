@@ -28,19 +28,19 @@ from ...core.errors import (
     Overloaded,
     PromiseRefused,
     TrialRefused,
+    Unavailable,
 )
 from ...core.ports import Clock, Entropy
 from ...core.request.request import FinishReason
 from ...core.request.timeline import Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
-from .answer import Answer, Shown
-from .attempt import Attempt, Dispatcher, OutputToken
-from .dispatch_wait import DispatchWait, SessionLimits
-from .engine_link import Blocked, Demand, EngineOutput, Route, Router
+from .answer import Answer, OutputToken, Shown
+from .attempt import Attempt
+from .engine_link import Avoid, Blocked, Demand, EngineLink, EngineOutput, MustWait, Route, Router
 from .move import Moves
 from .output_chunk import ChunkSink, UnfinishedRun
-from .suspects import EngineDeaths, Suspects
+from .setbacks import SessionLimits, Setbacks, Suspects
 
 _TOO_SLOW = "the client reads too slowly; its stream was ended"
 _MAX_REFUSALS = 2  # of one request; then the next engine has to take it
@@ -82,19 +82,20 @@ class Session:
         self._deadline_s = deadline_s
         self._clock = clock
         self._limits = limits
-        suspects = Suspects() if suspects is None else suspects
-        self._answer = Answer(request, sample_index, text, sink, arrived, clock)
-        self._wait = DispatchWait(limits, router, suspects, clock.monotonic_s())
-        self._deaths = EngineDeaths(request_id, suspects, limits.max_engine_failures)
-        tokens, scores = self._answer.output_ids, self._answer.prompt_scores
-        self._dispatcher = Dispatcher(
-            *(request_id, request, sample_index, tokens, scores, clock, entropy, deadline_s)
-        )
+        self._router = router
+        self._entropy = entropy
+        self._suspects = suspects or Suspects()
+        self._answer = Answer(request_id, request, sample_index, text, sink, arrived, clock)
+        self.blocked: Blocked | None = None  # why the last try to dispatch did not
+        self._queue_until_s = clock.monotonic_s() + limits.max_queue_s
+        self._engine_until_s: float | None = None  # while no engine can take it
+        self._setbacks: Setbacks | None = None  # from the first attempt on that came to nothing
         self._moves: Moves | None = None  # from its first move on
         self._attempt: Attempt | None = None
         self._last: Attempt | None = None  # the same, and what was the last one
         self._num_attempts = 0
         self._num_refusals = 0  # of them: attempts that came to nothing at once
+        self._num_taken = 0  # of them: neither those nor rounds of moves
         self._fingerprint: str | None = None
         self.is_over = False
 
@@ -106,22 +107,18 @@ class Session:
         attempt = self._attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
             return
-        self._answer.note(attempt, incarnation, output)
+        self._answer.note(output, is_of_prefill=incarnation == attempt.pair[0])
         if not attempt.is_handed_over and incarnation == attempt.pair[1]:
             attempt.note_decode_progress(output)
         if output.finish_reason is not None:
             attempt.close(incarnation)
-        if isinstance(output.error, PromiseRefused):
-            self._was_refused(attempt, incarnation)
-            return
-        if isinstance(output.error, TrialRefused):
-            self._was_kept_apart(attempt, incarnation)
+        if isinstance(output.error, PromiseRefused | TrialRefused):
+            self._was_sent_back(attempt, incarnation, output.error)
             return
         if output.error is not None:
             # A hand-off fails between two engines: each may be fine with another partner.
-            is_pair_fault = isinstance(output.error, HandoffFailed | NodeLost)
-            blamed = None if is_pair_fault else incarnation
-            self._engine_gave_up(attempt, incarnation, output.error, blamed)
+            is_pairs = isinstance(output.error, HandoffFailed | NodeLost)
+            self._engine_gave_up(attempt, incarnation, output.error, is_pairs=is_pairs)
             return
         try:
             if output.prompt_logprobs:
@@ -142,7 +139,7 @@ class Session:
             attempt is None
             or (moves is not None and moves.now is not None)
             or self._fingerprint is None
-            or self._deaths.suspect_side is not None
+            or self._is_suspect
             or answer.text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
@@ -159,25 +156,25 @@ class Session:
         attempt = self._attempt
         if self._moves is not None:
             self._moves.lose(incarnation, has_died=has_died)
-        if attempt is None or incarnation not in attempt.pair:
-            self._wait.engine_lost(incarnation)
-            if has_died and not self.is_over:
-                self._blame_late(incarnation)
-            return
-        name = attempt.name_of(incarnation)
-        died, lost = f"the engine of node {name} died", f"node {name} was lost"
-        error = EngineFailed(died) if has_died else NodeLost(lost)
-        self._engine_gave_up(attempt, incarnation, error, blamed=incarnation)
+        if attempt is not None and incarnation in attempt.pair:
+            name = attempt.name_of(incarnation)
+            died, lost = f"the engine of node {name} died", f"node {name} was lost"
+            error = EngineFailed(died) if has_died else NodeLost(lost)
+            self._engine_gave_up(attempt, incarnation, error)
+        elif self._setbacks is not None and not self.is_over:
+            late = self._setbacks.engine_lost(incarnation, has_died=has_died)
+            if late is not None and not self._may_try_again:
+                self._end_badly(late)
+            elif late is not None and attempt is not None:
+                self._setbacks.attempt_began(attempt)
 
     @property
     def unfinished_run(self) -> UnfinishedRun | None:
         """Of one that ended badly; None: no engine had it."""
-        return None if self._last is None else self._answer.unfinished(self._last)
-
-    @property
-    def blocked(self) -> Blocked | None:
-        """Why the last try to dispatch did not."""
-        return self._wait.blocked
+        last = self._last
+        if last is None:
+            return None
+        return self._answer.unfinished(last.route, is_handed_over=last.is_handed_over)
 
     @property
     def is_waiting(self) -> bool:
@@ -212,11 +209,6 @@ class Session:
         """Whether it was dispatched before, and taken, or streams."""
         return self._num_taken > 0 or bool(self._answer.output_ids)
 
-    @property
-    def _num_taken(self) -> int:
-        num_of_moves = 0 if self._moves is None else self._moves.num_rounds
-        return self._num_attempts - self._num_refusals - num_of_moves
-
     def cancel(self, error: BatonError) -> None:
         """End early: `Cancelled`, or what made the gateway give up on the client."""
         if not self.is_over:
@@ -228,8 +220,14 @@ class Session:
         if self._attempt is not None:
             due_s = min(self._deadline_s, self._attempt.doubt_until_s)
             return due_s if self._moves is None else min(due_s, self._moves.deadline_s)
-        is_queued = self._waits_for_its_first_place
-        return min(self._deadline_s, self._wait.until_s(is_queued=is_queued))
+        waits_s = [self._deadline_s]
+        if self._waits_for_its_first_place:
+            waits_s.append(self._queue_until_s)
+        if self._engine_until_s is not None:
+            waits_s.append(self._engine_until_s)
+        if self._setbacks is not None:
+            waits_s.append(self._setbacks.until_s)
+        return min(waits_s)
 
     def tick(self) -> None:
         """Act on whatever time is up."""
@@ -244,8 +242,9 @@ class Session:
         elif self._moves is not None and self._moves.is_late(now_s):
             return
         elif self._waits_for_its_first_place:
-            if error := self._wait.queue_error(now_s):
-                self._end_badly(error)
+            if now_s >= self._queue_until_s:
+                waited_s = self._limits.max_queue_s
+                self._end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
         else:
             self.try_dispatch()
 
@@ -253,15 +252,13 @@ class Session:
     def _waits_for_its_first_place(self) -> bool:
         return self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE
 
-    def try_dispatch(self) -> None:
-        """Find engines and dispatch, or wait for them as long as that makes sense; `blocked` is
-        why. Does nothing unless it waits."""
+    def try_dispatch(self, without: str | None = None) -> None:
+        """Find engines, but for the one `without`, and dispatch, or wait for them as long as that
+        makes sense; `blocked` is why. Does nothing unless it waits."""
         if not self.is_waiting:
             return
-        now_s = self._clock.monotonic_s()
-        suspect_call = self.call_id if self._deaths.is_suspect else None
         try:
-            route = self._wait.find(self.demand, self._fingerprint, suspect_call, now_s)
+            route = self._find_engines(without)
         except BatonError as error:
             self._end_badly(error)
             return
@@ -275,108 +272,145 @@ class Session:
         # An engine may send it back: not for ever, and not once it was taken.
         may_refuse = self._num_taken == 1 and not self._siblings
         may_refuse = may_refuse and self._num_refusals < _MAX_REFUSALS
-        tried_on = self._deaths.tried_on(attempt.pair)
-        self._dispatcher.send(attempt, fork_ids, may_refuse=may_refuse, tried_on=tried_on)
+        attempt.send(
+            self._entropy,
+            self._deadline_s - self._clock.monotonic_s(),
+            fork_ids,
+            may_refuse=may_refuse,
+            trial_side=None if self._setbacks is None else self._setbacks.suspect_side,
+        )
+
+    def _find_engines(self, without: str | None) -> Route | None:
+        """None: none now. Raises what ends the request: no engine came in time, or its call has
+        killed too many."""
+        now_s, setbacks, avoid = self._clock.monotonic_s(), self._setbacks, Avoid()
+        if setbacks is not None:
+            if not setbacks.may_try():
+                self.blocked = None
+                return None
+            avoid = setbacks.avoid
+        if without is not None:
+            avoid = Avoid(avoid.incarnations | {without}, avoid.pairs)
+        try:
+            route = self._router.choose(self.demand, avoid=avoid, fingerprint=self._fingerprint)
+        except MustWait as wait:
+            self.blocked, self._engine_until_s = wait.reason, None
+            return None
+        except Unavailable:
+            if setbacks is not None and setbacks.waits_for_trials():
+                self.blocked = self._engine_until_s = None
+                return None
+            self.blocked = Blocked.ENGINE
+            if self._engine_until_s is None:
+                self._engine_until_s = now_s + self._limits.recovery_wait_s
+            elif now_s >= self._engine_until_s:
+                raise
+            return None
+        self.blocked = self._engine_until_s = None
+        return route
 
     def _begin_attempt(self, route: Route) -> Attempt:
-        self._attempt = self._last = attempt = self.new_attempt(route)
-        self._deaths.attempt_began(self.call_id, attempt.pair, attempt.base_index)
+        self._attempt = self._last = attempt = self._new_attempt(route)
+        if self._setbacks is not None:
+            self._setbacks.attempt_began(attempt)
+        self._num_taken += 1
         self._is_led = False
         self._answer.stamp(Event.ROUTED)
         return attempt
 
-    def new_attempt(self, route: Route) -> Attempt:
+    def dispatch_beside(self, route: Route) -> Attempt:
+        """See MovingSession."""
+        attempt = self._new_attempt(route)
+        remaining_s = self._deadline_s - self._clock.monotonic_s()
+        attempt.send(self._entropy, remaining_s, may_refuse=True)
+        return attempt
+
+    def _new_attempt(self, route: Route) -> Attempt:
         """The next, from the tokens so far on."""
         self._num_attempts += 1
-        sampling = self.request.sampling
-        has_scores = sampling.prompt_logprobs is not None and not self.sample_index
-        is_search = sampling.use_beam_search
-        return Attempt(
-            number=self._num_attempts - 1,
-            route=route,
-            base_index=len(self._answer.output_ids),
-            max_tokens=sampling.max_tokens,
-            is_search=is_search,
-            scores=self._answer.prompt_scores if is_search and has_scores else None,
-        )
+        return Attempt(self._num_attempts - 1, route, self._answer)
 
-    def _was_refused(self, attempt: Attempt, incarnation: str) -> None:
-        """It would break an engine's promise: plan once more without that one, then wait in the
-        queue as if it had never been dispatched."""
-        self._was_sent_back(attempt, incarnation)
-        if self._num_refusals == 1:
-            with self._wait.without(incarnation, self._clock.monotonic_s()):
-                self.try_dispatch()
-        if self.is_waiting:
-            self._wait.for_a_place()
-
-    def _was_kept_apart(self, attempt: Attempt, incarnation: str) -> None:
-        """Another gateway's suspect is on trial there: elsewhere, or once that is over."""
-        self._was_sent_back(attempt, incarnation)
-        self._wait.failed(incarnation, attempt.pair, self._clock.monotonic_s())
-
-    def _was_sent_back(self, attempt: Attempt, incarnation: str) -> None:
-        """The engine did not take it."""
+    def _was_sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
+        """The engine did not take it: where another gateway's suspect is on trial, it goes
+        elsewhere, or there once that is over. Where it would break the engine's promise, plan once
+        more without that one, then wait in the queue as if it had never been dispatched."""
         attempt.close(incarnation)
-        attempt.cancel(self.request_id)
+        attempt.cancel()
         self._attempt = None
         if self._moves is not None:
             self._moves.target_ended(attempt, "refused")
-        self._deaths.ended()
+        if self._setbacks is not None:
+            self._setbacks.trial_ended()
+        self._num_taken -= 1
         self._num_refusals += 1
+        if isinstance(error, TrialRefused):
+            self._setback().leave_out(incarnation, attempt.pair)
+            return
+        if self._num_refusals == 1:
+            self.try_dispatch(without=incarnation)
+        if self.is_waiting:
+            self.blocked, self._engine_until_s = Blocked.PLACE, None
+
+    def _setback(self) -> Setbacks:
+        """There is one."""
+        if self._setbacks is None:
+            self._setbacks = Setbacks(
+                self.request_id,
+                self.call_id,
+                self._limits,
+                self._suspects,
+                self._clock,
+                self._answer.output_ids,
+            )
+        return self._setbacks
 
     def _engine_gave_up(
-        self, attempt: Attempt, incarnation: str, error: BatonError, blamed: str | None
+        self, attempt: Attempt, incarnation: str, error: BatonError, *, is_pairs: bool = False
     ) -> None:
         """An engine of this attempt failed it or is gone; the attempt may survive that."""
         attempt.close(incarnation)
         if not attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
-            if blamed is None:
-                self._wait.for_word_of(attempt.partner_of(incarnation), self._clock.monotonic_s())
-            self.fail_attempt(attempt, error, blamed=blamed)
+            if is_pairs:
+                self.fail_attempt(attempt, error, silent=attempt.partner_of(incarnation))
+            else:
+                self.fail_attempt(attempt, error, blamed=incarnation)
 
     def fail_attempt(
-        self, attempt: Attempt, error: BatonError, *, blamed: str | None = None
+        self,
+        attempt: Attempt,
+        error: BatonError,
+        *,
+        blamed: str | None = None,
+        silent: EngineLink | None = None,
     ) -> None:
         """Give this attempt up; try again if that can help. `blamed` None: the pair."""
-        attempt.cancel(self.request_id)
+        attempt.cancel()
         self._attempt, moves = None, self._moves
         if moves is not None:
             moves.target_ended(attempt, "lost")
-        now_s = self._clock.monotonic_s()
-        self._wait.failed(blamed, attempt.pair, now_s)
-        num_tokens = len(self._answer.output_ids)
-        self._deaths.attempt_failed(
-            self.call_id, attempt.pair, blamed, error, num_tokens=num_tokens, now_s=now_s
-        )
-        if num_tokens == self.request.sampling.max_tokens:
+        self._setback().attempt_failed(attempt, error, blamed, silent)
+        if self.num_outputs == self.request.sampling.max_tokens:
             # All tokens are out: only the message that ends it was lost.
             self._finish(attempt, FinishReason.LENGTH, Shown("", [], None))
         elif error.is_retryable and self._may_try_again:
             if moves is not None:
-                self._attempt = moves.take_over(is_suspect=self._deaths.is_suspect)
+                self._attempt = moves.take_over(is_suspect=self._is_suspect)
             self._last = self._attempt or attempt
             if self._attempt is None:
                 self.try_dispatch()
             else:
-                self._deaths.attempt_began(self.call_id, self._attempt.pair, num_tokens)
+                self._num_taken += 1  # as a retry
         else:
             self._end_badly(error)
-
-    def _blame_late(self, died: str) -> None:
-        """An engine died that the attempt before may have failed for."""
-        num_tokens, now_s = len(self._answer.output_ids), self._clock.monotonic_s()
-        error = self._deaths.died_late(self.call_id, died, num_tokens=num_tokens, now_s=now_s)
-        if error is not None and not self._may_try_again:
-            self._end_badly(error)
-        elif error is not None and self._attempt is not None:
-            attempt = self._attempt
-            self._deaths.attempt_began(self.call_id, attempt.pair, attempt.base_index)
 
     @property
     def _may_try_again(self) -> bool:
         is_left = self._num_taken < self._limits.max_attempts
-        return is_left and not self._deaths.is_convicted
+        return is_left and not (self._setbacks and self._setbacks.is_convicted)
+
+    @property
+    def _is_suspect(self) -> bool:
+        return self._setbacks is not None and self._setbacks.is_suspect
 
     @property
     def movable_from(self) -> str | None:
@@ -384,7 +418,7 @@ class Session:
         share blocks, and stay."""
         attempt = self._attempt
         is_alone = not self._siblings and not self.sample_index
-        may_move = is_alone and self._answer.output_ids and not self._deaths.is_suspect
+        may_move = is_alone and self._answer.output_ids and not self._is_suspect
         if attempt is None or not attempt.is_decoding or not may_move:
             return None
         is_time = self._moves is None or self._moves.may_begin(self._clock.monotonic_s())
@@ -394,13 +428,13 @@ class Session:
         """To another engine of this model, while `movable_from`; move.py has what follows."""
         assert self._attempt is not None and route.decode.fingerprint == self._fingerprint
         if self._moves is None:
-            self._moves = Moves(self, self._dispatcher, self._answer.output_ids)
+            self._moves = Moves(self, self._answer.output_ids)
         self._moves.begin(route, self._attempt, self._clock.monotonic_s(), on_over)
 
     def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
         """See MovingSession, as of what follows."""
         if self._attempt is not None and self._attempt is not attempt:
-            self._attempt.cancel(self.request_id)
+            self._attempt.cancel()
         self._attempt = self._last = attempt
         self._advance(attempt, fresh)
 
@@ -409,7 +443,8 @@ class Session:
         shown = self._answer.add(tokens)
         if shown.tokens and self._fingerprint is None:
             self._fingerprint = attempt.route.prefill.fingerprint
-        self._deaths.got_to(len(self._answer.output_ids))
+        if self._setbacks is not None:
+            self._setbacks.got_further()
         if shown.matched_stop is not None:
             self._finish(attempt, FinishReason.STOP, shown)
         elif attempt.is_complete and attempt.finish_reason is not None:
@@ -420,15 +455,21 @@ class Session:
     def _finish(self, attempt: Attempt, reason: FinishReason, shown: Shown) -> None:
         """The good end. Whoever still holds the request gets a Cancel."""
         self._end(Event.FINISHED)
-        attempt.cancel(self.request_id)
-        self._answer.finish(attempt, reason, shown, num_attempts=self._num_taken)
+        attempt.cancel()
+        self._answer.finish(
+            attempt.route,
+            reason,
+            shown,
+            is_handed_over=attempt.is_handed_over,
+            num_attempts=self._num_taken,
+        )
 
     def _end_badly(self, error: BatonError) -> None:
         """The other end: cancelled or failed."""
         attempt = self._attempt
         self._end(Event.CANCELLED if isinstance(error, Cancelled) else Event.FAILED)
         if attempt is not None:
-            attempt.cancel(self.request_id)
+            attempt.cancel()
         self._answer.fail(error)
 
     def _end(self, event: Event) -> None:
@@ -437,5 +478,6 @@ class Session:
         self._attempt = None
         if self._moves is not None:
             self._moves.end("ended")
-        self._deaths.ended()
+        if self._setbacks is not None:
+            self._setbacks.trial_ended()
         self._answer.stamp(event)

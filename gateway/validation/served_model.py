@@ -13,9 +13,8 @@ from ...core.errors import InvalidRequest, Overloaded, StartupFailed, refusing
 from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ...core.request.request import Constraint
 from ..text.no_tokenizer import NoTokenizer
-from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
-from .validation import ModelLimits, ValidatedRequest
+from .validation import ModelLimits
 
 _MAX_WAITING = 64
 
@@ -87,19 +86,6 @@ class ServedModel:
         limits = _read_limits(model_dir, name)
         constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
-
-    def text_stream(self, request: ValidatedRequest) -> TextStream:
-        """Of one sample's output."""
-        options, sampling = request.options, request.sampling
-        return TextStream(
-            self.tokenizer.detokenizer(
-                request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
-            ),
-            sampling.stop,
-            min_tokens=sampling.min_tokens,
-            includes_stop=options.include_stop_str_in_output,
-            stop_ids=sampling.stop_token_ids,
-        )
 
     def close(self) -> None:
         """End its threads."""

@@ -1,6 +1,6 @@
 """Requests under which an engine died, of several gateways: no two of them on one engine.
 
-A gateway tries its own ones apart from each other (gateway/request/suspects.py), and knows of no
+A gateway tries its own ones apart from each other (gateway/request/setbacks.py), and knows of no
 other gateway's. So one of another gateway is sent back until the first is over here, or has got
 further than where its engine died: if this engine dies too, it is known under which of them.
 """

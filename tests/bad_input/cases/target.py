@@ -36,7 +36,7 @@ from baton.core.membership import Member, Role
 from baton.core.process.logs import set_up_logging
 from baton.gateway.http.protocol import body, connections
 from baton.gateway.process.server import serve
-from baton.gateway.request.dispatch_wait import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits
 from baton.node.supervisor.engine_handle import EngineHandle
 from baton.node.supervisor.rpc import Callers, NodeServicer, make_server
 from baton.proto.v1 import node_pb2_grpc

@@ -20,7 +20,7 @@ from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.membership import Role
 from baton.core.request.request import Request
 from baton.gateway.process.server import serve
-from baton.gateway.request.dispatch_wait import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits
 from baton.proto import codec
 
 SECRET = "test secret"

@@ -9,6 +9,7 @@ from baton.core.errors import BatonError, Unavailable
 from baton.core.request.request import FinishReason, Request, Ticket
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, MustWait, Route, Work
 from baton.gateway.request.output_chunk import OutputChunk
+from baton.prefix_index.prefix_sources import Fetch
 
 
 @dataclass
@@ -28,7 +29,13 @@ class FakeLink:
         return f"node-{self.incarnation}"
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+        self,
+        request: Request,
+        work: Work,
+        ticket: Ticket | None,
+        deadline_remaining_s: float,
+        cached_tokens: int = 0,
+        fetch: Fetch | None = None,
     ) -> None:
         self.dispatched.append((request, work, ticket, deadline_remaining_s))
 

@@ -21,7 +21,7 @@ from baton.core.errors import EngineFailed
 from baton.core.membership import Role
 from baton.core.request.timeline import Event
 from baton.gateway.process.server import serve
-from baton.gateway.request.dispatch_wait import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 

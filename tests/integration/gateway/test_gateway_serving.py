@@ -49,8 +49,8 @@ from baton.gateway.admission import front_door
 from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.session_table import SessionTable
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc

@@ -30,8 +30,8 @@ from baton.core.errors import BatonError, EngineFailed
 from baton.core.membership import Role
 from baton.gateway.http.protocol.body import MAX_BODY_BYTES
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.output_chunk import ChunkQueue
+from baton.gateway.request.setbacks import SessionLimits
 
 SECRET = "test secret"
 PROMPT = "hello"

@@ -322,7 +322,7 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
     assert route.is_local and not table.why_not_ready()
     request = Request("r", 0, (1, 2, 3), SamplingParams())
-    route.decode.dispatch(request, Work.LOCAL, None, 1.0)
+    route.dispatch(request, Work.LOCAL, None, 1.0)
     assert (d.places.num_requests, d.backlog.tokens_ahead) == (1, 3)
     d.settle([], [("r", 0, 0, 5)])
     assert (d.places.num_requests, d.backlog.tokens_ahead) == (1, 0)

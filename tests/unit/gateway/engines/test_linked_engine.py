@@ -13,7 +13,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, TokenLogprobs
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.cluster_view import _REPORT_S, ClusterView
-from baton.gateway.engines.engine_table import ChosenEngine, EngineTable
+from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
@@ -67,7 +67,7 @@ def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
     for fetch in (None, Fetch("other", 1584, 0.01)):
         engine = linked(Role.DECODE)
         before = engine.places._room_blocks
-        ChosenEngine(engine, 0, fetch).dispatch(request(1600), Work.LOCAL, None, 9.0)
+        engine.dispatch(request(1600), Work.LOCAL, None, 9.0, 0, fetch)
         rooms.append(before - engine.places._room_blocks)
     assert rooms[0] == rooms[1] > 100
 

@@ -109,7 +109,7 @@ async def chosen(table: EngineTable, prompt: tuple[int, ...] = PROMPT) -> tuple[
     """The prefill engine, and the cached tokens that are expected on it and on the decode one."""
     router = await routed(table, prompt)
     route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
-    return route.prefill.incarnation, route.prefill.cached_tokens, route.decode.cached_tokens  # type: ignore[attr-defined]
+    return route.prefill.incarnation, *route.cached_tokens
 
 
 async def test_the_longest_cached_prefix_is_found() -> None:
@@ -154,7 +154,7 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         assert route.prefill.incarnation == Q
         request = Request("r", attempt, PROMPT, SamplingParams())
-        route.prefill.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
+        route.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
         assert q.backlog.tokens_ahead == 16
         q.settle([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (q.num_index_hits, q.num_stale_hits) == (3, 2)

@@ -21,10 +21,10 @@ from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import EngineOutput, Route, Work
 from baton.gateway.request.move import CATCH_UP_S, LIMIT_S, MOST_BEHIND, MOVE_EVERY_S
 from baton.gateway.request.session import Session
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -352,4 +352,4 @@ def test_an_engine_that_took_over_and_died_in_its_prompt_is_suspected_for_that()
     rig.router.prefill = rig.router.decode = [rig.links["c"]]
     rig.session.engine_lost("a")
     rig.session.engine_lost("b", has_died=True)
-    assert rig.session._deaths.suspect_side == 0
+    assert rig.session._setbacks.suspect_side == 0

@@ -13,10 +13,10 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
 from baton.gateway.request.session import Session
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -175,10 +175,10 @@ def test_prompt_logprobs_are_asked_for_until_they_are_here() -> None:
     rig.send(link, 0, prompt_logprobs=SCORES[:2], first_prompt_index=1, attempt=1)
     rig.send(link, 0, 0, "a", attempt=1)
     assert rig.chunks[-1].prompt_logprobs == SCORES[:2]
-    assert rig.sessions[0]._dispatcher._wanted_sampling().prompt_logprobs is None
-    assert rig.sessions[1]._dispatcher._wanted_sampling().prompt_logprobs is None, (
-        "the first sample's to ask"
-    )
+    whys = ["they are known", "the first sample's to ask"]
+    for session, why in zip(rig.sessions, whys, strict=True):
+        rest = session._answer.rest(1, (), may_refuse=False)
+        assert rest.sampling.prompt_logprobs is None, why
 
 
 @pytest.mark.parametrize("nonsense", [{"logprobs": SCORES[:1]}, {"prompt_logprobs": SCORES[:3]}])

@@ -24,9 +24,9 @@ from baton.core.errors import (
 )
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -603,7 +603,7 @@ def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second
     rig.session.engine_lost("d1", has_died=True)
     assert rig.links["d2"].dispatched[0][0].is_on_trial
     rig.send("d2", 1, "b", attempt=1)
-    assert rig.session._deaths.is_suspect
+    assert rig.session._setbacks.is_suspect
     rig.session.engine_lost("d2", has_died=True)
     assert isinstance(rig.sink.error, EngineFailed)
 

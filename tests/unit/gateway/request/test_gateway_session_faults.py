@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, Overloaded
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -49,7 +49,7 @@ class SimEngine(FakeLink):
     computed: dict[str, bool] = field(default_factory=dict)  # transfer -> did the request end here
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float, *_: object
     ) -> None:
         super().dispatch(request, work, ticket, deadline_remaining_s)
         first = len(request.output_token_ids) + (0 if work is Work.PREFILL else 1)

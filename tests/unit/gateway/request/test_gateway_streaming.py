@@ -13,11 +13,11 @@ from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
+from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 

@@ -14,10 +14,9 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import EngineFailed, HandoffFailed, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.dispatch_wait import SessionLimits
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from baton.gateway.request.session import Session
-from baton.gateway.request.suspects import LATE_S, Suspects
+from baton.gateway.request.setbacks import LATE_S, SessionLimits, Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.node.requests.request_io import Entry, RequestTable
@@ -46,7 +45,7 @@ class Door:
                 self._table.close(entry.key)
         for request, *_ in self._link.dispatched[len(self._entries) :]:
             session = self._cluster.sessions[request.request_id]
-            is_others = session._wait._suspects is self._cluster.others
+            is_others = session._suspects is self._cluster.others
             entry = Entry(request, f"gateway-{is_others}", 60.0, None)
             self._entries.append(entry)
             self._table.open(entry)

@@ -1,0 +1,238 @@
+"""What a request remembers once an attempt came to nothing: whom it leaves out, what it waits for
+before the next, and whether it may be what kills engines.
+
+    fails on an engine ──► settle: all streams tell of a node's end, in any order
+    fails since an engine's partner is silent ──► until that one is heard of, or its end is
+                      └──► avoid: that engine, or the pair, is left out for a moment
+    an engine dies ─► all that it held are suspects ─► on trial, on an engine where no other one is
+                                                        │  gets further than where it was: cleared
+                                                        └─ the engine dies: it has killed two
+So what kills engines takes no other suspect with it, which would count as having killed two as
+well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone: of
+two gateways' suspects an engine sends the second one back (node/requests/trials.py).
+An engine's partner may notice its death first, and fail the attempt for that: the report of the
+death that explains it comes behind, and the next attempt waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.errors import BatonError, EngineFailed
+from ...core.ports import Clock
+from .attempt import Attempt
+from .engine_link import Avoid, EngineLink
+
+_MAX_CONVICTED = 256
+LATE_S = 1.0  # by which that report may come
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How long and how often a request tries.
+
+    `max_engine_failures`: engines that may die under one request, since it may be what kills them,
+    unless it has got further in between. `recovery_wait_s`: wait for an engine where none can take
+    it. `avoid_s`: how long a failed engine is left out even if it is the only one; covers the age
+    of heartbeats. `settle_s`: the end of a node is noticed on several streams, in any order; a
+    retry waits until all were received. `max_queue_s`: wait for a place on engines that are there,
+    of what was never dispatched.
+    """
+
+    max_attempts: int = 3
+    max_engine_failures: int = 2
+    recovery_wait_s: float = 10.0
+    avoid_s: float = 0.3
+    settle_s: float = 0.02
+    max_queue_s: float = math.inf
+
+
+class Suspects:
+    """Which engines have a suspect on trial. Samples of one call are alike: one is tried at a time,
+    and `convicted` are the errors of calls of which one was given up."""
+
+    def __init__(self) -> None:
+        self.trials: dict[str, tuple[str, str]] = {}  # call and engine, by request id
+        self.convicted: OrderedDict[str, BatonError] = OrderedDict()
+
+    @property
+    def engines(self) -> frozenset[str]:
+        return frozenset([engine for _, engine in self.trials.values()])
+
+    def keep_clear(self, avoid: Avoid) -> Avoid:
+        """`avoid`, and every engine with a trial."""
+        return Avoid(avoid.incarnations | self.engines, avoid.pairs)
+
+    def tries(self, call_id: str) -> bool:
+        """Whether a sample of this call is on trial."""
+        return any(call == call_id for call, _ in self.trials.values())
+
+
+class _Unexplained(NamedTuple):
+    """An attempt that failed with neither engine to blame. `num_tokens`: output tokens by then."""
+
+    attempt: Attempt
+    num_tokens: int
+    failed_s: float
+
+
+class Setbacks:
+    """Of one session, from the first attempt on that came to nothing. `suspect_side`: of the pair
+    (prefill, decode), where it is on trial; None: it is no suspect."""
+
+    def __init__(
+        self,
+        request_id: str,
+        call_id: str,
+        limits: SessionLimits,
+        suspects: Suspects,
+        clock: Clock,
+        output_ids: Sequence[int],
+    ) -> None:
+        self.suspect_side: int | None = None
+        self._request_id = request_id
+        self._call_id = call_id
+        self._limits = limits
+        self._suspects = suspects
+        self._clock = clock
+        self._output_ids = output_ids  # so far
+        self._avoid = Avoid()
+        self._avoid_until_s = 0.0
+        self._settle_until_s: float | None = None
+        self._silent: tuple[EngineLink, float] | None = None  # since when
+        self._num_deaths = 0
+        self._cleared_at = 0  # output tokens
+        self._unexplained: _Unexplained | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.suspect_side is not None
+
+    @property
+    def is_convicted(self) -> bool:
+        return self._num_deaths >= self._limits.max_engine_failures
+
+    # --- before the next attempt ------------------------------------------------------------------
+
+    def may_try(self) -> bool:
+        """Whether the next attempt may begin now. Raises what ends the request: its call has
+        killed too many engines."""
+        now_s = self._clock.monotonic_s()
+        if self._settle_until_s is not None and now_s < self._settle_until_s:
+            return False
+        self._settle_until_s = None
+        if self._silent is not None:
+            partner, since_s = self._silent
+            if partner.heard_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
+                return self._settle()
+            self._silent = None
+        if self._avoid and now_s >= self._avoid_until_s:
+            self._avoid = Avoid()
+        if self.is_suspect:
+            if error := self._suspects.convicted.get(self._call_id):
+                raise error
+            if self._suspects.tries(self._call_id):
+                return self._settle()
+        return True
+
+    @property
+    def avoid(self) -> Avoid:
+        """Where it is not to go now; a suspect, to no engine with a trial either."""
+        return self._suspects.keep_clear(self._avoid) if self.is_suspect else self._avoid
+
+    def waits_for_trials(self) -> bool:
+        """Whether there may be engines for it once other suspects' trials are over."""
+        return self.avoid != self._avoid and not self._settle()
+
+    @property
+    def until_s(self) -> float:
+        """When something of this is over."""
+        settled_s = math.inf if self._settle_until_s is None else self._settle_until_s
+        return min(settled_s, self._avoid_until_s) if self._avoid else settled_s
+
+    def _settle(self) -> bool:
+        """False: it may not try now."""
+        self._settle_until_s = self._clock.monotonic_s() + self._limits.settle_s
+        return False
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def attempt_began(self, attempt: Attempt) -> None:
+        """A suspect's is its trial."""
+        if self.suspect_side is not None:
+            engine = attempt.pair[self.suspect_side]
+            self._suspects.trials[self._request_id] = (self._call_id, engine)
+            # The next token is the prefill engine's, the one behind it the decode engine's.
+            self._cleared_at = attempt.base_index + 1 + self.suspect_side
+
+    def leave_out(self, blamed: str | None, pair: tuple[str, str]) -> None:
+        """This engine, for a moment; None: the pair."""
+        avoid = self._avoid
+        if blamed is None:
+            self._avoid = Avoid(avoid.incarnations, avoid.pairs | {pair})
+        else:
+            self._avoid = Avoid(avoid.incarnations | {blamed}, avoid.pairs)
+        self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
+        self._settle()
+
+    def attempt_failed(
+        self,
+        attempt: Attempt,
+        error: BatonError,
+        blamed: str | None,
+        silent: EngineLink | None,
+    ) -> None:
+        """By the engine `blamed` or, None, by the pair. `silent`: an engine that its partner cannot
+        reach: it may have died under the request."""
+        self.leave_out(blamed, attempt.pair)
+        self.trial_ended()
+        now_s = self._clock.monotonic_s()
+        self._unexplained = None
+        if silent is not None:
+            self._silent = silent, now_s
+        if blamed is None:
+            self._unexplained = _Unexplained(attempt, len(self._output_ids), now_s)
+        elif isinstance(error, EngineFailed):
+            self._suspect(attempt, blamed, error)
+
+    def engine_lost(self, lost: str, *, has_died: bool) -> EngineFailed | None:
+        """An engine that the running attempt is not on. The error, if its death is what made the
+        attempt before fail: that was on it, lately, and the request has got no further since."""
+        if self._silent is not None and self._silent[0].incarnation == lost:
+            self._silent = None
+        before = self._unexplained
+        if before is None or not has_died or lost not in before.attempt.pair:
+            return None
+        is_late = self._clock.monotonic_s() - before.failed_s >= LATE_S
+        if is_late or len(self._output_ids) > before.num_tokens:
+            return None
+        self._unexplained = None
+        error = EngineFailed("an engine died under the request")
+        self._suspect(before.attempt, lost, error)
+        return error
+
+    def got_further(self) -> None:
+        """Perhaps than where its engine died: then what killed that was another request."""
+        if self.is_suspect and len(self._output_ids) >= self._cleared_at:
+            self.suspect_side = None
+            self._num_deaths = 0
+            self.trial_ended()
+
+    def trial_ended(self) -> None:
+        """Or its attempt did, however."""
+        self._suspects.trials.pop(self._request_id, None)
+
+    def _suspect(self, attempt: Attempt, died: str, error: EngineFailed) -> None:
+        """An engine that does both died while it decoded if it had brought a token."""
+        self._num_deaths += 1
+        is_both = attempt.route.is_local
+        self.suspect_side = int(attempt.has_tokens) if is_both else attempt.pair.index(died)
+        if self.is_convicted:
+            convicted = self._suspects.convicted
+            convicted[self._call_id] = error  # remembered while samples of the call may wait
+            if len(convicted) > _MAX_CONVICTED:
+                convicted.popitem(last=False)
