@@ -222,8 +222,8 @@ class EngineTable:
         holders = self._holders(num_tokens, cached, Avoid())
 
         def seconds(engine: LinkedEngine, own: int) -> float:
-            ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
-            speed = engine.backlog.speed
+            ahead = engine.account.fair_tokens_ahead(caller_id, own, parts)
+            speed = engine.account.speed
             return speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0
 
         waits_s = []
@@ -238,7 +238,7 @@ class EngineTable:
     @property
     def places_per_s(self) -> float | None:
         """How many places on decode engines become free; None: not known yet."""
-        rates = [engine.places.places_per_s for engine in self.engines.values()]
+        rates = [engine.account.places_per_s for engine in self.engines.values()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 

@@ -1,6 +1,6 @@
 """One engine behind a live link: its last heartbeat, and what this gateway sent it.
 
-Owns what was dispatched to it (engine_accounts.py), and how often the prefix index was right. Knows
+Owns what was dispatched to it (engine_account.py), and how often the prefix index was right. Knows
 no other engine, no grpc and no directory.
 """
 
@@ -19,7 +19,7 @@ from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
-from .engine_accounts import DecodePlaces, Key, PrefillBacklog
+from .engine_account import EngineAccount, Key
 from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
 from .routing import EngineState
@@ -79,18 +79,14 @@ class LinkedEngine:
     released: set[int] = field(default_factory=set)
     prompts: PromptsInFlight | None = None
     sessions: Sessions | None = None
-    backlog: PrefillBacklog = field(init=False)
-    places: DecodePlaces = field(init=False)
-    _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
-    _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
+    account: EngineAccount = field(init=False)
     _num_promised: int = MANY_DECODES  # decodes of a step that keeps its promise
     is_measured: bool = False  # its steps of prompts, by its last heartbeat
     _has_refused: bool = False  # since then
     _known: tuple[ReportedLoad | None, tuple[object, ...]] = (None, ())  # by heartbeat, for `state`
 
     def __post_init__(self) -> None:
-        self.backlog = PrefillBacklog(self.clock)
-        self.places = DecodePlaces(self.max_num_seqs)
+        self.account = EngineAccount(self.clock, self.max_num_seqs)
 
     @property
     def incarnation(self) -> str:
@@ -119,8 +115,7 @@ class LinkedEngine:
         self.load, self._has_refused = load, False
         self.heard_s = self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
-        self.backlog.heartbeat(load)
-        self.places.heartbeat(load.num_requests, load.room_blocks)
+        self.account.heartbeat(load)
         target_s = load.tbt_target_s
         self._num_promised = MANY_DECODES if target_s is None else load.decodes_within(target_s)
 
@@ -146,7 +141,7 @@ class LinkedEngine:
                 num_blocks = found_tokens // self.member.block_size
                 source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
                 request = replace(request, prefix_source=source)
-            self.backlog.sent(keys[0], caller_id, num_tokens, found_tokens)
+            self.account.sent_prompt(keys[0], caller_id, num_tokens, found_tokens)
             if self.prompts is not None:
                 self.prompts.sent(
                     (self.incarnation, keys[0]),
@@ -155,17 +150,12 @@ class LinkedEngine:
                     request.prompt_token_ids,
                     self.member.block_size,
                 )
-            if found_tokens:
-                self._promised[keys[0]] = found_tokens
-        if work is Work.PREFILL:
-            del keys[1:]  # it computes one prompt, whatever goes on with it elsewhere
-        else:
+        if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
             num_blocks = self.blocks_for(
                 num_tokens - cached_tokens, num_left, request.num_sequences
             )
-            self.places.sent(keys, num_blocks, self.clock.monotonic_s())
-        self._callers.update(dict.fromkeys(keys, caller_id))
+            self.account.sent_decodes(keys, caller_id, num_blocks)
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -181,13 +171,14 @@ class LinkedEngine:
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
         """Take note of what these outputs answer or end."""
-        if unanswered := self.backlog.unanswered:
+        if unanswered := self.account.unanswered:
             for key in unanswered & {token[:2] for token in tokens}:
                 self._answered(key)
         for output in outputs:
             key = (output.request_id, output.attempt)
-            if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):
-                self.num_index_hits += 1
+            if output.cached_tokens is not None:
+                promised = self.account.take_promise(key)
+                self.num_index_hits += promised > 0
                 self.num_stale_hits += output.cached_tokens < promised
             # Beams' tokens come at their end, but that their prompt is computed is reported.
             has_progress = output.error is None and not output.prompt_logprobs
@@ -199,25 +190,22 @@ class LinkedEngine:
 
     def _answered(self, key: Key) -> None:
         """Its prompt is computed: a prefill engine has nothing more to do for it."""
-        if not self.backlog.ended(key, is_computed=True):
+        one = self.account.answered(key)
+        if one is None:
             return
         if self.prompts is not None:
             self.prompts.ended((self.incarnation, key), is_computed=True)
-        if not self.places.has(key):
+        if one.decodes:
+            self.released.add(one.caller_id)
+        else:
             self._ended(key)
-        elif (caller_id := self._callers.get(key)) is not None:
-            self.released.add(caller_id)
 
     def _ended(self, key: Key) -> None:
         """What the request had or waited for here, others may have."""
-        caller_id = self._callers.pop(key, None)
-        if caller_id is None:
-            return
-        self.released.add(caller_id)
-        self._promised.pop(key, None)
-        if self.backlog.ended(key, is_computed=False) and self.prompts is not None:
+        if self.prompts is not None and key in self.account.unanswered:
             self.prompts.ended((self.incarnation, key), is_computed=False)
-        self.places.ended(key, self.clock.monotonic_s())
+        if (one := self.account.ended(key)) is not None:
+            self.released.add(one.caller_id)
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
         """Of the KV of samples of one prompt, with what each is expected to grow by."""
@@ -246,19 +234,19 @@ class LinkedEngine:
         if known_load is not load:
             known = self._known_of(load)
             self._known = load, known
-        is_prefill, waiting_tokens, speed = self.member.role is Role.PREFILL, 0, None
+        account, waiting_tokens, speed = self.account, 0, None
+        is_prefill = self.member.role is Role.PREFILL
         takes_prompt = has_place = False
         if is_prefill or load.takes_whole:
-            backlog = self.backlog
-            waiting_tokens, speed = backlog.tokens_ahead, backlog.speed
+            waiting_tokens, speed = account.tokens_ahead, account.speed
             if others_cost is not None and not self.is_measured:
                 speed = load.prompt_speed_by(others_cost)
-            takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
+            takes_prompt = demand.is_retry or account.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
             has_place = self._has_place(load, demand, cached.num_tokens)
         host_tokens = cached.host_tokens
         host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
-        num_requests, num_dispatched = self.places.num_requests, self.num_dispatched
+        num_requests, num_dispatched = account.num_requests, self.num_dispatched
         of_now = (num_requests, num_dispatched, waiting_tokens, cached.num_tokens)
         of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, 0.0)
         return EngineState._make(known + of_now + (speed, takes_prompt, has_place) + of_prompt)
@@ -276,7 +264,7 @@ class LinkedEngine:
         num_sequences = demand.num_sequences
         num_tokens = demand.num_tokens - cached_tokens
         num_blocks = self.blocks_for(num_tokens, demand.max_output_tokens, num_sequences)
-        has_place = self.places.has_place(num_sequences, num_blocks)
+        has_place = self.account.has_place(num_sequences, num_blocks)
         return has_place and self._keeps_promise_with(load, demand)
 
     def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ...core.ports import Clock
 from ...core.request.token_ids import NUM_BYTES, pack
-from .engine_accounts import Key
+from .engine_account import Key
 
 LINGER_S = 0.3  # from a first token until the index has its prompt
 _MOST_ALIKE = 8  # that are compared with a prompt: the last ones

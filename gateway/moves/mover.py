@@ -128,9 +128,9 @@ def _steps_of(
     cost = None if load is None else load.step_cost or costs.get(engine.fingerprint)
     if load is None or cost is None or not load.tbt_target_s:
         return None
-    speed = engine.backlog.speed
-    ahead_s = engine.backlog.tokens_ahead * speed.token_s if speed is not None else 0.0
-    num_places = (engine.max_num_seqs or 1 << 16) - engine.places.num_requests
+    speed = engine.account.speed
+    ahead_s = engine.account.tokens_ahead * speed.token_s if speed is not None else 0.0
+    num_places = (engine.max_num_seqs or 1 << 16) - engine.account.num_requests
     is_free = load.takes_whole and not load.is_draining and ahead_s <= _MOST_AHEAD_S
     return EngineSteps(
         engine.incarnation,

@@ -16,7 +16,7 @@ from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.admission.admission import QueueLimit
-from baton.gateway.engines.engine_accounts import PrefillBacklog
+from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
@@ -83,8 +83,8 @@ class Cluster:
         prefixes = {name: CachedPrefix(num) for name, num in cached.items()}
         return self.table.predicted_prefill_s(caller_id, num_tokens, prefixes)
 
-    def backlogs(self) -> list[PrefillBacklog]:
-        return [engine.backlog for engine in self.table.engines.values()]
+    def backlogs(self) -> list[EngineAccount]:
+        return [engine.account for engine in self.table.engines.values()]
 
     def limit(self, max_queue_s: float | None = None) -> QueueLimit:
         return QueueLimit(self.table, DispatchQueue(self.table.released), max_queue_s)
@@ -349,7 +349,7 @@ def test_queues_of_several_engines_are_as_short_as_one_before_all(num_gateways: 
         advance(arrives_s)
         asked = rng.randrange(num_gateways)
         engines = gateways[asked].table.engines
-        chosen = min(engines, key=lambda name: (engines[name].backlog.tokens_ahead, rng.random()))
+        chosen = min(engines, key=lambda name: (engines[name].account.tokens_ahead, rng.random()))
         end_s = max([now_s, *(end_s for end_s, _ in queues[chosen])]) + takes_s
         queues[chosen].append((end_s, asked))
         gateways[asked].dispatch(chosen, f"{chosen}{end_s}", num_tokens)

@@ -287,12 +287,12 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
     assert chosen() == "d"
     d.settle([EngineOutput("r", 0, 1, (5,))])
     e.settle([EngineOutput("r", 1, stamps=())])
-    assert (d.places.num_requests, e.places.num_requests) == (1, 2)
+    assert (d.account.num_requests, e.account.num_requests) == (1, 2)
     d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
     e.cancel("r", 1)
     e.cancel("r", 2)
     e.cancel("r", 99)
-    assert (d.places.num_requests, e.places.num_requests) == (0, 0)
+    assert (d.account.num_requests, e.account.num_requests) == (0, 0)
 
 
 def test_an_engine_counts_from_its_first_heartbeat_on() -> None:
@@ -323,11 +323,11 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     assert route.is_local and not table.why_not_ready()
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.dispatch(request, Work.LOCAL, None, 1.0)
-    assert (d.places.num_requests, d.backlog.tokens_ahead) == (1, 3)
+    assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)
     d.settle([], [("r", 0, 0, 5)])
-    assert (d.places.num_requests, d.backlog.tokens_ahead) == (1, 0)
+    assert (d.account.num_requests, d.account.tokens_ahead) == (1, 0)
     d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
-    assert d.places.num_requests == 0
+    assert d.account.num_requests == 0
 
 
 def test_an_engine_whose_steps_would_be_too_long_has_no_place() -> None:

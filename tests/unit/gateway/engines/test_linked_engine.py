@@ -48,7 +48,7 @@ def test_samples_that_go_on_elsewhere_leave_nothing_at_the_prefill_engine() -> N
     engine.dispatch(request(100, fork_ids=("r1", "r2")), Work.PREFILL, None, 9.0)
     for request_id in ("r", "r1", "r2"):
         engine.receive([EngineOutput(request_id, 0, 0, (97,))], [])
-    assert not engine._callers and not engine.backlog.unanswered
+    assert not engine.account._open and not engine.account.unanswered
 
 
 def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None:
@@ -57,18 +57,18 @@ def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None
     engine.dispatch(request(100), Work.PREFILL, None, 9.0)
     scores = (TokenLogprobs(-1.0, ()),)
     engine.receive([EngineOutput("r", 0, cached_tokens=0, prompt_logprobs=scores)], [])
-    assert engine.backlog.unanswered
+    assert engine.account.unanswered
     engine.receive([EngineOutput("r", 0)], [])
-    assert not engine.backlog.unanswered and not engine._callers
+    assert not engine.account.unanswered and not engine.account._open
 
 
 def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
     rooms = []
     for fetch in (None, Fetch("other", 1584, 0.01)):
         engine = linked(Role.DECODE)
-        before = engine.places._room_blocks
+        before = engine.account._room_blocks
         engine.dispatch(request(1600), Work.LOCAL, None, 9.0, 0, fetch)
-        rooms.append(before - engine.places._room_blocks)
+        rooms.append(before - engine.account._room_blocks)
     assert rooms[0] == rooms[1] > 100
 
 

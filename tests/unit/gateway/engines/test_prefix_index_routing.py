@@ -155,7 +155,7 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         assert route.prefill.incarnation == Q
         request = Request("r", attempt, PROMPT, SamplingParams())
         route.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
-        assert q.backlog.tokens_ahead == 16
+        assert q.account.tokens_ahead == 16
         q.settle([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (q.num_index_hits, q.num_stale_hits) == (3, 2)
-    assert q.backlog.tokens_ahead == 0
+    assert q.account.tokens_ahead == 0

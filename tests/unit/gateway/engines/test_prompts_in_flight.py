@@ -81,7 +81,7 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
         route.dispatch(request, Work.PREFILL, None, 10.0)
         homes.append(route.prefill.incarnation)
     assert homes == homes[:1] * 4
-    assert engines.engines[homes[0]].backlog.tokens_ahead == 480, "each computes its own end"
+    assert engines.engines[homes[0]].account.tokens_ahead == 480, "each computes its own end"
     other = PromptRouter(engines, prefix, "another tenant")
     await other.hash_prompt()
     assert other.cached(400) == {}

@@ -1,5 +1,5 @@
-"""What one engine has to do, by its heartbeats and by what this gateway has sent it since: prompt
-tokens that wait there, and how long they take; places of decodes, and blocks for their KV.
+"""What one engine has to do, by its heartbeats and by what this gateway has open there: prompt
+tokens that wait, and how long they take; places of decodes, and blocks for their KV.
 
     heartbeat: tokens that wait, by caller ─┬─ ours, sent and not answered ► others'
     since then: ours that were sent         │
@@ -34,32 +34,43 @@ _UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not kn
 _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """One dispatch. `num_tokens`: its whole prompt, as the engine counts it."""
+@dataclass(slots=True)
+class _Open:
+    """One sequence that was dispatched and has not ended. `decodes`: it goes on here behind its
+    first token. `num_tokens`: of its whole prompt, as the engine counts it, if it is computed here;
+    `promised_tokens`: of them should be cached there, until that is known."""
 
     caller_id: int
-    num_tokens: int
-    uncached_tokens: int
-    at_s: float
+    sent_s: float
+    decodes: bool = False
+    num_tokens: int = 0
+    uncached_tokens: int = 0
+    promised_tokens: int = 0
 
 
-class PrefillBacklog:
-    """One engine's. Times are monotonic seconds."""
+class EngineAccount:
+    """One engine's. Times are monotonic seconds. `max_num_seqs` 0: the engine did not say, and all
+    have a place."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, max_num_seqs: int = 0) -> None:
         self.speed: PromptSpeed | None = None
+        self.max_num_seqs = max_num_seqs
         self._clock = clock
-        self._sent: dict[Key, _Sent] = {}
+        self._open: dict[Key, _Open] = {}  # ours
+        self._prompts: dict[Key, _Open] = {}  # those of them whose first token is not here
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
         self._num_own_tokens = 0  # of all callers
         self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._answered_s = 0.0  # when one of ours was last answered
+        self._num_decodes = 0  # ours
+        self._mean_stay_s: float | None = None  # of them
         self._waiting_tokens = self._num_steps = 0  # by heartbeat, as all below
         self._step_began_s = 0.0
         self._others: dict[int, int] = {}
         self._others_unlisted = 0
         self._least_listed = 0
+        self._num_others = 0  # requests
+        self._room_blocks = 0  # beside all that the engine knew of then
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -71,11 +82,13 @@ class PrefillBacklog:
         self.speed = load.prompt_speed
         self._find_others(load)
         self._answered.clear()
+        self._num_others = max(0, load.num_requests - self._num_decodes)
+        self._room_blocks = load.room_blocks
 
     def _find_others(self, load: ReportedLoad) -> None:
         """What waits, less what is or may be ours. Only the largest callers are listed."""
         ours = self._answered.copy()
-        for sent in self._sent.values():
+        for sent in self._prompts.values():
             ours[sent.caller_id] += sent.num_tokens
         listed = load.waiting_by_caller
         self._least_listed = min(listed.values(), default=0)
@@ -88,26 +101,46 @@ class PrefillBacklog:
         our_unlisted = sum(count for caller, count in ours.items() if caller not in listed)
         self._others_unlisted = max(0, unlisted - our_unlisted)
 
-    def sent(self, key: Key, caller_id: int, num_tokens: int, cached_tokens: int) -> None:
-        """A prompt was dispatched, of which so much should be cached there."""
-        uncached = num_tokens - cached_tokens
-        self._sent[key] = _Sent(caller_id, num_tokens, uncached, self._clock.monotonic_s())
-        self._own_tokens[caller_id] += uncached
-        self._num_own_tokens += uncached
+    def sent_prompt(self, key: Key, caller_id: int, num_tokens: int, cached_tokens: int) -> None:
+        """A prompt is to be computed, of which so much should be cached there."""
+        uncached_tokens, now_s = num_tokens - cached_tokens, self._clock.monotonic_s()
+        one = _Open(caller_id, now_s, False, num_tokens, uncached_tokens, cached_tokens)
+        self._open[key] = self._prompts[key] = one
+        self._own_tokens[caller_id] += uncached_tokens
+        self._num_own_tokens += uncached_tokens
 
-    def ended(self, key: Key, *, is_computed: bool) -> bool:
-        """Its first token is here, or it will not come. False: it had ended already."""
-        sent = self._sent.pop(key, None)
-        if sent is None:
-            return False
-        self._answered[sent.caller_id] += sent.num_tokens
-        self._own_tokens[sent.caller_id] -= sent.uncached_tokens
-        self._num_own_tokens -= sent.uncached_tokens
-        if not self._own_tokens[sent.caller_id]:
-            del self._own_tokens[sent.caller_id]
-        if is_computed:
-            self._answered_s = self._clock.monotonic_s()
-        return True
+    def sent_decodes(self, keys: Iterable[Key], caller_id: int, num_blocks: int) -> None:
+        """One or several sequences of a prompt are to go on, which need so many blocks together."""
+        now_s = self._clock.monotonic_s()
+        for key in keys:
+            self._open.setdefault(key, _Open(caller_id, now_s)).decodes = True
+            self._num_decodes += 1
+        self._room_blocks -= num_blocks
+
+    def answered(self, key: Key, *, is_computed: bool = True) -> _Open | None:
+        """Its first token is here, or will not come. None: that was so already."""
+        one = self._prompts.pop(key, None)
+        if one is not None:
+            self._answered[one.caller_id] += one.num_tokens
+            self._own_tokens[one.caller_id] -= one.uncached_tokens
+            self._num_own_tokens -= one.uncached_tokens
+            if not self._own_tokens[one.caller_id]:
+                del self._own_tokens[one.caller_id]
+            if is_computed:
+                self._answered_s = self._clock.monotonic_s()
+        return one
+
+    def ended(self, key: Key) -> _Open | None:
+        """It finished, failed or was cancelled. None: it had ended already."""
+        if (one := self._open.pop(key, None)) is None:
+            return None
+        self.answered(key, is_computed=False)
+        if one.decodes:
+            self._num_decodes -= 1
+            stay_s = self._clock.monotonic_s() - one.sent_s
+            mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
+            self._mean_stay_s = _DECAY * mean_s + (1 - _DECAY) * stay_s
+        return one
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -128,7 +161,14 @@ class PrefillBacklog:
     @property
     def unanswered(self) -> KeysView[Key]:
         """Of prompts of ours that are there."""
-        return self._sent.keys()
+        return self._prompts.keys()
+
+    def take_promise(self, key: Key) -> int:
+        """How many tokens of its prompt should be cached, once; then 0."""
+        if (one := self._open.get(key)) is None:
+            return 0
+        promised, one.promised_tokens = one.promised_tokens, 0
+        return promised
 
     @property
     def tokens_ahead(self) -> int:
@@ -136,12 +176,12 @@ class PrefillBacklog:
         ours, whichever is more, less what has been computed since the step on the device began. Two
         engines that compute a prompt each are not equals: one of them is done sooner."""
         ahead, speed = self._waiting_tokens, self.speed
-        if not ahead and not self._sent:
+        if not ahead and not self._prompts:
             return 0
         now_s = self._clock.monotonic_s()
         if ahead and speed is not None:
             ahead -= speed.tokens_in(now_s - self._step_began_s)
-        if self._sent:
+        if self._prompts:
             ahead = max(ahead, self._num_own_tokens - self._own_computed(now_s))
         return max(0, ahead)
 
@@ -171,59 +211,24 @@ class PrefillBacklog:
 
     def _own_computed(self, now_s: float) -> int:
         """Tokens of our first prompt there that should be computed by now."""
-        if not self._sent:
+        if not self._prompts:
             return 0
-        first = next(iter(self._sent.values()))
-        computed = self._computed_in(now_s - max(first.at_s, self._answered_s))
+        first = next(iter(self._prompts.values()))
+        computed = self._computed_in(now_s - max(first.sent_s, self._answered_s))
         return min(first.uncached_tokens, computed)
 
     def _computed_in(self, seconds: float) -> int:
         return 0 if self.speed is None else self.speed.tokens_in(seconds)
 
-
-class DecodePlaces:
-    """One engine's. `max_num_seqs` 0: the engine did not say, and all have a place."""
-
-    def __init__(self, max_num_seqs: int = 0) -> None:
-        self.max_num_seqs = max_num_seqs
-        self._open: dict[Key, float] = {}  # ours, with when they were sent
-        self._num_others = 0
-        self._room_blocks = 0  # beside all that the engine knew of at its last heartbeat
-        self._mean_stay_s: float | None = None
-
-    def heartbeat(self, num_requests: int, room_blocks: int) -> None:
-        """What the engine says of all gateways' requests."""
-        self._num_others = max(0, num_requests - len(self._open))
-        self._room_blocks = room_blocks
-
-    def sent(self, keys: Iterable[Key], num_blocks: int, now_s: float) -> None:
-        """A dispatch of one or several sequences, which need so many blocks together."""
-        for key in keys:
-            self._open[key] = now_s
-        self._room_blocks -= num_blocks
-
-    def ended(self, key: Key, now_s: float) -> bool:
-        """It finished, failed or was cancelled. False: it had ended already."""
-        sent_s = self._open.pop(key, None)
-        if sent_s is None:
-            return False
-        stay_s, mean_s = now_s - sent_s, self._mean_stay_s
-        self._mean_stay_s = stay_s if mean_s is None else _DECAY * mean_s + (1 - _DECAY) * stay_s
-        return True
-
-    def has(self, key: Key) -> bool:
-        """Whether it was sent and has not ended."""
-        return key in self._open
-
     @property
     def num_requests(self) -> int:
         """Of all gateways, by our best estimate."""
-        return self._num_others + len(self._open)
+        return self._num_others + self._num_decodes
 
     @property
     def places_per_s(self) -> float | None:
         """How many of our places become free, by Little's law; None: none ever did."""
-        return len(self._open) / self._mean_stay_s if self._mean_stay_s else None
+        return self._num_decodes / self._mean_stay_s if self._mean_stay_s else None
 
     def has_place(self, num_sequences: int, num_blocks: int) -> bool:
         """An engine that has nothing takes whatever comes: no larger place can become free."""

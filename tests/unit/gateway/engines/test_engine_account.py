@@ -1,0 +1,110 @@
+"""Places on a decode engine: counted from heartbeats and from what one gateway sent."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.gateway.engines.engine_account import EngineAccount
+from baton.gateway.engines.reported_load import ReportedLoad
+
+
+def key(number: int) -> tuple[str, int]:
+    return f"r{number}", 0
+
+
+def account(max_num_seqs: int = 0) -> EngineAccount:
+    return EngineAccount(FakeClock(), max_num_seqs)
+
+
+def beat(num_requests: int, room_blocks: int) -> ReportedLoad:
+    links = frozenset[str]()
+    return ReportedLoad(
+        0, 0, 0, 0, 0, False, links, num_requests=num_requests, room_blocks=room_blocks
+    )
+
+
+def test_sequences_of_all_gateways_count() -> None:
+    places = account(max_num_seqs=4)
+    places.heartbeat(beat(num_requests=2, room_blocks=100))
+    assert places.has_place(2, 1) and not places.has_place(3, 1)
+    places.sent_decodes([key(0), key(1)], 7, 1)  # two samples
+    assert not places.has_place(1, 1)
+    places.heartbeat(beat(num_requests=3, room_blocks=100))  # one of the others' has ended
+    assert places.num_requests == 3 and places.has_place(1, 1)
+    places.ended(key(0))
+    assert places.num_requests == 2, "known before the next heartbeat"
+    places.heartbeat(beat(num_requests=0, room_blocks=100))  # older than what was sent
+    assert places.num_requests == 1
+
+
+def test_blocks_are_kept_for_what_is_on_its_way() -> None:
+    places = account(max_num_seqs=100)
+    places.heartbeat(beat(num_requests=1, room_blocks=10))
+    places.sent_decodes([key(0)], 7, 7)
+    assert places.has_place(1, 3) and not places.has_place(1, 4)
+    # The engine knows of it now, and of its growth.
+    places.heartbeat(beat(num_requests=2, room_blocks=4))
+    assert places.has_place(1, 4) and not places.has_place(1, 5)
+
+
+def test_an_engine_that_has_nothing_takes_what_never_fits_better() -> None:
+    places = account(max_num_seqs=4)
+    places.heartbeat(beat(num_requests=0, room_blocks=10))
+    assert places.has_place(128, 1000)
+    places.heartbeat(beat(num_requests=1, room_blocks=10))
+    assert not places.has_place(128, 1000) and not places.has_place(1, 1000)
+    assert account().has_place(1, 1 << 30), "an engine that does not say how many it runs"
+
+
+def test_places_become_free_as_fast_as_requests_stay_long() -> None:
+    clock = FakeClock()
+    places = EngineAccount(clock, max_num_seqs=100)
+    for number in range(60):
+        places.sent_decodes([key(number)], 7, 1)
+    assert places.places_per_s is None
+    clock.advance(10.0)
+    assert places.ended(key(0)) is not None
+    assert places.places_per_s == pytest.approx(5.9)
+    assert places.ended(key(0)) is None
+    clock.advance(10.0)
+    for number in range(1, 60):
+        places.ended(key(number))
+    assert places.places_per_s == 0
+
+
+def test_a_prompt_that_goes_on_where_it_was_computed_is_one_entry() -> None:
+    one = account(max_num_seqs=8)
+    one.sent_prompt(key(0), 7, num_tokens=100, cached_tokens=32)
+    one.sent_decodes([key(0), key(1)], 7, 1)
+    assert (one.tokens_ahead, one.num_requests) == (68, 2)
+    assert [one.take_promise(key(n)) for n in (0, 0, 1)] == [32, 0, 0]
+    answered = one.answered(key(0))
+    assert answered is not None and answered.decodes and one.answered(key(0)) is None
+    assert (one.tokens_ahead, one.num_requests) == (0, 2)
+    assert one.ended(key(0)) is answered and one.num_requests == 1
+    one.ended(key(1))
+    assert not one._open and not one.unanswered and not one._own_tokens
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["send", "end", "beat"]), st.integers(0, 9)), max_size=60)
+)
+def test_what_has_ended_is_forgotten(moves: list[tuple[str, int]]) -> None:
+    places, running = account(max_num_seqs=5), set[int]()
+    places.heartbeat(beat(0, 50))
+    for move, which in moves:
+        if move == "send" and which not in running and places.has_place(1, which):
+            places.sent_decodes([key(which)], 7, which)
+            running.add(which)
+        elif move == "end":
+            assert (places.ended(key(which)) is not None) == (which in running)
+            running.discard(which)
+        elif move == "beat":
+            places.heartbeat(beat(len(running), 50))
+        assert places.num_requests == len(running) <= 5
+    for which in list(running):
+        places.ended(key(which))
+    assert places.num_requests == 0 and places.has_place(9, 999)
