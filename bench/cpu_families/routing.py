@@ -11,7 +11,7 @@ from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.engines.routing_policies import Policy
+from baton.gateway.engines.routing import Policy
 from baton.gateway.request.engine_link import Avoid, Demand, Work
 from baton.prefix_index.mirror import PrefixMirror
 

@@ -27,8 +27,7 @@ from ..validation.validation import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .prompts_in_flight import PromptsInFlight
-from .routing import READ_ADAPTER_S, EngineState
-from .routing_policies import Policy
+from .routing import Policy
 
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
@@ -102,14 +101,13 @@ class EngineTable:
                 costs.get(engine.fingerprint) if costs else None,
                 self._fetch(engine, holders, prefix) if holders else None,
                 in_flight_tokens,
+                adapter,
             )
             for engine in self.engines.values()
             if engine.load is not None
             and (engine.member.can_constrain or not is_constrained)
             and (engine.max_loras or not adapter)
         ]
-        if adapter:
-            states = [self._with_adapter(state, adapter) for state in states]
         choose = partial(
             self._policy.choose, states, demand.num_tokens, caller_id, fingerprint=fingerprint
         )
@@ -128,12 +126,6 @@ class EngineTable:
         at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
         pair = self.engines[prefill], self.engines[decode]
         return Route(*pair, (at_prefill, at_decode), fetch)
-
-    def _with_adapter(self, state: EngineState, adapter: str) -> EngineState:
-        """With what it takes to read an adapter that it does not have."""
-        load = self.engines[state.incarnation].load
-        has_it = load is not None and adapter in load.adapters
-        return state if has_it else state._replace(adapter_s=READ_ADAPTER_S)
 
     def _holders(
         self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid

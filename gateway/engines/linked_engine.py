@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ...core.errors import PromiseRefused
 from ...core.membership import Member, Role
@@ -19,35 +18,15 @@ from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
+from ..request.session_table import SessionTable
 from .engine_account import EngineAccount, Key
+from .engine_connection import EngineConnection
 from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
-from .routing import EngineState
+from .routing import READ_ADAPTER_S, EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary
 MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
-
-
-class EngineSender(Protocol):
-    """Where an engine's messages go: engine_connection.EngineConnection."""
-
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None: ...
-
-    def cancel(self, request_id: str, attempt: int) -> None: ...
-
-    def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
-
-    def load_adapter(self, order_id: int, name: str, path: str) -> None: ...
-
-
-class Sessions(Protocol):
-    """Whose outputs they are: session_table.SessionTable."""
-
-    def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None: ...
-
-    def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -64,7 +43,7 @@ class LinkedEngine:
     """
 
     member: Member
-    outbox: EngineSender
+    outbox: EngineConnection
     load: ReportedLoad | None = None
     heard_s: float = -math.inf  # when that came
     num_dispatched: int = 0
@@ -78,7 +57,7 @@ class LinkedEngine:
     max_loras: int = 0
     released: set[int] = field(default_factory=set)
     prompts: PromptsInFlight | None = None
-    sessions: Sessions | None = None
+    sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
     _num_promised: int = MANY_DECODES  # decodes of a step that keeps its promise
     is_measured: bool = False  # its steps of prompts, by its last heartbeat
@@ -223,8 +202,10 @@ class LinkedEngine:
         others_cost: StepCost | None,
         fetch: Fetch | None,
         in_flight_tokens: int,
+        adapter: str,
     ) -> EngineState:
-        """For routing one request of this caller. `in_flight_tokens`: see EngineState.
+        """For routing one request of this caller. `in_flight_tokens`: see EngineState; `adapter`:
+        its digest, or empty.
 
         `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
         given any. What is about prompts is left out where it takes none, and what is about decodes
@@ -248,7 +229,8 @@ class LinkedEngine:
         host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
         num_requests, num_dispatched = account.num_requests, self.num_dispatched
         of_now = (num_requests, num_dispatched, waiting_tokens, cached.num_tokens)
-        of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, 0.0)
+        adapter_s = READ_ADAPTER_S if adapter and adapter not in load.adapters else 0.0
+        of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, adapter_s)
         return EngineState._make(known + of_now + (speed, takes_prompt, has_place) + of_prompt)
 
     def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:

@@ -3,9 +3,10 @@ take: for people who look. Decides nothing."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ...core.membership import Role
 from ...core.ports import Clock
@@ -16,18 +17,7 @@ _ESTIMATE_EVERY_S = 0.05  # to estimate the next best takes about as long as to 
 PAIR, ALONE, MOVE = "pair", "alone", "move"
 _MOVED = "moved"
 
-
-@dataclass(slots=True)
-class _Sums:
-    """Of one kind of plan in one second. `next_s`: where there was another plan."""
-
-    num: int = 0
-    num_estimated: int = 0
-    chosen_s: float = 0.0
-    num_next: int = 0
-    next_s: float = 0.0
-    prefixes_from: Counter[str] = field(default_factory=Counter)  # by the source's name
-    moves: Counter[str] = field(default_factory=Counter)  # by the target's name, or why it failed
+_Sums: TypeAlias = defaultdict[tuple[str, ...], float]  # by kind of plan, what, and of whom
 
 
 @dataclass(eq=False)
@@ -35,7 +25,7 @@ class PlanRecord:
     """One gateway's."""
 
     clock: Clock
-    _seconds: deque[tuple[int, dict[str, _Sums]]] = field(default_factory=deque)
+    _seconds: deque[tuple[int, _Sums]] = field(default_factory=deque)
     _estimated_s: float = -1.0
 
     def note(
@@ -48,30 +38,31 @@ class PlanRecord:
     ) -> None:
         """A request of so many tokens goes to these, of those engines, after it got a prefix from
         the engine of that name, if any."""
-        now_s = self.clock.monotonic_s()
-        sums = self._sums(ALONE if prefill == decode else PAIR, now_s)
-        sums.num += 1
+        now_s, kind = self.clock.monotonic_s(), ALONE if prefill == decode else PAIR
+        sums = self._sums(now_s)
+        sums[kind, "plans"] += 1
         if prefix_from:
-            sums.prefixes_from[prefix_from] += 1
+            sums[kind, "prefixes_from", prefix_from] += 1
         if now_s >= self._estimated_s + _ESTIMATE_EVERY_S:
             self._estimated_s = now_s
             chosen_s, next_s = estimates(engines, num_tokens, prefill, decode)
-            sums.num_estimated, sums.chosen_s = sums.num_estimated + 1, sums.chosen_s + chosen_s
-            if next_s is not None:
-                sums.num_next, sums.next_s = sums.num_next + 1, sums.next_s + next_s
+            for what, seconds in (("chosen_s", chosen_s), ("next_s", next_s)):
+                if seconds is not None:
+                    sums[kind, what] += seconds
+                    sums[kind, what, "number"] += 1
 
     def note_move(self, to: str, how: str) -> None:
         """A running request went to the engine of that name, or did not, and why not."""
-        sums = self._sums(MOVE, self.clock.monotonic_s())
-        sums.num += how == _MOVED
-        sums.moves[to if how == _MOVED else how] += 1
+        sums = self._sums(self.clock.monotonic_s())
+        sums[MOVE, "plans"] += how == _MOVED
+        sums[MOVE, "moves", to if how == _MOVED else how] += 1
 
-    def _sums(self, kind: str, now_s: float) -> _Sums:
+    def _sums(self, now_s: float) -> _Sums:
         """Of this second."""
         if not self._seconds or self._seconds[-1][0] != int(now_s):
-            self._seconds.append((int(now_s), {PAIR: _Sums(), ALONE: _Sums(), MOVE: _Sums()}))
+            self._seconds.append((int(now_s), defaultdict(float)))
             self._forget(now_s)
-        return self._seconds[-1][1][kind]
+        return self._seconds[-1][1]
 
     def rows(self) -> list[dict[str, object]]:
         """For JSON, one a kind: how many a second, means of the estimates in seconds, and how many
@@ -80,34 +71,33 @@ class PlanRecord:
         now_s = self.clock.monotonic_s()
         self._forget(now_s)
         span_s = max(SPAN_S, now_s - self._seconds[0][0] if self._seconds else 0.0)
-        found: list[dict[str, object]] = []
-        for kind in (PAIR, ALONE, MOVE):
-            sums = [second[kind] for _, second in self._seconds]
-            num_estimated, num_next = (
-                sum(one.num_estimated for one in sums),
-                sum(one.num_next for one in sums),
-            )
-            found.append(
-                {
-                    "plan": kind,
-                    "per_s": sum(one.num for one in sums) / span_s,
-                    "chosen_s": sum(one.chosen_s for one in sums) / num_estimated
-                    if num_estimated
-                    else None,
-                    "next_s": sum(one.next_s for one in sums) / num_next if num_next else None,
-                    "prefixes_from": _per_s((one.prefixes_from for one in sums), span_s),
-                    "moves": _per_s((one.moves for one in sums), span_s),
-                }
-            )
-        return found
+        total: _Sums = defaultdict(float)
+        for _, sums in self._seconds:
+            for key, value in sums.items():
+                total[key] += value
+
+        def mean(kind: str, what: str) -> float | None:
+            number = total.get((kind, what, "number"))
+            return total[kind, what] / number if number else None
+
+        def per_s(kind: str, what: str) -> dict[str, float]:
+            return {key[2]: num / span_s for key, num in total.items() if key[:2] == (kind, what)}
+
+        return [
+            {
+                "plan": kind,
+                "per_s": total.get((kind, "plans"), 0.0) / span_s,
+                "chosen_s": mean(kind, "chosen_s"),
+                "next_s": mean(kind, "next_s"),
+                "prefixes_from": per_s(kind, "prefixes_from"),
+                "moves": per_s(kind, "moves"),
+            }
+            for kind in (PAIR, ALONE, MOVE)
+        ]
 
     def _forget(self, now_s: float) -> None:
         while self._seconds and self._seconds[0][0] <= now_s - SPAN_S - 1:
             self._seconds.popleft()
-
-
-def _per_s(counts: Iterable[Counter[str]], span_s: float) -> dict[str, float]:
-    return {name: num / span_s for name, num in sum(counts, Counter()).items()}
 
 
 def estimates(

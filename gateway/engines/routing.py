@@ -222,6 +222,29 @@ def choose_plan(
     return Plan(pair.source[3], pair.puller[5].incarnation)
 
 
+class Policy:
+    """How one gateway chooses: by the least estimate; routing_policies.py has others. `chance`: see
+    `choose_plan`; `is_blind`: without a look at what is cached."""
+
+    def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
+        self._chance = chance
+        self.is_blind = is_blind
+
+    def choose(
+        self,
+        engines: Sequence[EngineState],
+        num_tokens: int,
+        caller_id: int,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+    ) -> Plan:
+        """See `choose_plan`: what it raises is raised here."""
+        return choose_plan(
+            engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
+        )
+
+
 class _Pair(NamedTuple):
     source: _Source
     puller: _Puller

@@ -19,32 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from ...core.errors import Unavailable
 from ...core.membership import Role
 from ..request.engine_link import Avoid, MustWait
-from .routing import EngineState, Plan, choose_plan
+from .routing import EngineState, Plan, Policy, choose_plan
 
 Order = Callable[[Sequence[EngineState], int], Iterator[EngineState]]
-
-
-class Policy:
-    """One gateway's: the least estimate. `chance`: see `choose_plan`; `is_blind`: without a look at
-    what is cached."""
-
-    def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
-        self._chance = chance
-        self.is_blind = is_blind
-
-    def choose(
-        self,
-        engines: Sequence[EngineState],
-        num_tokens: int,
-        caller_id: int,
-        *,
-        avoid: Avoid,
-        fingerprint: str | None,
-    ) -> Plan:
-        """See `choose_plan`: what it raises is raised here."""
-        return choose_plan(
-            engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
-        )
 
 
 class InOrder(Policy):

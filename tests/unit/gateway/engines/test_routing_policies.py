@@ -10,8 +10,8 @@ import pytest
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
-from baton.gateway.engines.routing import EngineState, Plan
-from baton.gateway.engines.routing_policies import Policy, make_policy
+from baton.gateway.engines.routing import EngineState, Plan, Policy
+from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, MustWait
 from baton.prefix_index.prefix_sources import Fetch
 
