@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
+from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, NodeLost
 from ...core.ports import Entropy
 from ...core.request.request import FinishReason, Ticket
 from ...core.request.timeline import Event
@@ -71,9 +71,13 @@ class Attempt:
         """Whether a message belongs to this attempt."""
         return attempt == self.number and incarnation in self.pair
 
-    def name_of(self, incarnation: str) -> str:
+    def loss_of(self, incarnation: str, *, has_died: bool) -> BatonError:
+        """What that engine's end is to the attempt."""
         prefill, decode = self.route.prefill, self.route.decode
-        return prefill.name if incarnation == prefill.incarnation else decode.name
+        name = prefill.name if incarnation == prefill.incarnation else decode.name
+        if has_died:
+            return EngineFailed(f"the engine of node {name} died")
+        return NodeLost(f"node {name} was lost")
 
     def partner_of(self, incarnation: str) -> EngineLink:
         """The other engine of the pair; itself where there is but one."""
@@ -105,8 +109,19 @@ class Attempt:
             return self.is_handed_over and not self._lacks_scores
         return self.has_tokens
 
+    def note(self, incarnation: str, output: EngineOutput) -> None:
+        """Take note of what an output says beside its tokens."""
+        self._answer.note(output, is_of_prefill=incarnation == self.pair[0])
+        if not self.is_handed_over and incarnation == self.pair[1]:
+            self._note_decode_progress(output)
+        if output.finish_reason is not None:
+            self.close(incarnation)
+
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
         """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
+        if output.prompt_logprobs:
+            scores = self._answer.prompt_scores
+            scores.add(output.first_prompt_index, output.prompt_logprobs)
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         if len(logprobs) != len(output.token_ids):
             raise EngineFailed("an engine sent tokens and log-probabilities that do not match")
@@ -137,10 +152,8 @@ class Attempt:
             and self._splice.take_next(index)
         )
 
-    def note_decode_progress(self, output: EngineOutput) -> None:
+    def _note_decode_progress(self, output: EngineOutput) -> None:
         """The decode engine's first sign of having all KV ends the prefill engine's part."""
-        if self.is_handed_over:
-            return
         has_kv = bool(output.token_ids) or output.finish_reason is not None
         if has_kv or any(stamp.event in _AFTER_HANDOFF for stamp in output.stamps):
             self.is_handed_over = True

@@ -15,10 +15,9 @@ what was kept back is streamed.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
@@ -33,113 +32,23 @@ MOST_BEHIND = 2  # tokens that are confirmed one by one: each is a step of a gap
 _MOST_ROUNDS = 3
 
 
-class MoveStep(enum.Enum):
-    """What an output was for a move."""
-
-    NOT_ITS = enum.auto()  # the session takes it as any other
-    TAKEN = enum.auto()
-    NEXT_ROUND = enum.auto()
-    ARRIVED = enum.auto()
-    FAILED = enum.auto()
-
-
+@dataclass(slots=True)
 class Move:
-    """Owned by its session. `route`: to the new engine, which fetches from the old one. `on_over`
-    gets how it ended: moved, refused, failed, late, differs, lost, or ended with its request.
+    """One that is under way. `route`: to the new engine, which fetches from the old one; `target`:
+    its attempt of this round; `next_index`: of the token that it is to confirm. `on_over` gets how
+    it ended: moved, refused, failed, late, differs, lost, or ended with its request.
     """
 
-    def __init__(
-        self, route: Route, source: Attempt, now_s: float, on_over: Callable[[str], None]
-    ) -> None:
-        self.route = route
-        self.deadline_s = now_s + LIMIT_S
-        self.has_source = True
-        self.is_catching_up = False
-        self.kept_back: list[tuple[str, EngineOutput]] = []
-        self.fresh: list[OutputToken] = []  # once it has arrived: what nobody has seen
-        self.failure = "failed"
-        self._source = source
-        self._target: Attempt | None = None
-        self._num_rounds = 0
-        self._next_index = 0
-        self._on_over = on_over
-
-    @property
-    def target(self) -> Attempt:
-        """The new engine's attempt, of this round."""
-        assert self._target is not None, "no round has begun"
-        return self._target
-
-    def begin_round(self, target: Attempt, num_streamed: int) -> None:
-        """By this attempt. The round before it is called off, and what it fetched is there."""
-        if self._target is not None:
-            self._target.cancel()
-        self._target, self._next_index = target, num_streamed
-        self._num_rounds += 1
-        if (fetch := self.route.fetch) is not None:
-            num_tokens = fetch.num_tokens
-            self.route = replace(self.route, cached_tokens=(num_tokens, num_tokens), fetch=None)
-
-    def lose_source(self) -> None:
-        """The old engine failed: the new one is waited for as after a retry."""
-        self.has_source, self.deadline_s = False, math.inf
-        self.kept_back.clear()
-
-    def over(self, how: str) -> None:
-        """Called once."""
-        self._on_over(how)
-
-    def take(
-        self, incarnation: str, output: EngineOutput, streamed: Sequence[int], now_s: float
-    ) -> MoveStep:
-        """An output of whichever engine; `streamed` are the request's tokens so far."""
-        if not self.target.expects(incarnation, output.attempt):
-            return self._take_of_source(incarnation, output)
-        if output.error is not None or output.finish_reason is not None:
-            self.target.close(incarnation)
-        if output.error is not None:
-            if not self.has_source:
-                return MoveStep.NOT_ITS
-            return self._fail("refused" if isinstance(output.error, PromiseRefused) else "failed")
-        try:
-            tokens = self.target.add(output, now_s=now_s)
-        except EngineFailed:
-            return self._fail("failed")
-        return self._confirm(tokens, streamed, now_s) if tokens else MoveStep.TAKEN
-
-    def _take_of_source(self, incarnation: str, output: EngineOutput) -> MoveStep:
-        is_its = self._source.expects(incarnation, output.attempt)
-        if not (is_its and self.is_catching_up and self.has_source) or output.error is not None:
-            return MoveStep.NOT_ITS
-        self.kept_back.append((incarnation, output))
-        return MoveStep.TAKEN if output.finish_reason is None else self._fail("ended")
-
-    def _confirm(
-        self, tokens: list[OutputToken], streamed: Sequence[int], now_s: float
-    ) -> MoveStep:
-        """Compare the new engine's next tokens with those that were streamed."""
-        num_known = max(0, len(streamed) - self._next_index)
-        known, self.fresh = tokens[:num_known], tokens[num_known:]
-        end = self._next_index + len(known)
-        if [token_id for token_id, _ in known] != list(streamed[self._next_index : end]):
-            return self._fail("differs")
-        self._next_index = end
-        num_behind = len(streamed) - end
-        if not num_behind:
-            return MoveStep.ARRIVED
-        if self.target.is_complete:
-            return self._fail("differs")
-        if not self.is_catching_up and self.has_source:
-            if num_behind > MOST_BEHIND:
-                is_last = self._num_rounds == _MOST_ROUNDS
-                return self._fail("late") if is_last else MoveStep.NEXT_ROUND
-            self.deadline_s = min(self.deadline_s, now_s + CATCH_UP_S)
-        self.is_catching_up = True
-        return MoveStep.TAKEN
-
-    def _fail(self, how: str) -> MoveStep:
-        self.failure = how
-        return MoveStep.FAILED
+    route: Route
+    target: Attempt
+    next_index: int
+    deadline_s: float
+    source: Attempt
+    on_over: Callable[[str], None]
+    num_rounds: int = 1
+    has_source: bool = True
+    is_catching_up: bool = False
+    kept_back: list[tuple[str, EngineOutput]] = field(default_factory=list)
 
 
 class MovingSession(Protocol):
@@ -180,29 +89,74 @@ class Moves:
     ) -> None:
         """See Move."""
         self._may_begin_s = now_s + self._pause_s
-        self.now = Move(route, source, now_s, on_over)
-        self._begin_round(self.now)
+        target, next_index = self._begin_round(route)
+        self.now = Move(route, target, next_index, now_s + LIMIT_S, source, on_over)
 
-    def _begin_round(self, move: Move) -> None:
-        target = self._session.dispatch_beside(move.route)
+    def _begin_round(self, route: Route) -> tuple[Attempt, int]:
+        target = self._session.dispatch_beside(route)
         self._tried = target.pair
-        move.begin_round(target, len(self._streamed))
+        return target, len(self._streamed)
 
     def take(self, incarnation: str, output: EngineOutput, now_s: float) -> bool:
-        """Whether the output was the move's."""
+        """Whether the output was the move's; else the session takes it as any other."""
         move = self.now
         if move is None:
             return False
-        step = move.take(incarnation, output, self._streamed, now_s)
-        if step is MoveStep.NEXT_ROUND:
-            self._begin_round(move)
-        elif step is MoveStep.ARRIVED:
+        if not move.target.expects(incarnation, output.attempt):
+            return self._take_of_source(move, incarnation, output)
+        if output.error is not None or output.finish_reason is not None:
+            move.target.close(incarnation)
+        if output.error is not None:
+            if move.has_source:
+                is_refused = isinstance(output.error, PromiseRefused)
+                self._fail(move, "refused" if is_refused else "failed")
+            return move.has_source
+        try:
+            tokens = move.target.add(output, now_s=now_s)
+        except EngineFailed:
+            self._fail(move, "failed")
+            return True
+        if tokens:
+            self._confirm(move, tokens, now_s)
+        return True
+
+    def _take_of_source(self, move: Move, incarnation: str, output: EngineOutput) -> bool:
+        is_its = move.source.expects(incarnation, output.attempt)
+        if not (is_its and move.is_catching_up and move.has_source) or output.error is not None:
+            return False
+        move.kept_back.append((incarnation, output))
+        if output.finish_reason is not None:
+            self._fail(move, "ended")
+        return True
+
+    def _confirm(self, move: Move, tokens: list[OutputToken], now_s: float) -> None:
+        """Compare the new engine's next tokens with those that were streamed."""
+        streamed, start = self._streamed, move.next_index
+        known = tokens[: max(0, len(streamed) - start)]
+        end = move.next_index = start + len(known)
+        num_behind = len(streamed) - end
+        if [token_id for token_id, _ in known] != list(streamed[start:end]):
+            self._fail(move, "differs")
+        elif not num_behind:
             self.now, self._tried = None, ()
-            move.over("moved")
-            self._session.go_on_with(move.target, move.fresh)
-        elif step is MoveStep.FAILED:
-            self._fail(move, move.failure)
-        return step is not MoveStep.NOT_ITS
+            move.on_over("moved")
+            self._session.go_on_with(move.target, tokens[len(known) :])
+        elif move.target.is_complete:
+            self._fail(move, "differs")
+        elif move.is_catching_up or not move.has_source:
+            move.is_catching_up = True
+        elif num_behind <= MOST_BEHIND:
+            move.is_catching_up = True
+            move.deadline_s = min(move.deadline_s, now_s + CATCH_UP_S)
+        elif move.num_rounds == _MOST_ROUNDS:
+            self._fail(move, "late")
+        else:
+            move.target.cancel()
+            if (fetch := move.route.fetch) is not None:  # it is there now
+                cached = (fetch.num_tokens, fetch.num_tokens)
+                move.route = replace(move.route, cached_tokens=cached, fetch=None)
+            move.num_rounds += 1
+            move.target, move.next_index = self._begin_round(move.route)
 
     def lose(self, incarnation: str, *, has_died: bool) -> None:
         """This engine is gone. If it died, the move may be why: there is no other."""
@@ -241,7 +195,7 @@ class Moves:
         move, self.now = self.now, None
         if move is not None:
             move.target.cancel()
-            move.over(how)
+            move.on_over(how)
 
     def take_over(self, *, is_suspect: bool) -> Attempt | None:
         """The old engine failed: the new one's attempt, where that goes on instead of a retry. Not
@@ -251,5 +205,7 @@ class Moves:
         if is_suspect:
             self.end("lost")
             return None
-        self.now.lose_source()
-        return self.now.target
+        move = self.now  # the new engine is waited for as after a retry
+        move.has_source, move.deadline_s = False, math.inf
+        move.kept_back.clear()
+        return move.target

@@ -107,11 +107,7 @@ class Session:
         attempt = self._attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
             return
-        self._answer.note(output, is_of_prefill=incarnation == attempt.pair[0])
-        if not attempt.is_handed_over and incarnation == attempt.pair[1]:
-            attempt.note_decode_progress(output)
-        if output.finish_reason is not None:
-            attempt.close(incarnation)
+        attempt.note(incarnation, output)
         if isinstance(output.error, PromiseRefused | TrialRefused):
             self._was_sent_back(attempt, incarnation, output.error)
             return
@@ -121,8 +117,6 @@ class Session:
             self._engine_gave_up(attempt, incarnation, output.error, is_pairs=is_pairs)
             return
         try:
-            if output.prompt_logprobs:
-                self._answer.prompt_scores.add(output.first_prompt_index, output.prompt_logprobs)
             tokens = attempt.add(output, now_s=self._clock.monotonic_s())
         except EngineFailed as error:
             self.fail_attempt(attempt, error, blamed=incarnation)
@@ -157,9 +151,7 @@ class Session:
         if self._moves is not None:
             self._moves.lose(incarnation, has_died=has_died)
         if attempt is not None and incarnation in attempt.pair:
-            name = attempt.name_of(incarnation)
-            died, lost = f"the engine of node {name} died", f"node {name} was lost"
-            error = EngineFailed(died) if has_died else NodeLost(lost)
+            error = attempt.loss_of(incarnation, has_died=has_died)
             self._engine_gave_up(attempt, incarnation, error)
         elif self._setbacks is not None and not self.is_over:
             late = self._setbacks.engine_lost(incarnation, has_died=has_died)
@@ -184,15 +176,8 @@ class Session:
     @property
     def demand(self) -> Demand:
         """What the next dispatch needs, with the samples that it dispatches for."""
-        sampling, num_outputs = self.request.sampling, len(self._answer.output_ids)
         num_samples = 1 if self.is_retry else 1 + len(self._siblings)
-        return Demand(
-            num_tokens=len(self.request.prompt_token_ids) + num_outputs,
-            num_sequences=sampling.best_of if sampling.use_beam_search else num_samples,
-            max_output_tokens=sampling.max_tokens - num_outputs,
-            is_retry=self.is_retry,
-            tbt_target_s=sampling.tbt_target_ms / 1000,
-        )
+        return self._answer.demand(num_samples, is_retry=self.is_retry)
 
     @property
     def num_outputs(self) -> int:
@@ -354,14 +339,8 @@ class Session:
     def _setback(self) -> Setbacks:
         """There is one."""
         if self._setbacks is None:
-            self._setbacks = Setbacks(
-                self.request_id,
-                self.call_id,
-                self._limits,
-                self._suspects,
-                self._clock,
-                self._answer.output_ids,
-            )
+            rules = self._limits, self._suspects
+            self._setbacks = Setbacks(self._answer, self.call_id, *rules, self._clock)
         return self._setbacks
 
     def _engine_gave_up(

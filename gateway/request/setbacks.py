@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Clock
+from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, EngineLink
 
@@ -86,20 +86,19 @@ class Setbacks:
 
     def __init__(
         self,
-        request_id: str,
+        answer: Answer,
         call_id: str,
         limits: SessionLimits,
         suspects: Suspects,
         clock: Clock,
-        output_ids: Sequence[int],
     ) -> None:
         self.suspect_side: int | None = None
-        self._request_id = request_id
+        self._request_id = answer.request_id
         self._call_id = call_id
         self._limits = limits
         self._suspects = suspects
         self._clock = clock
-        self._output_ids = output_ids  # so far
+        self._output_ids = answer.output_ids  # so far
         self._avoid = Avoid()
         self._avoid_until_s = 0.0
         self._settle_until_s: float | None = None
