@@ -132,7 +132,7 @@ class Linked:
 
     def socket(self) -> socket.socket:
         """The gateway's end of the connection to the decode engine."""
-        transport = self.engines[1]._transport
+        transport = self.engines[1]._stream.transport
         assert transport is not None
         found: socket.socket = transport.get_extra_info("socket")
         return found
@@ -232,7 +232,7 @@ async def test_a_gateway_that_stands_still_holds_up_nobody(
     ):
         linked.start(max_tokens=600)
         await until(lambda: len(linked.events[1].tokens) > 5)
-        transport = linked.engines[1]._transport
+        transport = linked.engines[1]._stream.transport
         assert isinstance(transport, asyncio.ReadTransport)
         transport.pause_reading()
         assert len(await other.generate()) == 8

@@ -26,7 +26,7 @@ from baton.core.channels.frames import MAX_FRAME_BYTES
 from baton.core.errors import EngineFailed, HandoffFailed, HostLost, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
-from baton.gateway.engines import engine_connection, engine_sockets
+from baton.gateway.engines import engine_connection, engine_stream
 from baton.gateway.engines.engine_connection import EngineConnection
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
@@ -242,8 +242,8 @@ async def test_an_engine_that_hangs_up_is_left_at_once(
     monkeypatch.setattr(engine_connection, "has_ended", ask_later)
     before = num_open_files()
     async with here.linked() as (connection, end, running):
-        assert connection._transport is not None
-        while not connection._transport.get_write_buffer_size():
+        assert connection._stream.transport is not None
+        while not connection._stream.transport.get_write_buffer_size():
             connection.cancel("r" * 100_000, 0)
             await asyncio.sleep(0)
         end.writer.write_eof()
@@ -294,7 +294,7 @@ async def test_who_is_not_what_was_announced_is_left(here: Scene, name: str) -> 
 async def test_what_comes_before_a_welcome_counts_for_nothing(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_connection, "_CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_stream, "_CONNECT_TIMEOUT_S", 0.2)
     here.opening = (heartbeat(1), step(0))
     assert await here.connection().run() == "no welcome within 0.2 s"
     assert here.events.heard == []
@@ -339,7 +339,7 @@ async def test_who_says_nothing_is_not_waited_for(
         raise ConnectionError
 
     monkeypatch.setattr(here.door, "_handshake", listen)
-    monkeypatch.setattr(engine_connection, "_CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_stream, "_CONNECT_TIMEOUT_S", 0.1)
     assert await here.connection().run() == "no welcome within 0.1 s"
 
 
@@ -363,7 +363,7 @@ async def test_an_engine_of_another_user_is_not_spoken_with(
     def refuse(connection: socket.socket) -> None:
         raise HandoffFailed("the other end belongs to user 1")
 
-    monkeypatch.setattr(engine_sockets, "require_same_user", refuse)
+    monkeypatch.setattr(engine_stream, "require_same_user", refuse)
     before = num_open_files()
     assert "belongs to user 1" in await here.connection().run()
     await until(lambda: num_open_files() <= before)
@@ -515,7 +515,7 @@ async def test_an_engine_whose_port_closes_while_it_is_asked_has_died(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that nobody had accepted yet is reset."""
-    open_socket, answers = engine_sockets.open_socket, iter([ConnectionResetError()])
+    open_socket, answers = engine_stream.open_socket, iter([ConnectionResetError()])
 
     async def reset_once(member: Member) -> socket.socket:
         for error in answers:
@@ -523,7 +523,7 @@ async def test_an_engine_whose_port_closes_while_it_is_asked_has_died(
         return await open_socket(member)
 
     async with here.linked() as (_, _, running):
-        monkeypatch.setattr(engine_sockets, "open_socket", reset_once)
+        monkeypatch.setattr(engine_stream, "open_socket", reset_once)
         await here.die()
         await asyncio.wait_for(running, 5)
         assert here.events.has_died is True
@@ -548,7 +548,7 @@ async def test_a_node_that_does_not_answer_is_not_waited_for(
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(engine_sockets, "_open_tcp", never)
+    monkeypatch.setattr(engine_stream, "_open_tcp", never)
     async with here.linked() as (_, _, running):
         await here.die()
         await asyncio.wait_for(running, 5)

@@ -1,0 +1,282 @@
+"""The stream to one engine: a unix socket on its host, else TCP; and whether its process has ended.
+
+    dial ─► handshake ─► messages come, the first of which is a Welcome ─► why it ended
+
+An engine that is silent is taken for lost. Knows no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+from google.protobuf.message import DecodeError
+
+from ...cluster.secret import ClusterSecret
+from ...cluster.tls import ClusterTls, role_name
+from ...core.channels.addresses import (
+    host_and_port,
+    host_id,
+    require_same_user,
+    socket_address,
+)
+from ...core.channels.admission import (
+    GATEWAY,
+    MAX_REFUSAL_BYTES,
+    SOCKET,
+    THIS_HOST,
+    check_verdict,
+    tune,
+)
+from ...core.channels.frames import (
+    LENGTH_BYTES,
+    BrokenStream,
+    FrameBuffer,
+    decode_length,
+)
+from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
+from ...core.errors import BatonError, NodeLost
+from ...core.membership import Member
+from ...core.ports import Clock
+from ...proto.v1 import node_pb2
+
+_CONNECT_TIMEOUT_S = 3.0
+_CLOSED = "the engine closed the connection"
+_PROBE_S = 0.5
+_PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
+_LIVES_S = 0.1  # a node whose port is open for so long does not end just now
+
+
+class EngineStream(asyncio.Protocol):
+    """One attempt to reach `member`. `take` gets each message by itself, so that one costs no
+    other, and none behind the end; whoever knows that one is a Welcome says so by `welcomed`.
+    `transport`: to write frames to, once it is connected."""
+
+    def __init__(
+        self,
+        member: Member,
+        secret: ClusterSecret,
+        take: Callable[[node_pb2.NodeMessage], None],
+        clock: Clock,
+        silence_s: float,
+        tls: ClusterTls | None = None,
+    ) -> None:
+        self._member = member
+        self._secret = secret
+        self._take = take
+        self._clock = clock
+        self._silence_s = silence_s
+        self._tls = tls
+        self._is_local = is_local(member)
+        self._loop = asyncio.get_running_loop()
+        self.transport: asyncio.Transport | None = None
+        self._is_lost = False  # the transport
+        self._received = bytearray()  # of the handshake
+        self._arrived = asyncio.Event()
+        self._frames: FrameBuffer | None = None  # from the first frame on
+        self._welcome: asyncio.Future[None] = self._loop.create_future()
+        self._over: asyncio.Future[str] = self._loop.create_future()  # why nothing more will come
+        self._last_received_s = clock.monotonic_s()
+
+    def welcomed(self) -> None:
+        """The engine is who it should be."""
+        if not self._welcome.done():
+            self._welcome.set_result(None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was ended, by either side, but for silence."""
+        return self._over.done()
+
+    def end(self, reason: str) -> None:
+        if not self._over.done():
+            self._over.set_result(reason)
+        self._arrived.set()
+
+    def abort(self) -> None:
+        """Take nothing any more. What closes by itself would first send all that waits."""
+        self.end("closed by the gateway")
+        if self.transport is not None and not self._is_lost:
+            self.transport.abort()
+
+    async def serve(self) -> str:
+        """Until it ends; returns why. Raises nothing of the network's."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await self._connect()
+                await asyncio.wait((self._welcome, self._over), return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            return f"no welcome within {_CONNECT_TIMEOUT_S:g} s"
+        except (OSError, BatonError) as error:
+            return str(error)
+        silence = asyncio.create_task(self._watch_silence())
+        try:
+            await asyncio.wait((self._over, silence), return_when=asyncio.FIRST_COMPLETED)
+            return self._over.result() if self._over.done() else silence.result()
+        finally:
+            silence.cancel()
+
+    async def _connect(self) -> None:
+        """Raises OSError, BatonError."""
+        member = self._member
+        context = None if self._tls is None or self._is_local else self._tls.client_context()
+        name = None if context is None else role_name(member.role.value)
+        sock = await open_socket(member)
+        await self._loop.create_connection(
+            lambda: self, sock=sock, ssl=context, server_hostname=name
+        )
+        ours = Dialer(
+            self._secret.dialing_key,
+            GATEWAY,
+            dialer=secrets.token_hex(16),
+            listener=member.incarnation,
+            address=THIS_HOST if self._is_local else member.engine_address,
+        )
+        assert self.transport is not None
+        self.transport.write(ours.opening)
+        self.transport.write(ours.answer(await self._read(CHALLENGE_BYTES)))
+        length = decode_length(await self._read(LENGTH_BYTES), 0, MAX_REFUSAL_BYTES)
+        check_verdict(await self._read(length))
+        self._frames = FrameBuffer()
+        received, self._received = bytes(self._received), bytearray()
+        self.data_received(received)
+
+    async def _read(self, num_bytes: int) -> bytes:
+        """Of the handshake. Raises NodeLost."""
+        while len(self._received) < num_bytes:
+            if self._over.done():
+                raise NodeLost("it hung up within the handshake")
+            self._arrived.clear()
+            await self._arrived.wait()
+        data = bytes(self._received[:num_bytes])
+        del self._received[:num_bytes]
+        return data
+
+    async def _watch_silence(self) -> str:
+        """Return once the engine was silent for too long.
+
+        Where this process itself stood still, what the engine sent is still unread: its silence is
+        counted anew.
+        """
+        period_s = self._silence_s / 8
+        while True:
+            before_s = self._clock.monotonic_s()
+            await asyncio.sleep(period_s)
+            now_s = self._clock.monotonic_s()
+            if now_s - before_s > 2 * period_s:
+                self._last_received_s = now_s
+            if now_s - self._last_received_s > self._silence_s:
+                return f"no heartbeat for {self._silence_s:g} s"
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._last_received_s = self._clock.monotonic_s()
+        if self._frames is None:
+            self._received += data
+            self._arrived.set()
+            return
+        try:
+            for payload in self._frames.cut(data):
+                self._loop.call_soon(self._pass_on, node_pb2.NodeMessage.FromString(payload))
+        except (BrokenStream, DecodeError) as error:
+            self.end(f"what it sends cannot be read: {error}")
+
+    def eof_received(self) -> None:
+        """What is unsent by then, the engine may never read."""
+        self._loop.call_soon(self.end, _CLOSED)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        reason = f"the connection broke: {error}" if error else _CLOSED
+        self._loop.call_soon(self.end, reason)  # behind what came before
+
+    def _pass_on(self, message: node_pb2.NodeMessage) -> None:
+        if not self._over.done():
+            self._take(message)
+
+
+# --- its sockets ----------------------------------------------------------------------------------
+
+
+def is_local(member: Member) -> bool:
+    """Whether it is on this host."""
+    return member.host_id == host_id().hex()
+
+
+async def open_socket(member: Member) -> socket.socket:
+    """Raises OSError, HandoffFailed."""
+    if not is_local(member):
+        return await _open_tcp(member.engine_address)
+    sock = await _open(socket.AF_UNIX, socket_address(member.incarnation, SOCKET))
+    try:
+        require_same_user(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def has_ended(member: Member) -> bool:
+    """Whether nobody listens for this engine any more, while its node does."""
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            for pause_s in _PROBE_PAUSES_S:
+                await asyncio.sleep(pause_s)
+                try:
+                    (await open_socket(member)).close()
+                except ConnectionResetError:
+                    continue  # it stopped to listen while we connected
+                except ConnectionRefusedError:
+                    with await _open_tcp(member.address) as sock:
+                        return await _stays_open(sock)
+    except (OSError, BatonError):  # TimeoutError too
+        pass
+    return False
+
+
+async def _stays_open(sock: socket.socket) -> bool:
+    """Whether the other end lives: of a process that was killed the port takes connections until
+    its last thread has ended, behind its engine, and resets them then. Raises OSError."""
+    try:
+        async with asyncio.timeout(_LIVES_S):
+            return bool(await asyncio.get_running_loop().sock_recv(sock, 1))
+    except TimeoutError:  # it waits for us to speak, as over TLS
+        return True
+
+
+async def _open_tcp(address: str) -> socket.socket:
+    """At the first that answers of the addresses that its name stands for. Raises OSError."""
+    host, port = host_and_port(address)
+    failure = OSError(f"{address} is no address")
+    resolve = asyncio.get_running_loop().getaddrinfo
+    try:
+        found = await resolve(host, port, type=socket.SOCK_STREAM)
+        for family, _, _, _, there in found:
+            try:
+                sock = await _open(family, there)
+            except OSError as error:
+                failure = error
+            else:
+                tune(sock, GATEWAY)
+                return sock
+    except ValueError as error:  # no name of a host
+        raise failure from error
+    raise failure
+
+
+async def _open(family: int, there: Any) -> socket.socket:
+    """Raises OSError."""
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, there)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
