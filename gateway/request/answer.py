@@ -4,7 +4,7 @@ what engines are asked for, behind the tokens so far."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
@@ -20,14 +20,6 @@ from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult, U
 GATEWAY = "gateway"
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
-
-
-class Shown(NamedTuple):
-    """The newest tokens for the client: those up to a stop string, if one came."""
-
-    text: str
-    tokens: list[OutputToken]
-    matched_stop: str | None
 
 
 def text_stream(request: ValidatedRequest, tokenizer: Tokenizer | NoTokenizer) -> TextStream:
@@ -125,33 +117,40 @@ class Answer:
         text = self.text.next(token_id)
         return self._sink.emit(OutputChunk(text, (token_id,), index, None, self._sample_index))
 
-    def add(self, tokens: list[OutputToken]) -> Shown:
-        """Take tokens that are in order; `send` or `finish` with what is returned."""
+    def add(self, tokens: list[OutputToken]) -> tuple[OutputChunk, str | None]:
+        """Take tokens that are in order; `send` or `finish` with the chunk of those up to a stop
+        string, if one came."""
         piece = self.text.feed([token_id for token_id, _ in tokens])
-        shown = tokens[: piece.num_tokens]
-        self.output_ids += [token_id for token_id, _ in shown]
-        return Shown(piece.text, shown, piece.matched_stop)
+        shown, index = tokens[: piece.num_tokens], len(self.output_ids)
+        token_ids = tuple([token_id for token_id, _ in shown])
+        self.output_ids += token_ids
+        logprobs = tuple([logprobs for _, logprobs in shown if logprobs is not None])
+        scores = () if index else self.prompt_scores.all()
+        chunk = OutputChunk(
+            piece.text, token_ids, index, None, self._sample_index, logprobs, scores
+        )
+        return chunk, piece.matched_stop
 
-    def send(self, shown: Shown) -> bool:
+    def send(self, chunk: OutputChunk) -> bool:
         """False: the client reads too slowly."""
-        return not shown.tokens or self._sink.emit(self._chunk(shown.text, shown.tokens))
+        return not chunk.token_ids or self._sink.emit(chunk)
 
     def finish(
         self,
         route: Route,
         reason: FinishReason,
-        shown: Shown,
+        chunk: OutputChunk,
+        matched_stop: int | str | None,
         *,
         is_handed_over: bool,
         num_attempts: int,
     ) -> None:
         """The good end."""
-        matched_stop: int | str | None = shown.matched_stop
-        text = shown.text if matched_stop is not None else shown.text + self.text.flush()
         if matched_stop is None:
+            chunk.text += self.text.flush()
             ids = self.request.sampling.stop_token_ids
             matched_stop = next((i for i in self.output_ids[-1:] if i in ids), None)
-        result = RequestResult(
+        chunk.result = RequestResult(
             finish_reason=reason,
             matched_stop=matched_stop,
             prompt_tokens=len(self.request.prompt_token_ids),
@@ -164,7 +163,7 @@ class Answer:
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )
-        self._sink.emit(self._chunk(text, shown.tokens, result))
+        self._sink.emit(chunk)
 
     def fail(self, error: BatonError) -> None:
         """The other end."""
@@ -179,18 +178,4 @@ class Answer:
             self._transfer,
             len(self.output_ids),
             tuple(self.timeline),
-        )
-
-    def _chunk(
-        self, text: str, shown: list[OutputToken], result: RequestResult | None = None
-    ) -> OutputChunk:
-        index = len(self.output_ids) - len(shown)
-        return OutputChunk(
-            text,
-            tuple([token_id for token_id, _ in shown]),
-            index,
-            result,
-            self._sample_index,
-            tuple([logprobs for _, logprobs in shown if logprobs is not None]),
-            self.prompt_scores.all() if index == 0 else (),
         )

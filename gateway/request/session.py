@@ -35,11 +35,11 @@ from ...core.request.request import FinishReason
 from ...core.request.timeline import Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
-from .answer import Answer, OutputToken, Shown
+from .answer import Answer, OutputToken
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineLink, EngineOutput, MustWait, Route, Router
 from .move import Moves
-from .output_chunk import ChunkSink, UnfinishedRun
+from .output_chunk import ChunkSink, OutputChunk, UnfinishedRun
 from .setbacks import SessionLimits, Setbacks, Suspects
 
 _TOO_SLOW = "the client reads too slowly; its stream was ended"
@@ -370,7 +370,7 @@ class Session:
         self._setback().attempt_failed(attempt, error, blamed, silent)
         if self.num_outputs == self.request.sampling.max_tokens:
             # All tokens are out: only the message that ends it was lost.
-            self._finish(attempt, FinishReason.LENGTH, Shown("", [], None))
+            self._finish(attempt, FinishReason.LENGTH, *self._answer.add([]))
         elif error.is_retryable and self._may_try_again:
             if moves is not None:
                 self._attempt = moves.take_over(is_suspect=self._is_suspect)
@@ -419,26 +419,33 @@ class Session:
 
     def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
-        shown = self._answer.add(tokens)
-        if shown.tokens and self._fingerprint is None:
+        chunk, matched_stop = self._answer.add(tokens)
+        if chunk.token_ids and self._fingerprint is None:
             self._fingerprint = attempt.route.prefill.fingerprint
         if self._setbacks is not None:
             self._setbacks.got_further()
-        if shown.matched_stop is not None:
-            self._finish(attempt, FinishReason.STOP, shown)
+        if matched_stop is not None:
+            self._finish(attempt, FinishReason.STOP, chunk, matched_stop)
         elif attempt.is_complete and attempt.finish_reason is not None:
-            self._finish(attempt, attempt.finish_reason, shown)
-        elif not self._answer.send(shown):
+            self._finish(attempt, attempt.finish_reason, chunk)
+        elif not self._answer.send(chunk):
             self._end_badly(Overloaded(_TOO_SLOW))
 
-    def _finish(self, attempt: Attempt, reason: FinishReason, shown: Shown) -> None:
+    def _finish(
+        self,
+        attempt: Attempt,
+        reason: FinishReason,
+        chunk: OutputChunk,
+        matched_stop: str | None = None,
+    ) -> None:
         """The good end. Whoever still holds the request gets a Cancel."""
         self._end(Event.FINISHED)
         attempt.cancel()
         self._answer.finish(
             attempt.route,
             reason,
-            shown,
+            chunk,
+            matched_stop,
             is_handed_over=attempt.is_handed_over,
             num_attempts=self._num_taken,
         )
