@@ -133,7 +133,7 @@ class Session:
             attempt is None
             or (moves is not None and moves.now is not None)
             or self._fingerprint is None
-            or self._is_suspect
+            or (self._setbacks is not None and self._setbacks.is_suspect)
             or answer.text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
