@@ -157,8 +157,8 @@ class Session:
             late = self._setbacks.engine_lost(incarnation, has_died=has_died)
             if late is not None and not self._may_try_again:
                 self._end_badly(late)
-            elif late is not None and attempt is not None:
-                self._setbacks.attempt_began(attempt)
+            elif late is not None and self._attempt is not None:
+                self._setbacks.attempt_began(self._attempt)
 
     @property
     def unfinished_run(self) -> UnfinishedRun | None:
