@@ -24,10 +24,7 @@ from ...core.errors import (
     DeadlineExceeded,
     EngineFailed,
     HandoffFailed,
-    NodeLost,
     Overloaded,
-    PromiseRefused,
-    TrialRefused,
     Unavailable,
 )
 from ...core.ports import Clock, Entropy
@@ -37,7 +34,7 @@ from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
 from .answer import Answer, OutputToken
 from .attempt import Attempt
-from .engine_link import Avoid, Blocked, Demand, EngineLink, EngineOutput, MustWait, Route, Router
+from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
 from .output_chunk import ChunkSink, OutputChunk, UnfinishedRun
 from .setbacks import SessionLimits, Setbacks, Suspects
@@ -85,41 +82,35 @@ class Session:
         self._router = router
         self._entropy = entropy
         self._suspects = suspects or Suspects()
-        self._answer = Answer(request_id, request, sample_index, text, sink, arrived, clock)
+        self.answer = Answer(request_id, request, sample_index, text, sink, arrived, clock)
         self.blocked: Blocked | None = None  # why the last try to dispatch did not
         self._queue_until_s = clock.monotonic_s() + limits.max_queue_s
         self._engine_until_s: float | None = None  # while no engine can take it
         self._setbacks: Setbacks | None = None  # from the first attempt on that came to nothing
-        self._moves: Moves | None = None  # from its first move on
-        self._attempt: Attempt | None = None
+        self.moves: Moves | None = None  # from its first move on
+        self.attempt: Attempt | None = None
         self._last: Attempt | None = None  # the same, and what was the last one
         self._num_attempts = 0
-        self._num_refusals = 0  # of them: attempts that came to nothing at once
-        self._num_taken = 0  # of them: neither those nor rounds of moves
+        self.num_taken = 0  # of them: neither those that were sent back nor rounds of moves
         self._fingerprint: str | None = None
         self.is_over = False
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take what an engine sent; anything of another attempt is dropped."""
-        moves = self._moves
+        moves = self.moves
         if moves is not None and moves.take(incarnation, output, self._clock.monotonic_s()):
             return
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
             return
         attempt.note(incarnation, output)
-        if isinstance(output.error, PromiseRefused | TrialRefused):
-            self._was_sent_back(attempt, incarnation, output.error)
-            return
         if output.error is not None:
-            # A hand-off fails between two engines: each may be fine with another partner.
-            is_pairs = isinstance(output.error, HandoffFailed | NodeLost)
-            self._engine_gave_up(attempt, incarnation, output.error, is_pairs=is_pairs)
+            self._setback().engine_failed(attempt, incarnation, output.error)
             return
         try:
             tokens = attempt.add(output, now_s=self._clock.monotonic_s())
         except EngineFailed as error:
-            self.fail_attempt(attempt, error, blamed=incarnation)
+            self._setback().fail_attempt(attempt, error, blamed=incarnation)
         else:
             self._advance(attempt, tokens)
 
@@ -128,7 +119,7 @@ class Session:
 
         False: it is not that, and nothing was done.
         """
-        attempt, moves, answer = self._attempt, self._moves, self._answer
+        attempt, moves, answer = self.attempt, self.moves, self.answer
         if (
             attempt is None
             or (moves is not None and moves.now is not None)
@@ -139,7 +130,7 @@ class Session:
         ):
             return False
         if not answer.next(index, token_id):
-            self._end_badly(Overloaded(_TOO_SLOW))
+            self.end_badly(Overloaded(_TOO_SLOW))
         return True
 
     def engine_lost(self, incarnation: str, *, has_died: bool = False) -> None:
@@ -147,18 +138,14 @@ class Session:
 
         `has_died`: its supervisor lives and reports that the engine process ended.
         """
-        attempt = self._attempt
-        if self._moves is not None:
-            self._moves.lose(incarnation, has_died=has_died)
+        attempt = self.attempt
+        if self.moves is not None:
+            self.moves.lose(incarnation, has_died=has_died)
         if attempt is not None and incarnation in attempt.pair:
             error = attempt.loss_of(incarnation, has_died=has_died)
-            self._engine_gave_up(attempt, incarnation, error)
+            self._setback().engine_failed(attempt, incarnation, error, is_lost=True)
         elif self._setbacks is not None and not self.is_over:
-            late = self._setbacks.engine_lost(incarnation, has_died=has_died)
-            if late is not None and not self._may_try_again:
-                self._end_badly(late)
-            elif late is not None and self._attempt is not None:
-                self._setbacks.attempt_began(self._attempt)
+            self._setbacks.another_lost(incarnation, has_died=has_died)
 
     @property
     def unfinished_run(self) -> UnfinishedRun | None:
@@ -166,23 +153,23 @@ class Session:
         last = self._last
         if last is None:
             return None
-        return self._answer.unfinished(last.route, is_handed_over=last.is_handed_over)
+        return self.answer.unfinished(last.route, is_handed_over=last.is_handed_over)
 
     @property
     def is_waiting(self) -> bool:
         """For an engine."""
-        return self._attempt is None and not self.is_over and not self._is_led
+        return self.attempt is None and not self.is_over and not self._is_led
 
     @property
     def demand(self) -> Demand:
         """What the next dispatch needs, with the samples that it dispatches for."""
         num_samples = 1 if self.is_retry else 1 + len(self._siblings)
-        return self._answer.demand(num_samples, is_retry=self.is_retry)
+        return self.answer.demand(num_samples, is_retry=self.is_retry)
 
     @property
     def num_outputs(self) -> int:
         """Tokens so far, whoever gets them."""
-        return len(self._answer.output_ids)
+        return len(self.answer.output_ids)
 
     @property
     def was_dispatched(self) -> bool:
@@ -192,19 +179,19 @@ class Session:
     @property
     def is_retry(self) -> bool:
         """Whether it was dispatched before, and taken, or streams."""
-        return self._num_taken > 0 or bool(self._answer.output_ids)
+        return self.num_taken > 0 or bool(self.answer.output_ids)
 
     def cancel(self, error: BatonError) -> None:
         """End early: `Cancelled`, or what made the gateway give up on the client."""
         if not self.is_over:
-            self._end_badly(error)
+            self.end_badly(error)
 
     @property
     def next_wakeup_s(self) -> float:
         """When `tick` has something to do, on the monotonic clock."""
-        if self._attempt is not None:
-            due_s = min(self._deadline_s, self._attempt.doubt_until_s)
-            return due_s if self._moves is None else min(due_s, self._moves.deadline_s)
+        if self.attempt is not None:
+            due_s = min(self._deadline_s, self.attempt.doubt_until_s)
+            return due_s if self.moves is None else min(due_s, self.moves.deadline_s)
         waits_s = [self._deadline_s]
         if self._waits_for_its_first_place:
             waits_s.append(self._queue_until_s)
@@ -217,19 +204,19 @@ class Session:
     def tick(self) -> None:
         """Act on whatever time is up."""
         now_s = self._clock.monotonic_s()
-        attempt = self._attempt
+        attempt = self.attempt
         if self.is_over:
             return
         if now_s >= self._deadline_s:
-            self._end_badly(DeadlineExceeded("the request's deadline passed"))
+            self.end_badly(DeadlineExceeded("the request's deadline passed"))
         elif attempt is not None and now_s >= attempt.doubt_until_s:
             self.fail_attempt(attempt, attempt.doubt or HandoffFailed("no message came"))
-        elif self._moves is not None and self._moves.is_late(now_s):
+        elif self.moves is not None and self.moves.is_late(now_s):
             return
         elif self._waits_for_its_first_place:
             if now_s >= self._queue_until_s:
                 waited_s = self._limits.max_queue_s
-                self._end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
+                self.end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
         else:
             self.try_dispatch()
 
@@ -237,15 +224,15 @@ class Session:
     def _waits_for_its_first_place(self) -> bool:
         return self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE
 
-    def try_dispatch(self, without: str | None = None) -> None:
-        """Find engines, but for the one `without`, and dispatch, or wait for them as long as that
-        makes sense; `blocked` is why. Does nothing unless it waits."""
+    def try_dispatch(self) -> None:
+        """Find engines and dispatch, or wait for them as long as that makes sense; `blocked` is
+        why. Does nothing unless it waits."""
         if not self.is_waiting:
             return
         try:
-            route = self._find_engines(without)
+            route = self._find_engines()
         except BatonError as error:
-            self._end_badly(error)
+            self.end_badly(error)
             return
         if route is None:
             return
@@ -255,8 +242,9 @@ class Session:
             sibling._begin_attempt(route)
         fork_ids = tuple(sibling.request_id for sibling in siblings)
         # An engine may send it back: not for ever, and not once it was taken.
-        may_refuse = self._num_taken == 1 and not self._siblings
-        may_refuse = may_refuse and self._num_refusals < _MAX_REFUSALS
+        may_refuse = self.num_taken == 1 and not self._siblings
+        if self._setbacks is not None:
+            may_refuse = may_refuse and self._setbacks.num_refusals < _MAX_REFUSALS
         attempt.send(
             self._entropy,
             self._deadline_s - self._clock.monotonic_s(),
@@ -265,7 +253,7 @@ class Session:
             trial_side=None if self._setbacks is None else self._setbacks.suspect_side,
         )
 
-    def _find_engines(self, without: str | None) -> Route | None:
+    def _find_engines(self) -> Route | None:
         """None: none now. Raises what ends the request: no engine came in time, or its call has
         killed too many."""
         now_s, setbacks, avoid = self._clock.monotonic_s(), self._setbacks, Avoid()
@@ -274,8 +262,6 @@ class Session:
                 self.blocked = None
                 return None
             avoid = setbacks.avoid
-        if without is not None:
-            avoid = Avoid(avoid.incarnations | {without}, avoid.pairs)
         try:
             route = self._router.choose(self.demand, avoid=avoid, fingerprint=self._fingerprint)
         except MustWait as wait:
@@ -295,13 +281,21 @@ class Session:
         return route
 
     def _begin_attempt(self, route: Route) -> Attempt:
-        self._attempt = self._last = attempt = self._new_attempt(route)
+        attempt = self._new_attempt(route)
+        self.switch_to(attempt)
         if self._setbacks is not None:
             self._setbacks.attempt_began(attempt)
-        self._num_taken += 1
+        self.num_taken += 1
         self._is_led = False
-        self._answer.stamp(Event.ROUTED)
+        self.answer.stamp(Event.ROUTED)
         return attempt
+
+    def switch_to(self, attempt: Attempt) -> None:
+        self.attempt = self._last = attempt
+
+    def wait_for_place(self) -> None:
+        """In the queue, as if it had never been dispatched."""
+        self.blocked, self._engine_until_s = Blocked.PLACE, None
 
     def dispatch_beside(self, route: Route) -> Attempt:
         """See MovingSession."""
@@ -313,125 +307,60 @@ class Session:
     def _new_attempt(self, route: Route) -> Attempt:
         """The next, from the tokens so far on."""
         self._num_attempts += 1
-        return Attempt(self._num_attempts - 1, route, self._answer)
+        return Attempt(self._num_attempts - 1, route, self.answer)
 
-    def _was_sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
-        """The engine did not take it: where another gateway's suspect is on trial, it goes
-        elsewhere, or there once that is over. Where it would break the engine's promise, plan once
-        more without that one, then wait in the queue as if it had never been dispatched."""
-        attempt.close(incarnation)
-        attempt.cancel()
-        self._attempt = None
-        if self._moves is not None:
-            self._moves.target_ended(attempt, "refused")
-        if self._setbacks is not None:
-            self._setbacks.trial_ended()
-        self._num_taken -= 1
-        self._num_refusals += 1
-        if isinstance(error, TrialRefused):
-            self._setback().leave_out(incarnation, attempt.pair)
-            return
-        if self._num_refusals == 1:
-            self.try_dispatch(without=incarnation)
-        if self.is_waiting:
-            self.blocked, self._engine_until_s = Blocked.PLACE, None
+    def fail_attempt(self, attempt: Attempt, error: BatonError) -> None:
+        """See MovingSession."""
+        self._setback().fail_attempt(attempt, error)
 
     def _setback(self) -> Setbacks:
         """There is one."""
         if self._setbacks is None:
-            rules = self._limits, self._suspects
-            self._setbacks = Setbacks(self._answer, self.call_id, *rules, self._clock)
+            self._setbacks = Setbacks(self, self._limits, self._suspects, self._clock)
         return self._setbacks
-
-    def _engine_gave_up(
-        self, attempt: Attempt, incarnation: str, error: BatonError, *, is_pairs: bool = False
-    ) -> None:
-        """An engine of this attempt failed it or is gone; the attempt may survive that."""
-        attempt.close(incarnation)
-        if not attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
-            if is_pairs:
-                self.fail_attempt(attempt, error, silent=attempt.partner_of(incarnation))
-            else:
-                self.fail_attempt(attempt, error, blamed=incarnation)
-
-    def fail_attempt(
-        self,
-        attempt: Attempt,
-        error: BatonError,
-        *,
-        blamed: str | None = None,
-        silent: EngineLink | None = None,
-    ) -> None:
-        """Give this attempt up; try again if that can help. `blamed` None: the pair."""
-        attempt.cancel()
-        self._attempt, moves = None, self._moves
-        if moves is not None:
-            moves.target_ended(attempt, "lost")
-        self._setback().attempt_failed(attempt, error, blamed, silent)
-        if self.num_outputs == self.request.sampling.max_tokens:
-            # All tokens are out: only the message that ends it was lost.
-            self._finish(attempt, FinishReason.LENGTH, *self._answer.add([]))
-        elif error.is_retryable and self._may_try_again:
-            if moves is not None:
-                self._attempt = moves.take_over(is_suspect=self._is_suspect)
-            self._last = self._attempt or attempt
-            if self._attempt is None:
-                self.try_dispatch()
-            else:
-                self._num_taken += 1  # as a retry
-        else:
-            self._end_badly(error)
-
-    @property
-    def _may_try_again(self) -> bool:
-        is_left = self._num_taken < self._limits.max_attempts
-        return is_left and not (self._setbacks and self._setbacks.is_convicted)
-
-    @property
-    def _is_suspect(self) -> bool:
-        return self._setbacks is not None and self._setbacks.is_suspect
 
     @property
     def movable_from(self) -> str | None:
         """The engine that it decodes on, if it may be moved from there now. Samples of one prompt
         share blocks, and stay."""
-        attempt = self._attempt
+        attempt = self.attempt
+        is_suspect = self._setbacks is not None and self._setbacks.is_suspect
         is_alone = not self._siblings and not self.sample_index
-        may_move = is_alone and self._answer.output_ids and not self._is_suspect
+        may_move = is_alone and self.answer.output_ids and not is_suspect
         if attempt is None or not attempt.is_decoding or not may_move:
             return None
-        is_time = self._moves is None or self._moves.may_begin(self._clock.monotonic_s())
+        is_time = self.moves is None or self.moves.may_begin(self._clock.monotonic_s())
         return attempt.pair[1] if is_time else None
 
     def begin_move(self, route: Route, on_over: Callable[[str], None]) -> None:
         """To another engine of this model, while `movable_from`; move.py has what follows."""
-        assert self._attempt is not None and route.decode.fingerprint == self._fingerprint
-        if self._moves is None:
-            self._moves = Moves(self, self._answer.output_ids)
-        self._moves.begin(route, self._attempt, self._clock.monotonic_s(), on_over)
+        assert self.attempt is not None and route.decode.fingerprint == self._fingerprint
+        if self.moves is None:
+            self.moves = Moves(self, self.answer.output_ids)
+        self.moves.begin(route, self.attempt, self._clock.monotonic_s(), on_over)
 
     def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
         """See MovingSession, as of what follows."""
-        if self._attempt is not None and self._attempt is not attempt:
-            self._attempt.cancel()
-        self._attempt = self._last = attempt
+        if self.attempt is not None and self.attempt is not attempt:
+            self.attempt.cancel()
+        self.switch_to(attempt)
         self._advance(attempt, fresh)
 
     def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
-        chunk, matched_stop = self._answer.add(tokens)
+        chunk, matched_stop = self.answer.add(tokens)
         if chunk.token_ids and self._fingerprint is None:
             self._fingerprint = attempt.route.prefill.fingerprint
         if self._setbacks is not None:
             self._setbacks.got_further()
         if matched_stop is not None:
-            self._finish(attempt, FinishReason.STOP, chunk, matched_stop)
+            self.finish(attempt, FinishReason.STOP, chunk, matched_stop)
         elif attempt.is_complete and attempt.finish_reason is not None:
-            self._finish(attempt, attempt.finish_reason, chunk)
-        elif not self._answer.send(chunk):
-            self._end_badly(Overloaded(_TOO_SLOW))
+            self.finish(attempt, attempt.finish_reason, chunk)
+        elif not self.answer.send(chunk):
+            self.end_badly(Overloaded(_TOO_SLOW))
 
-    def _finish(
+    def finish(
         self,
         attempt: Attempt,
         reason: FinishReason,
@@ -441,29 +370,29 @@ class Session:
         """The good end. Whoever still holds the request gets a Cancel."""
         self._end(Event.FINISHED)
         attempt.cancel()
-        self._answer.finish(
+        self.answer.finish(
             attempt.route,
             reason,
             chunk,
             matched_stop,
             is_handed_over=attempt.is_handed_over,
-            num_attempts=self._num_taken,
+            num_attempts=self.num_taken,
         )
 
-    def _end_badly(self, error: BatonError) -> None:
+    def end_badly(self, error: BatonError) -> None:
         """The other end: cancelled or failed."""
-        attempt = self._attempt
+        attempt = self.attempt
         self._end(Event.CANCELLED if isinstance(error, Cancelled) else Event.FAILED)
         if attempt is not None:
             attempt.cancel()
-        self._answer.fail(error)
+        self.answer.fail(error)
 
     def _end(self, event: Event) -> None:
         assert not self.is_over, "a request ends once"
         self.is_over = True
-        self._attempt = None
-        if self._moves is not None:
-            self._moves.end("ended")
+        self.attempt = None
+        if self.moves is not None:
+            self.moves.end("ended")
         if self._setbacks is not None:
             self._setbacks.trial_ended()
-        self._answer.stamp(event)
+        self.answer.stamp(event)

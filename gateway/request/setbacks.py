@@ -1,5 +1,5 @@
-"""What a request remembers once an attempt came to nothing: whom it leaves out, what it waits for
-before the next, and whether it may be what kills engines.
+"""What becomes of a request whose attempt came to nothing: whether it tries again, whom it leaves
+out, what it waits for before, and whether it may be what kills engines.
 
     fails on an engine ──► settle: all streams tell of a node's end, in any order
     fails since an engine's partner is silent ──► until that one is heard of, or its end is
@@ -19,13 +19,23 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ...core.errors import BatonError, EngineFailed
+from ...core.errors import (
+    BatonError,
+    EngineFailed,
+    HandoffFailed,
+    NodeLost,
+    PromiseRefused,
+    TrialRefused,
+)
 from ...core.ports import Clock
+from ...core.request.request import FinishReason
 from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, EngineLink
+from .move import Moves
+from .output_chunk import OutputChunk
 
 _MAX_CONVICTED = 256
 LATE_S = 1.0  # by which that report may come
@@ -80,25 +90,46 @@ class _Unexplained(NamedTuple):
     failed_s: float
 
 
+class FailingSession(Protocol):
+    """What the setbacks of a request need of its session. `num_taken`: attempts that count."""
+
+    call_id: str
+    answer: Answer
+    attempt: Attempt | None
+    moves: Moves | None
+    num_taken: int
+
+    @property
+    def is_waiting(self) -> bool: ...
+
+    def try_dispatch(self) -> None: ...
+
+    def wait_for_place(self) -> None: ...
+
+    def switch_to(self, attempt: Attempt) -> None: ...
+
+    def finish(self, attempt: Attempt, reason: FinishReason, chunk: OutputChunk) -> None: ...
+
+    def end_badly(self, error: BatonError) -> None: ...
+
+
 class Setbacks:
     """Of one session, from the first attempt on that came to nothing. `suspect_side`: of the pair
-    (prefill, decode), where it is on trial; None: it is no suspect."""
+    (prefill, decode), where it is on trial; None: it is no suspect. `num_refusals`: attempts that
+    were sent back at once."""
 
     def __init__(
-        self,
-        answer: Answer,
-        call_id: str,
-        limits: SessionLimits,
-        suspects: Suspects,
-        clock: Clock,
+        self, session: FailingSession, limits: SessionLimits, suspects: Suspects, clock: Clock
     ) -> None:
         self.suspect_side: int | None = None
-        self._request_id = answer.request_id
-        self._call_id = call_id
+        self.num_refusals = 0
+        self._session = session
+        self._call_id = session.call_id
+        self._request_id = session.answer.request_id
+        self._output_ids = session.answer.output_ids  # so far
         self._limits = limits
         self._suspects = suspects
         self._clock = clock
-        self._output_ids = answer.output_ids  # so far
         self._avoid = Avoid()
         self._avoid_until_s = 0.0
         self._settle_until_s: float | None = None
@@ -112,8 +143,12 @@ class Setbacks:
         return self.suspect_side is not None
 
     @property
-    def is_convicted(self) -> bool:
+    def _is_convicted(self) -> bool:
         return self._num_deaths >= self._limits.max_engine_failures
+
+    @property
+    def _may_try_again(self) -> bool:
+        return self._session.num_taken < self._limits.max_attempts and not self._is_convicted
 
     # --- before the next attempt ------------------------------------------------------------------
 
@@ -168,7 +203,83 @@ class Setbacks:
             # The next token is the prefill engine's, the one behind it the decode engine's.
             self._cleared_at = attempt.base_index + 1 + self.suspect_side
 
-    def leave_out(self, blamed: str | None, pair: tuple[str, str]) -> None:
+    def engine_failed(
+        self, attempt: Attempt, incarnation: str, error: BatonError, *, is_lost: bool = False
+    ) -> None:
+        """An engine of this attempt says so, or is lost. The attempt may survive that."""
+        if isinstance(error, PromiseRefused | TrialRefused):
+            self._sent_back(attempt, incarnation, error)
+            return
+        attempt.close(incarnation)
+        if attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
+            return
+        if not is_lost and isinstance(error, HandoffFailed | NodeLost):
+            # A hand-off fails between two engines: each may be fine with another partner.
+            self.fail_attempt(attempt, error, silent=attempt.partner_of(incarnation))
+        else:
+            self.fail_attempt(attempt, error, blamed=incarnation)
+
+    def _sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
+        """The engine did not take it: where another gateway's suspect is on trial, it goes
+        elsewhere, or there once that is over. Where it would break the engine's promise, plan once
+        more without that one, then wait in the queue as if it had never been dispatched."""
+        session = self._session
+        attempt.close(incarnation)
+        self._give_up(attempt, "refused")
+        self.trial_ended()
+        session.num_taken -= 1
+        self.num_refusals += 1
+        if isinstance(error, TrialRefused):
+            self._leave_out(incarnation, attempt.pair)
+            return
+        if self.num_refusals == 1:
+            before = self._avoid, self._avoid_until_s
+            others = Avoid(self._avoid.incarnations | {incarnation}, self._avoid.pairs)
+            self._avoid, self._avoid_until_s = others, math.inf
+            session.try_dispatch()
+            self._avoid, self._avoid_until_s = before
+        if session.is_waiting:
+            session.wait_for_place()
+
+    def _give_up(self, attempt: Attempt, how: str) -> None:
+        attempt.cancel()
+        self._session.attempt = None
+        if self._session.moves is not None:
+            self._session.moves.target_ended(attempt, how)
+
+    def fail_attempt(
+        self,
+        attempt: Attempt,
+        error: BatonError,
+        blamed: str | None = None,
+        silent: EngineLink | None = None,
+    ) -> None:
+        """Give this attempt up, by the engine `blamed` or, None, by the pair; try again if that can
+        help. `silent`: an engine that its partner cannot reach: it may have died under the request.
+        """
+        session = self._session
+        self._give_up(attempt, "lost")
+        self._leave_out(blamed, attempt.pair)
+        self.trial_ended()
+        now_s = self._clock.monotonic_s()
+        self._silent = None if silent is None else (silent, now_s)
+        self._unexplained = None
+        if blamed is None:
+            self._unexplained = _Unexplained(attempt, len(self._output_ids), now_s)
+        elif isinstance(error, EngineFailed):
+            self._suspect(attempt, blamed, error)
+        if len(self._output_ids) == session.answer.request.sampling.max_tokens:
+            # All tokens are out: only the message that ends it was lost.
+            session.finish(attempt, FinishReason.LENGTH, session.answer.add([])[0])
+        elif not error.is_retryable or not self._may_try_again:
+            session.end_badly(error)
+        elif moved := session.moves and session.moves.take_over(is_suspect=self.is_suspect):
+            session.switch_to(moved)
+            session.num_taken += 1  # as a retry
+        else:
+            session.try_dispatch()
+
+    def _leave_out(self, blamed: str | None, pair: tuple[str, str]) -> None:
         """This engine, for a moment; None: the pair."""
         avoid = self._avoid
         if blamed is None:
@@ -178,41 +289,24 @@ class Setbacks:
         self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
         self._settle()
 
-    def attempt_failed(
-        self,
-        attempt: Attempt,
-        error: BatonError,
-        blamed: str | None,
-        silent: EngineLink | None,
-    ) -> None:
-        """By the engine `blamed` or, None, by the pair. `silent`: an engine that its partner cannot
-        reach: it may have died under the request."""
-        self.leave_out(blamed, attempt.pair)
-        self.trial_ended()
-        now_s = self._clock.monotonic_s()
-        self._unexplained = None
-        if silent is not None:
-            self._silent = silent, now_s
-        if blamed is None:
-            self._unexplained = _Unexplained(attempt, len(self._output_ids), now_s)
-        elif isinstance(error, EngineFailed):
-            self._suspect(attempt, blamed, error)
-
-    def engine_lost(self, lost: str, *, has_died: bool) -> EngineFailed | None:
-        """An engine that the running attempt is not on. The error, if its death is what made the
+    def another_lost(self, lost: str, *, has_died: bool) -> None:
+        """An engine is gone that the running attempt is not on. Its death may be what made the
         attempt before fail: that was on it, lately, and the request has got no further since."""
         if self._silent is not None and self._silent[0].incarnation == lost:
             self._silent = None
         before = self._unexplained
         if before is None or not has_died or lost not in before.attempt.pair:
-            return None
+            return
         is_late = self._clock.monotonic_s() - before.failed_s >= LATE_S
         if is_late or len(self._output_ids) > before.num_tokens:
-            return None
+            return
         self._unexplained = None
         error = EngineFailed("an engine died under the request")
         self._suspect(before.attempt, lost, error)
-        return error
+        if not self._may_try_again:
+            self._session.end_badly(error)
+        elif self._session.attempt is not None:
+            self.attempt_began(self._session.attempt)
 
     def got_further(self) -> None:
         """Perhaps than where its engine died: then what killed that was another request."""
@@ -230,7 +324,7 @@ class Setbacks:
         self._num_deaths += 1
         is_both = attempt.route.is_local
         self.suspect_side = int(attempt.has_tokens) if is_both else attempt.pair.index(died)
-        if self.is_convicted:
+        if self._is_convicted:
             convicted = self._suspects.convicted
             convicted[self._call_id] = error  # remembered while samples of the call may wait
             if len(convicted) > _MAX_CONVICTED:

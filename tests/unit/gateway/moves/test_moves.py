@@ -103,7 +103,7 @@ class World:
         self.running = [self.session(f"r{index}") for index in range(num_requests)]
         for session in self.running:
             self.sessions.start(session)
-            name = session._attempt.pair[1]  # type: ignore[union-attr]
+            name = session.attempt.pair[1]  # type: ignore[union-attr]
             output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
             self.sessions.engine_outputs(name, [output])
 

@@ -86,7 +86,7 @@ class Rig:
 
     @property
     def is_on(self) -> str | None:
-        attempt = self.session._attempt
+        attempt = self.session.attempt
         return None if attempt is None else attempt.pair[1]
 
 

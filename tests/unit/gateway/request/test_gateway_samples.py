@@ -177,7 +177,7 @@ def test_prompt_logprobs_are_asked_for_until_they_are_here() -> None:
     assert rig.chunks[-1].prompt_logprobs == SCORES[:2]
     whys = ["they are known", "the first sample's to ask"]
     for session, why in zip(rig.sessions, whys, strict=True):
-        rest = session._answer.rest(1, (), may_refuse=False)
+        rest = session.answer.rest(1, (), may_refuse=False)
         assert rest.sampling.prompt_logprobs is None, why
 
 

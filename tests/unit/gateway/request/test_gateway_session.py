@@ -87,7 +87,7 @@ class Rig:
         return {name: link.cancelled for name, link in self.links.items() if link.cancelled}
 
     def events(self) -> list[Event]:
-        return [stamp.event for stamp in self.session._answer.timeline]
+        return [stamp.event for stamp in self.session.answer.timeline]
 
 
 def test_the_usual_way() -> None:
@@ -523,7 +523,7 @@ def test_terminal_events_of_nodes_are_not_ours() -> None:
     done = Stamp(Event.FINISHED, rig.clock.unix_ns(), "p")
     rig.send("p1", 0, "a", finish_reason=LENGTH, stamps=(done,))
     assert rig.events() == [Event.ARRIVED, Event.ROUTED, Event.FINISHED]
-    assert rig.session._answer.timeline[-1].node == "gateway"
+    assert rig.session.answer.timeline[-1].node == "gateway"
 
 
 def test_messages_of_strangers_are_dropped() -> None:

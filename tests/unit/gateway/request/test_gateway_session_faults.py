@@ -239,7 +239,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def one_terminal_event(self) -> None:
-        ends = [stamp for stamp in self.session._answer.timeline if stamp.event in TERMINAL]
+        ends = [stamp for stamp in self.session.answer.timeline if stamp.event in TERMINAL]
         assert len(ends) == int(self.session.is_over)
 
     def teardown(self) -> None:

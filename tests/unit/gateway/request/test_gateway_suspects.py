@@ -40,7 +40,7 @@ class Door:
     def look(self) -> None:
         """Close what is over, and take or send back what has come since."""
         for entry in self._entries:
-            attempt = self._cluster.sessions[entry.request.request_id]._attempt
+            attempt = self._cluster.sessions[entry.request.request_id].attempt
             if attempt is None or attempt.number != entry.request.attempt:
                 self._table.close(entry.key)
         for request, *_ in self._link.dispatched[len(self._entries) :]:
@@ -59,7 +59,7 @@ class Door:
                 session.engine_output(self._link.incarnation, output)
 
     def _answer_of(self, key: str) -> list[int]:
-        return self._cluster.sessions[key.split("/")[0]]._answer.output_ids
+        return self._cluster.sessions[key.split("/")[0]].answer.output_ids
 
 
 @dataclass
@@ -154,10 +154,10 @@ class Cluster:
         self.doors[engine.incarnation].look()
         for request, _, _, _ in engine.dispatched:
             session = self.sessions[request.request_id]
-            attempt = session._attempt
+            attempt = session.attempt
             if attempt is None or attempt.number != request.attempt:
                 continue
-            num_known = len(session._answer.output_ids)
+            num_known = len(session.answer.output_ids)
             is_prefill_due = num_known == len(request.output_token_ids)
             if is_prefill_due is (work is Work.PREFILL):
                 batch.append((session, request, num_known))
