@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ...core.ports import Clock
 from ...core.request.token_ids import NUM_BYTES, pack
@@ -25,23 +26,17 @@ _Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: what prompts m
 _Place = tuple[str, Key]  # incarnation, request
 
 
-@dataclass(slots=True)
-class _Prompt:
-    kind: _Kind
-    packed: memoryview
-
-
 @dataclass(slots=True, eq=False)
 class PromptsInFlight:
     """One gateway's."""
 
     clock: Clock
-    _prompts: dict[_Place, _Prompt] = field(default_factory=dict)
-    _by_kind: dict[_Kind, OrderedDict[_Place, None]] = field(default_factory=dict)
+    _kinds: dict[_Place, _Kind] = field(default_factory=dict)
+    _prompts: dict[_Kind, OrderedDict[_Place, memoryview]] = field(default_factory=dict)
     _answered: OrderedDict[_Place, float] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._kinds)
 
     def sent(
         self, place: _Place, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
@@ -51,20 +46,18 @@ class PromptsInFlight:
         if len(token_ids) >= block_size:
             packed = memoryview(pack(token_ids))
             kind = (fingerprint, salt, bytes(packed[: NUM_BYTES * block_size]))
-            self._prompts[place] = _Prompt(kind, packed)
-            self._by_kind.setdefault(kind, OrderedDict())[place] = None
+            self._kinds[place] = kind
+            self._prompts.setdefault(kind, OrderedDict())[place] = packed
 
     def ended(self, place: _Place, *, is_computed: bool) -> None:
         """It has its first token, or will not be computed."""
-        if place not in self._prompts:
-            return
-        if is_computed:
+        if place in self._kinds and is_computed:
             self._answered[place] = self.clock.monotonic_s() + LINGER_S
-        else:
+        elif place in self._kinds:
             self._drop(place)
 
     def engine_lost(self, incarnation: str) -> None:
-        for place in [place for place in self._prompts if place[0] == incarnation]:
+        for place in [place for place in self._kinds if place[0] == incarnation]:
             self._drop(place)
 
     def common_blocks(
@@ -75,14 +68,13 @@ class PromptsInFlight:
         if not self._prompts or len(token_ids) < block_size:
             return {}
         first = pack(token_ids[:block_size])
-        places = self._by_kind.get((fingerprint, salt, first))
-        if not places:
+        alike = self._prompts.get((fingerprint, salt, first))
+        if not alike:
             return {}
         packed, found = memoryview(pack(token_ids)), dict[str, int]()
-        for place, _ in zip(reversed(places), range(_MOST_ALIKE), strict=False):
-            num_bytes = NUM_BYTES * block_size
-            count = _common(packed, self._prompts[place].packed, num_bytes)
-            found[place[0]] = max(count, found.get(place[0], 0))
+        for (incarnation, _), other in islice(reversed(alike.items()), _MOST_ALIKE):
+            count = _common(packed, other, NUM_BYTES * block_size)
+            found[incarnation] = max(count, found.get(incarnation, 0))
         return found
 
     def _forget_old(self) -> None:
@@ -95,11 +87,10 @@ class PromptsInFlight:
 
     def _drop(self, place: _Place) -> None:
         self._answered.pop(place, None)
-        prompt = self._prompts.pop(place)
-        alike = self._by_kind[prompt.kind]
-        del alike[place]
-        if not alike:
-            del self._by_kind[prompt.kind]
+        kind = self._kinds.pop(place)
+        del self._prompts[kind][place]
+        if not self._prompts[kind]:
+            del self._prompts[kind]
 
 
 def _common(one: memoryview, other: memoryview, num_bytes: int) -> int:

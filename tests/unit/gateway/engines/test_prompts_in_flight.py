@@ -51,7 +51,7 @@ def test_what_ends_is_forgotten() -> None:
     clock.advance(LINGER_S)
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"q": 5}
     prompts.engine_lost("q")
-    assert len(prompts) == 0 and not prompts._by_kind and not prompts._answered
+    assert len(prompts) == 0 and not prompts._prompts and not prompts._answered
 
 
 def table() -> EngineTable:
