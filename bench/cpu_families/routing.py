@@ -10,6 +10,7 @@ from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import Policy
 from baton.gateway.request.engine_link import Avoid, Demand, Work
@@ -64,7 +65,9 @@ class _Gateway:
     def decide(self) -> None:
         """One request is sent, the oldest ends, and an engine sends a heartbeat."""
         demand = Demand(_NUM_TOKENS, 1, _NUM_OUTPUTS)
-        route = self._table.choose(demand, avoid=Avoid(), fingerprint=None, caller_id=self._count)
+        route = PromptRouter(self._table, caller_id=self._count).choose(
+            demand, avoid=Avoid(), fingerprint=None
+        )
         sampling = SamplingParams(max_tokens=_NUM_OUTPUTS)
         request = Request(f"{self._count:032x}", 0, (1,) * _NUM_TOKENS, sampling)
         route.dispatch(request, Work.PREFILL, None, 10.0)

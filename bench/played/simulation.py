@@ -1,7 +1,7 @@
 """A cluster whose devices alone are played: the production's router, sessions and schedulers, over
 steps that take as long as a `StepCost` says, in virtual time.
 
-    call ─► Session ─► EngineTable.choose ─► Engine.add | reserve, start ─► step ─► tokens
+    call ─► Session ─► PromptRouter.choose ─► Engine.add | reserve, start ─► step ─► tokens
                         ▲ heartbeats                     one event a step, at its end
 
 Several gateways know of each other's requests what engines' heartbeats have, which come every

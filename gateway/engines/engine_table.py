@@ -1,16 +1,14 @@
-"""All engines that the gateway is linked to, and the choice between them for one request.
+"""All engines that the gateway is linked to, and what is known of them together.
 
-Knows no grpc and no directory: cluster_view.py adds and removes engines.
+Knows no grpc and no directory: cluster_view.py adds and removes engines, prompt_router.py chooses.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 
-from ...core.errors import Unavailable
 from ...core.membership import Role
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
@@ -21,7 +19,7 @@ from ...prefix_index.prefix_sources import (
     Fetch,
     Holders,
 )
-from ..request.engine_link import Avoid, Demand, MustWait, Route
+from ..request.engine_link import Avoid
 from ..request.setbacks import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import LinkedEngine
@@ -45,7 +43,7 @@ class EngineTable:
         policy: Policy | None = None,
         plans: PlanRecord | None = None,
     ) -> None:
-        self._policy = policy or Policy()
+        self.policy = policy or Policy()
         self.plans = plans
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
@@ -68,66 +66,7 @@ class EngineTable:
         self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
-    def choose(
-        self,
-        demand: Demand,
-        *,
-        avoid: Avoid,
-        fingerprint: str | None,
-        caller_id: int = 0,
-        cached: Mapping[str, CachedPrefix] = NOTHING_CACHED,
-        is_constrained: bool = False,
-        is_noted: bool = True,
-        adapter: str = "",
-    ) -> Route:
-        """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
-        is on trial comes after all others.
-
-        `cached`: by incarnation, what engines have of the request. `is_constrained`: it is for
-        engines alone that take constraints. `adapter`: its LoRA adapter's digest: it is for engines
-        that serve adapters, at best one that has this one. `is_noted`: for a request, not to know
-        whether there is a plan.
-        """
-        costs = self._costs()
-        seen = NOTHING_CACHED if self._policy.is_blind else cached
-        holders = self._holders(demand.num_tokens, seen, avoid)
-        in_flight_tokens = max((prefix.in_flight_tokens for prefix in seen.values()), default=0)
-        states = [
-            engine.state(
-                engine.load,
-                demand,
-                caller_id,
-                prefix := seen.get(engine.incarnation, NOTHING),
-                costs.get(engine.fingerprint) if costs else None,
-                self._fetch(engine, holders, prefix) if holders else None,
-                in_flight_tokens,
-                adapter,
-            )
-            for engine in self.engines.values()
-            if engine.load is not None
-            and (engine.member.can_constrain or not is_constrained)
-            and (engine.max_loras or not adapter)
-        ]
-        choose = partial(
-            self._policy.choose, states, demand.num_tokens, caller_id, fingerprint=fingerprint
-        )
-        clear = self.suspects.keep_clear(avoid) if self.suspects.trials else avoid
-        try:
-            prefill, decode = choose(avoid=clear)
-        except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
-            if clear == avoid:
-                raise
-            prefill, decode = choose(avoid=avoid)
-        state = next(state for state in states if state.incarnation == prefill)
-        fetch = state.worth_fetching(demand.num_tokens)
-        if self.plans is not None and is_noted:
-            prefix_from = "" if fetch is None else self.engines[fetch.source].name
-            self.plans.note(states, demand.num_tokens, prefill, decode, prefix_from)
-        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
-        pair = self.engines[prefill], self.engines[decode]
-        return Route(*pair, (at_prefill, at_decode), fetch)
-
-    def _holders(
+    def holders(
         self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid
     ) -> Mapping[str, Holders]:
         """By fingerprint, who could lend the prompt's full blocks; one token is always computed."""
@@ -148,7 +87,7 @@ class EngineTable:
         return {fingerprint: Holders.of(cached, rates) for fingerprint, cached in found.items()}
 
     @staticmethod
-    def _fetch(
+    def fetch(
         engine: LinkedEngine, holders: Mapping[str, Holders], cached: CachedPrefix
     ) -> Fetch | None:
         of_its_kind = holders.get(engine.fingerprint)
@@ -158,7 +97,7 @@ class EngineTable:
         own_tokens = cached.num_tokens - cached.host_tokens
         return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
 
-    def _costs(self) -> Mapping[str, StepCost]:
+    def borrowed_costs(self) -> Mapping[str, StepCost]:
         """`step_costs`, where some engine is to borrow one."""
         engines = [engine for engine in self.engines.values() if engine.load is not None]
         return {} if all(engine.is_measured for engine in engines) else self.step_costs()
@@ -178,16 +117,6 @@ class EngineTable:
         self.moves[how] += 1
         if self.plans is not None:
             self.plans.note_move(to, how)
-
-    def why_not_ready(self) -> str:
-        """What is missing before any request can be served; empty if nothing is."""
-        try:
-            self.choose(Demand(1), avoid=Avoid(), fingerprint=None, is_noted=False)
-        except Unavailable as error:
-            return error.message
-        except MustWait:
-            pass  # busy is ready
-        return ""
 
     def lacks_constraints(self) -> Role | None:
         """A role of which engines are linked, and none takes constraints."""
@@ -211,7 +140,7 @@ class EngineTable:
         """
         prefill = [e for e in self.engines.values() if e.takes_prompts and e.is_ready]
         parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
-        holders = self._holders(num_tokens, cached, Avoid())
+        holders = self.holders(num_tokens, cached, Avoid())
 
         def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = engine.account.fair_tokens_ahead(caller_id, own, parts)
@@ -222,7 +151,7 @@ class EngineTable:
         for engine in prefill:
             prefix = cached.get(engine.incarnation, NOTHING)
             waits_s.append(seconds(engine, num_tokens - prefix.num_tokens))
-            if fetch := self._fetch(engine, holders, prefix):
+            if fetch := self.fetch(engine, holders, prefix):
                 fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
                 waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)

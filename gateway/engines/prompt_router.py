@@ -1,4 +1,5 @@
-"""The router of one request: the engine table, asked with what each engine has cached of a prompt.
+"""Chooses the engines for one request, by all that the table knows of them and by what each has
+cached of the prompt.
 
 Hashing costs some microseconds a block, so it stops where no engine has the chain, gives the event
 loop its turns, and is done once a request. No network: the mirror is in memory.
@@ -7,16 +8,18 @@ loop its turns, and is done once a request. No network: the mirror is in memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
 from ...core.request.token_ids import BlockHash, block_hashes, root_hash, salted
-from ...prefix_index.prefix_sources import CachedPrefix
-from ..request.engine_link import Avoid, Demand, Route
+from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
+from ..request.engine_link import Avoid, Demand, MustWait, Route
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
+from .routing import EngineState
 
 _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
@@ -62,31 +65,81 @@ class PromptRouter:
         return hashes
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        cached = self.cached(demand.num_tokens)
-        decisions = self.table.decisions
+        """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
+        is on trial comes after all others."""
+        table, cached = self.table, self.cached(demand.num_tokens)
+        states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
-            route = self.table.choose(
-                demand,
-                avoid=avoid,
-                fingerprint=fingerprint,
-                caller_id=self.caller_id,
-                cached=cached,
-                is_constrained=self.is_constrained,
-                adapter=self.adapter,
-            )
+            prefill, decode, fetch = self._plan(states, demand, avoid, fingerprint)
         except Unavailable:
-            decisions["unavailable"] += 1
+            table.decisions["unavailable"] += 1
             raise
-        prefix = cached.get(route.prefill.incarnation)
+        if table.plans is not None:
+            prefix_from = "" if fetch is None else table.engines[fetch.source].name
+            table.plans.note(states, demand.num_tokens, prefill, decode, prefix_from)
+        pair = table.engines[prefill], table.engines[decode]
+        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
+        route = Route(*pair, (at_prefill, at_decode), fetch)
         if avoid:
-            decisions["retry"] += 1
+            table.decisions["retry"] += 1
         elif route.is_local:
-            decisions["local"] += 1
-        elif prefix is not None and prefix.num_tokens:
-            decisions["cached_prefix"] += 1
+            table.decisions["local"] += 1
+        elif at_prefill:
+            table.decisions["cached_prefix"] += 1
         else:
-            decisions["least_loaded"] += 1
+            table.decisions["least_loaded"] += 1
         return route
+
+    def why_not_ready(self) -> str:
+        """What is missing before any request can be served; empty if nothing is."""
+        demand, avoid = Demand(1), Avoid()
+        try:
+            self._plan(self._states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
+        except Unavailable as error:
+            return error.message
+        except MustWait:
+            pass  # busy is ready
+        return ""
+
+    def _states(
+        self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
+    ) -> list[EngineState]:
+        """Of the engines that could serve it at all."""
+        table = self.table
+        costs, holders = table.borrowed_costs(), table.holders(demand.num_tokens, cached, avoid)
+        in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
+        return [
+            engine.state(
+                engine.load,
+                demand,
+                self.caller_id,
+                prefix := cached.get(engine.incarnation, NOTHING),
+                costs.get(engine.fingerprint) if costs else None,
+                table.fetch(engine, holders, prefix) if holders else None,
+                in_flight_tokens,
+                self.adapter,
+            )
+            for engine in table.engines.values()
+            if engine.load is not None
+            and (engine.member.can_constrain or not self.is_constrained)
+            and (engine.max_loras or not self.adapter)
+        ]
+
+    def _plan(
+        self, states: list[EngineState], demand: Demand, avoid: Avoid, fingerprint: str | None
+    ) -> tuple[str, str, Fetch | None]:
+        """Who computes the prompt and who goes on, and what the first is to get from another."""
+        suspects, num_tokens = self.table.suspects, demand.num_tokens
+        choose = partial(
+            self.table.policy.choose, states, num_tokens, self.caller_id, fingerprint=fingerprint
+        )
+        clear = suspects.keep_clear(avoid) if suspects.trials else avoid
+        try:
+            prefill, decode = choose(avoid=clear)
+        except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
+            prefill, decode = choose(avoid=avoid)
+        state = next(state for state in states if state.incarnation == prefill)
+        return prefill, decode, state.worth_fetching(num_tokens)
 
     def cached(self, num_tokens: int) -> dict[str, CachedPrefix]:
         """By incarnation, what engines have of the request's first `num_tokens`, by the index, or

@@ -26,6 +26,7 @@ from baton.core.request.token_ids import BlockHash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
@@ -249,7 +250,7 @@ class SyntheticGateway:
                 self._drift(engine)
             with contextlib.suppress(BatonError, MustWait):
                 num_tokens = self._random.choice((300, 2000, 9000))
-                self.table.choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
+                PromptRouter(self.table).choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
             await asyncio.sleep(self._random.expovariate(rps))
 
     def _drift(self, engine: LinkedEngine) -> None:

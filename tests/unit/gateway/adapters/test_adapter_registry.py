@@ -21,6 +21,7 @@ from baton.core.membership import Member, Role
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.prefix_index.mirror import PrefixMirror
@@ -110,7 +111,9 @@ def test_routing_prefers_engines_that_have_it() -> None:
     world.add(SPARE, Role.DECODE).load = has_it
     nobody = world.add("ff" * 16, Role.DECODE, max_loras=0)
     nobody.load = ReportedLoad(0, 0, 0, 900, 50, False, links)
-    route = world.table.choose(Demand(10), avoid=Avoid(), fingerprint=None, adapter=ONE)
+    route = PromptRouter(world.table, adapter=ONE).choose(
+        Demand(10), avoid=Avoid(), fingerprint=None
+    )
     assert route.decode.incarnation == SPARE
-    route = world.table.choose(Demand(10), avoid=Avoid(), fingerprint=None)
+    route = PromptRouter(world.table).choose(Demand(10), avoid=Avoid(), fingerprint=None)
     assert route.decode.incarnation == nobody.incarnation, "with most free blocks"

@@ -17,9 +17,18 @@ from baton.core.request.request import FinishReason, Request, SamplingParams, Ti
 from baton.core.step_cost import PromptSpeed, StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
-from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
+from baton.gateway.request.engine_link import (
+    Avoid,
+    Blocked,
+    Demand,
+    EngineOutput,
+    MustWait,
+    Route,
+    Work,
+)
 from baton.gateway.validation.validation import ModelLimits
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -258,6 +267,10 @@ def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400
     return LinkedEngine(member, FakeLink(name), LOAD)
 
 
+def route_of(table: EngineTable, num_tokens: int = 3) -> Route:
+    return PromptRouter(table).choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
+
+
 def table_of(*engines: LinkedEngine) -> EngineTable:
     table = EngineTable(PrefixMirror(FakeClock()))
     table.engines = {engine.incarnation: engine for engine in engines}
@@ -278,7 +291,7 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
         engine.dispatch(request, Work.DECODE, ticket, 1.0)
 
     def chosen() -> str:
-        return table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode.incarnation
+        return route_of(table).decode.incarnation
 
     send(0, d)
     assert chosen() == "e"
@@ -299,7 +312,7 @@ def test_an_engine_counts_from_its_first_heartbeat_on() -> None:
     p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
     table, d.load = table_of(p, d), None
     with pytest.raises(Unavailable, match="no decode node is ready"):
-        table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
+        route_of(table, 1)
 
 
 def test_limits_are_those_of_the_engines() -> None:
@@ -319,8 +332,8 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     d = linked("d", Role.DECODE)
     d.receive_heartbeat(replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.005, 20e-6)))
     table = table_of(d)
-    route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
-    assert route.is_local and not table.why_not_ready()
+    route = route_of(table)
+    assert route.is_local and not PromptRouter(table).why_not_ready()
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.dispatch(request, Work.LOCAL, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)
@@ -338,10 +351,10 @@ def test_an_engine_whose_steps_would_be_too_long_has_no_place() -> None:
         load = replace(LOAD, tbt_target_s=0.05, step_cost=cost, decodes=decodes, num_requests=1)
         d.receive_heartbeat(replace(load, room_blocks=50))
         if has_place:
-            table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+            route_of(table)
         else:
             with pytest.raises(MustWait):
-                table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+                route_of(table)
 
 
 def test_a_promise_that_not_even_one_decode_keeps_holds_nobody_up() -> None:
@@ -349,7 +362,7 @@ def test_a_promise_that_not_even_one_decode_keeps_holds_nobody_up() -> None:
     slow = linear_cost(0.1, 1e-3)
     load = replace(LOAD, tbt_target_s=0.02, step_cost=slow, decodes=StepShape(num_decodes=9))
     d.receive_heartbeat(replace(load, num_requests=9, room_blocks=50))
-    assert table_of(d).choose(Demand(3), avoid=Avoid(), fingerprint=None).is_local
+    assert route_of(table_of(d)).is_local
 
 
 def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() -> None:
@@ -361,10 +374,10 @@ def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() 
     p.receive_heartbeat(replace(LOAD, step_cost=fast, waiting_tokens=100_000))
     busy = replace(LOAD, tbt_target_s=0.02, decodes=decodes, step_cost=unmeasured)
     d.receive_heartbeat(busy)
-    assert table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local
+    assert route_of(table, 8000).is_local
     slow = StepCost(0.005, (1e-3,) * 10, max_rows=512)
     d.receive_heartbeat(replace(busy, step_cost=slow))
-    assert not table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local
+    assert not route_of(table, 8000).is_local
 
 
 def test_an_engine_that_refused_has_no_place_until_its_next_heartbeat() -> None:
@@ -375,17 +388,17 @@ def test_an_engine_that_refused_has_no_place_until_its_next_heartbeat() -> None:
     )
     for engine in (d, e):
         engine.receive_heartbeat(load)
-    route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+    route = route_of(table)
     refused = EngineOutput("r", 0, error=PromiseRefused("no"))
     for engine, other in ((d, "e"), (e, None)):
         engine.settle([refused])
         if other is not None:
-            chosen = table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode
+            chosen = route_of(table).decode
             assert chosen.incarnation == other
     with pytest.raises(MustWait):
-        table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+        route_of(table)
     d.receive_heartbeat(load)
-    assert table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode.incarnation == "d"
+    assert route_of(table).decode.incarnation == "d"
     assert route.is_local
 
 
@@ -397,7 +410,7 @@ def test_a_promise_that_is_withdrawn_takes_no_whole_requests() -> None:
     )
     p.receive_heartbeat(load)
     d.receive_heartbeat(replace(load, waiting_tokens=1 << 20))
-    assert table.choose(Demand(3), avoid=Avoid(), fingerprint=None).is_local
+    assert route_of(table).is_local
     p.receive_heartbeat(replace(load, is_promise_withdrawn=True))
-    route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+    route = route_of(table)
     assert (route.prefill.incarnation, route.decode.incarnation) == ("p", "d")

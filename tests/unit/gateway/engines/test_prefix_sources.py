@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fakes.clock import FakeClock
@@ -14,6 +14,7 @@ from baton.core.step_cost import StepCost
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
@@ -71,6 +72,16 @@ LOAD = ReportedLoad(
 )
 
 
+@dataclass
+class Knowing(PromptRouter):
+    """Told what engines have of the prompt."""
+
+    known: dict[str, CachedPrefix] = field(default_factory=dict)
+
+    def cached(self, num_tokens: int) -> dict[str, CachedPrefix]:
+        return self.known
+
+
 class World:
     def __init__(
         self, gbytes_per_s: float, *, block_bytes: int = 1 << 20, policy: str = "auto"
@@ -92,15 +103,12 @@ class World:
     def route(
         self, cached: dict[str, int], num_tokens: int = 4001, *, can_lend: bool = True
     ) -> Route:
-        return self.table.choose(
-            Demand(num_tokens),
-            avoid=Avoid(),
-            fingerprint=None,
-            cached={
-                name: CachedPrefix(num, lendable_tokens=num if can_lend else 0)
-                for name, num in cached.items()
-            },
-        )
+        known = {
+            name: CachedPrefix(num, lendable_tokens=num if can_lend else 0)
+            for name, num in cached.items()
+        }
+        router = Knowing(self.table, known=known)
+        return router.choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
 
     def sent(self, route: Route) -> tuple[Request, Request]:
         one = Request("e" * 32, 0, (1,) * 4001, SamplingParams())
@@ -160,6 +168,7 @@ def test_an_engine_that_failed_the_request_is_no_source_for_it() -> None:
     world = World(100.0)
     avoid = Avoid(frozenset({Q}))
     cached = {Q: CachedPrefix(4000, lendable_tokens=4000)}
-    route = world.table.choose(Demand(4001), avoid=avoid, fingerprint=None, cached=cached)
+    router = Knowing(world.table, known=cached)
+    route = router.choose(Demand(4001), avoid=avoid, fingerprint=None)
     prefill, _ = world.sent(route)
     assert prefill.prefix_source is None
