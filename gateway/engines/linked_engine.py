@@ -56,7 +56,7 @@ class LinkedEngine:
     num_host_blocks: int = 0
     max_loras: int = 0
     released: set[int] = field(default_factory=set)
-    prompts: PromptsInFlight | None = None
+    prompts: PromptsInFlight = field(init=False)
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
     _num_promised: int = MANY_DECODES  # decodes of a step that keeps its promise
@@ -66,6 +66,7 @@ class LinkedEngine:
 
     def __post_init__(self) -> None:
         self.account = EngineAccount(self.clock, self.max_num_seqs)
+        self.prompts = PromptsInFlight(self.clock)
 
     @property
     def incarnation(self) -> str:
@@ -121,14 +122,13 @@ class LinkedEngine:
                 source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
                 request = replace(request, prefix_source=source)
             self.account.sent_prompt(keys[0], caller_id, num_tokens, found_tokens)
-            if self.prompts is not None:
-                self.prompts.sent(
-                    (self.incarnation, keys[0]),
-                    self.fingerprint,
-                    salted(request.cache_salt, request.adapter_digest),
-                    request.prompt_token_ids,
-                    self.member.block_size,
-                )
+            self.prompts.sent(
+                (self.incarnation, keys[0]),
+                self.fingerprint,
+                salted(request.cache_salt, request.adapter_digest),
+                request.prompt_token_ids,
+                self.member.block_size,
+            )
         if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
             num_blocks = self.blocks_for(
@@ -172,8 +172,7 @@ class LinkedEngine:
         one = self.account.answered(key)
         if one is None:
             return
-        if self.prompts is not None:
-            self.prompts.ended((self.incarnation, key), is_computed=True)
+        self.prompts.ended((self.incarnation, key), is_computed=True)
         if one.decodes:
             self.released.add(one.caller_id)
         else:
@@ -181,7 +180,7 @@ class LinkedEngine:
 
     def _ended(self, key: Key) -> None:
         """What the request had or waited for here, others may have."""
-        if self.prompts is not None and key in self.account.unanswered:
+        if key in self.account.unanswered:
             self.prompts.ended((self.incarnation, key), is_computed=False)
         if (one := self.account.ended(key)) is not None:
             self.released.add(one.caller_id)

@@ -1,6 +1,6 @@
 """What a session sees of an engine: a link to send work over, and the outputs that come back.
 
-Plain values and Protocols; engine_connection.py is the real link, tests have fake ones.
+Plain values and Protocols; linked_engine.py is the real link, tests have fake ones.
 """
 
 from __future__ import annotations
