@@ -395,4 +395,5 @@ class Session:
             self.moves.end("ended")
         if self._setbacks is not None:
             self._setbacks.trial_ended()
+        self.moves = self._setbacks = None  # which have the session
         self.answer.stamp(event)

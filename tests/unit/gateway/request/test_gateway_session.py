@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -606,6 +608,24 @@ def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second
     assert rig.session._setbacks.is_suspect
     rig.session.engine_lost("d2", has_died=True)
     assert isinstance(rig.sink.error, EngineFailed)
+
+
+@pytest.mark.parametrize("error", [EngineFailed("no"), PromiseRefused("no")], ids=str)
+def test_what_a_failed_request_had_is_free_once_it_has_ended(error: BatonError) -> None:
+    """Not when the collector of garbage comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        rig = Rig(max_tokens=1).started()
+        rig.send("p1", error=error)
+        rig.session.tick()
+        rig.send("p2", 0, "a", attempt=1, finish_reason=LENGTH)
+        assert rig.sink.text == "a"
+        session = weakref.ref(rig.session)
+        del rig
+        assert session() is None
+    finally:
+        gc.enable()
 
 
 def test_a_request_that_streams_is_no_new_one_once_it_is_sent_back() -> None:
