@@ -18,6 +18,7 @@ they stay, and what they need.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass
@@ -184,6 +185,11 @@ class EngineAccount:
         if self._prompts:
             ahead = max(ahead, self._num_own_tokens - self._own_computed(now_s))
         return max(0, ahead)
+
+    def seconds_until(self, num_tokens: int) -> float:
+        """Until it had computed so many more; `inf` while its speed is not known."""
+        speed = self.speed
+        return math.inf if speed is None else speed.seconds_of(self.tokens_ahead + num_tokens)
 
     def fair_tokens_ahead(
         self, caller_id: int, num_tokens: int, held: Mapping[int, float]

@@ -1,7 +1,12 @@
-"""Moves this gateway's running requests away from engines whose promise is broken.
+"""Moves this gateway's requests away from engines that do not get on with them.
 
     every PERIOD_S   heartbeats ─► choice.py ─► a route whose prefix comes from the old engine ─►
                                                 session (request/move.py)
+                     prompts that wait beside decodes ─► planned again, without that engine
+
+Running requests leave engines whose promise is broken. A prompt leaves one whose promise to its
+decodes has no room for it, where an engine that computes prompts alone would have it sooner than it
+has waited.
 An engine that a move left or went to rests until heartbeats show what came of it. Nothing is moved
 where no link is known to pull over: to compute the context anew would take longer than the gain.
 """
@@ -14,6 +19,7 @@ import random
 from collections.abc import Mapping
 from functools import partial
 
+from ...core.membership import Role
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import Fetch, Holders
@@ -30,6 +36,8 @@ PERIOD_S = 0.25
 _REST_S = 1.0
 _LEAST_LEFT_TOKENS = 32  # of what a request may still generate
 _MOST_AHEAD_S = 0.1  # of prompts at the new engine
+_PATIENCE_S = 0.5  # of a prompt, at least
+_TIMES = 2.0  # so many times as long has it waited as it would take elsewhere
 
 
 class RequestMover:
@@ -57,6 +65,7 @@ class RequestMover:
     def look(self) -> None:
         """Begin the moves that are due by the last heartbeats."""
         now_s = self._clock.monotonic_s()
+        self._look_at_prompts(now_s)
         self._rests = {name: until_s for name, until_s in self._rests.items() if until_s > now_s}
         if not any(map(_is_broken, self._table.engines.values())):
             return
@@ -71,6 +80,19 @@ class RequestMover:
         ]
         for move in choose_moves(engines, self._chance):
             self._begin(move, by_id[move.request_id])
+
+    def _look_at_prompts(self, now_s: float) -> None:
+        """Those that wait longer than they need to."""
+        takers = [e for e in self._table.engines.values() if _computes_prompts_alone(e)]
+        if not takers:
+            return
+        for session, since_s in self._sessions.prompts_beside_decodes():
+            waited_s, num_tokens = now_s - since_s, session.demand.num_tokens
+            soonest_s = min(engine.account.seconds_until(num_tokens) for engine in takers)
+            if waited_s >= max(_PATIENCE_S, _TIMES * soonest_s):
+                log.info("%s: its prompt is planned again after %.1f s", session.call_id, waited_s)
+                self._table.moves["planned_again"] += 1
+                self._sessions.plan_again(session)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
         """Dispatch it to its new engine, if that can pull from the old one."""
@@ -113,6 +135,12 @@ class RequestMover:
         token_bytes = target.block_bytes / size
         holders = Holders.of(cached, rates, unmeasured=None)
         return holders.best_fetch(target.incarnation, 0, token_bytes)
+
+
+def _computes_prompts_alone(engine: LinkedEngine) -> bool:
+    load = engine.load
+    is_free = load is not None and engine.is_ready and not load.takes_whole
+    return is_free and engine.member.role is Role.PREFILL
 
 
 def _is_broken(engine: LinkedEngine) -> bool:

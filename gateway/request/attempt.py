@@ -31,8 +31,9 @@ class Attempt:
     """Owned by its session: it goes on where the answer is. Of a search, of beams, all tokens come
     from the decode engine, at the end, behind the prompt's scores if these are wanted."""
 
-    def __init__(self, number: int, route: Route, answer: Answer) -> None:
+    def __init__(self, number: int, route: Route, answer: Answer, began_s: float) -> None:
         self.number = number
+        self.began_s = began_s
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_handed_over = route.is_local  # nothing is to be
@@ -82,6 +83,13 @@ class Attempt:
     def partner_of(self, incarnation: str) -> EngineLink:
         """The other engine of the pair; itself where there is but one."""
         return self.route.decode if incarnation == self.pair[0] else self.route.prefill
+
+    @property
+    def beside_decodes_since_s(self) -> float | None:
+        """Since when one engine has had the prompt, to decode it too; None: there are tokens, or
+        this is not the first attempt."""
+        waits = self.route.is_local and not self.number and not self.has_tokens
+        return self.began_s if waits else None
 
     @property
     def is_decoding(self) -> bool:

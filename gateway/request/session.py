@@ -307,7 +307,7 @@ class Session:
     def _new_attempt(self, route: Route) -> Attempt:
         """The next, from the tokens so far on."""
         self._num_attempts += 1
-        return Attempt(self._num_attempts - 1, route, self.answer)
+        return Attempt(self._num_attempts - 1, route, self.answer, self._clock.monotonic_s())
 
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None:
         """See MovingSession."""
@@ -320,13 +320,27 @@ class Session:
         return self._setbacks
 
     @property
+    def _is_alone(self) -> bool:
+        """Not one of several samples, which share blocks, and stay together."""
+        return not self._siblings and not self.sample_index
+
+    @property
+    def beside_decodes_since_s(self) -> float | None:
+        """Since when a prompt waits that may be planned again: see Attempt."""
+        attempt = self.attempt
+        return attempt.beside_decodes_since_s if attempt and self._is_alone else None
+
+    def plan_again(self) -> None:
+        """While `beside_decodes_since_s`: another engine is to compute the prompt."""
+        if (attempt := self.attempt) is not None:
+            self._setback().plan_again(attempt)
+
+    @property
     def movable_from(self) -> str | None:
-        """The engine that it decodes on, if it may be moved from there now. Samples of one prompt
-        share blocks, and stay."""
+        """The engine that it decodes on, if it may be moved from there now."""
         attempt = self.attempt
         is_suspect = self._setbacks is not None and self._setbacks.is_suspect
-        is_alone = not self._siblings and not self.sample_index
-        may_move = is_alone and self.answer.output_ids and not is_suspect
+        may_move = self._is_alone and self.answer.output_ids and not is_suspect
         if attempt is None or not attempt.is_decoding or not may_move:
             return None
         is_time = self.moves is None or self.moves.may_begin(self._clock.monotonic_s())

@@ -323,6 +323,19 @@ class SessionTable:
                 found.setdefault(incarnation, []).append(session)
         return found
 
+    def prompts_beside_decodes(self) -> list[tuple[Session, float]]:
+        """Those that an engine is to compute beside its decodes, with since when."""
+        return [
+            (session, since_s)
+            for session in self._sessions.values()
+            if (since_s := session.beside_decodes_since_s) is not None
+        ]
+
+    def plan_again(self, session: Session) -> None:
+        """One of those: without that engine."""
+        self._do(session, session.plan_again)
+        self._dispatch_due()
+
     def move(self, session: Session, route: Route, on_over: Callable[[str], None]) -> None:
         """Begin to move one of those that are `movable`."""
         self._do(session, session.begin_move, route, on_over)

@@ -221,17 +221,29 @@ class Setbacks:
 
     def _sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
         """The engine did not take it: where another gateway's suspect is on trial, it goes
-        elsewhere, or there once that is over. Where it would break the engine's promise, plan once
-        more without that one, then wait in the queue as if it had never been dispatched."""
-        session = self._session
+        elsewhere, or there once that is over; where it would break the engine's promise, it is
+        planned again."""
         attempt.close(incarnation)
-        self._give_up(attempt, "refused")
-        self.trial_ended()
-        session.num_taken -= 1
-        self.num_refusals += 1
+        self._take_back(attempt)
         if isinstance(error, TrialRefused):
             self._leave_out(incarnation, attempt.pair)
-            return
+        else:
+            self._plan_without(incarnation)
+
+    def plan_again(self, attempt: Attempt) -> None:
+        """Its engine does not get on with it: as if it had not taken it."""
+        self._take_back(attempt)
+        self._plan_without(attempt.pair[0])
+
+    def _take_back(self, attempt: Attempt) -> None:
+        self._give_up(attempt, "refused")
+        self.trial_ended()
+        self._session.num_taken -= 1
+        self.num_refusals += 1
+
+    def _plan_without(self, incarnation: str) -> None:
+        """Once; then it waits in the queue as if it had never been dispatched."""
+        session = self._session
         if self.num_refusals == 1:
             before = self._avoid, self._avoid_until_s
             others = Avoid(self._avoid.incarnations | {incarnation}, self._avoid.pairs)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 from engines.integrity import check_integrity
 
+from baton.bench.goodput.figures import keeps
 from baton.bench.played.engine import EngineSetup
 from baton.bench.played.simulation import Simulation
-from baton.bench.simulated_goodput import H200_8B
+from baton.bench.simulated_goodput import H200_8B, H200_30B_A3B
 from baton.core.membership import Role
-from baton.core.step_cost import StepCost
+from baton.core.step_cost import StepCost, StepShape
 
 TARGET_S, TTFT_S, PHASE_S = 0.024, 1.0, 20.0
 LARGE = replace(H200_8B, base_s=0.012)  # its weights take half of a step that keeps the promise
@@ -21,7 +22,24 @@ LONG, SHORT = ((8192, 256), 5.0), ((256, 1024), 12.0)  # prompt and output token
 Phase = tuple[tuple[int, int], float]
 
 
-def play(*phases: Phase, cost: StepCost = LARGE, moves: bool = True) -> Simulation:
+class DearMixture(StepCost):
+    """A mixture of experts whose steps of both kinds take longer than the sum of their parts."""
+
+    __slots__ = ()
+
+    def seconds(self, shape: StepShape) -> float:
+        is_mixed = shape.num_prompt_tokens and shape.num_decodes
+        return super().seconds(shape) + (0.0025 if is_mixed else 0.0)
+
+
+MIXTURE = DearMixture(
+    H200_30B_A3B.base_s, H200_30B_A3B.row_s, H200_30B_A3B.pair_s, H200_30B_A3B.key_s
+)
+
+
+def play(
+    *phases: Phase, cost: StepCost = LARGE, moves: bool = True, phase_s: float = PHASE_S
+) -> Simulation:
     """On two cards that both promise at first."""
     setups = {
         "prefill": EngineSetup(Role.PREFILL, TARGET_S, 2048, 8192),
@@ -30,8 +48,8 @@ def play(*phases: Phase, cost: StepCost = LARGE, moves: bool = True) -> Simulati
     simulation = Simulation(cost, setups, ttft_s=TTFT_S if moves else None)
     chance = random.Random(1)
     for number, (lengths, per_s) in enumerate(phases):
-        due_s = number * PHASE_S
-        while (due_s := due_s + chance.expovariate(per_s)) < (number + 1) * PHASE_S:
+        due_s = number * phase_s
+        while (due_s := due_s + chance.expovariate(per_s)) < (number + 1) * phase_s:
             simulation.at(due_s, lambda lengths=lengths: simulation.call(*lengths))
     simulation.run()
     return simulation
@@ -72,3 +90,14 @@ async def test_the_rest_is_served_sooner_than_without_moves() -> None:
 async def test_a_load_that_both_can_take_moves_nothing(per_s: float, cost: StepCost) -> None:
     simulation = play((LONG[0], per_s), cost=cost)
     assert not simulation.moves and all(call.is_served for call in simulation.calls)
+
+
+@pytest.mark.slow
+async def test_prompts_do_not_stay_among_decodes_that_leave_them_no_room() -> None:
+    """Half the load, a pause, and all of it, which a fixed split of the cards serves well."""
+    nothing = (LONG[0], 1e-9)
+    simulation = play((LONG[0], 2.0), nothing, *[(LONG[0], 4.0)] * 7, cost=MIXTURE, phase_s=5.0)
+    assert [promises for _, _, promises in simulation.moves[:2]] != [False, True]
+    late = [call for call in simulation.calls if call.arrived_s > 25]
+    assert sum(keeps(call.times, 0.025) for call in late) > 0.9 * len(late)
+    assert max(call.ttft_s for call in late) < 5.0

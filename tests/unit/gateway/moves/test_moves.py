@@ -85,9 +85,10 @@ def test_no_target_is_broken_by_what_comes_and_none_is_a_source(
 
 
 class World:
-    """A gateway with engines `a` and `b` and one request, on either."""
+    """A gateway with engines `a` and `b` and one request, on either; `is_streaming`: it has its
+    first token."""
 
-    def __init__(self, num_requests: int = 1) -> None:
+    def __init__(self, num_requests: int = 1, *, is_streaming: bool = True) -> None:
         self.clock = FakeClock()
         plans = PlanRecord(self.clock)
         self.table = EngineTable(PrefixMirror(self.clock), plans=plans)
@@ -105,7 +106,7 @@ class World:
             self.sessions.start(session)
             name = session.attempt.pair[1]  # type: ignore[union-attr]
             output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
-            self.sessions.engine_outputs(name, [output])
+            self.sessions.engine_outputs(name, [output] if is_streaming else [])
 
     def session(self, request_id: str) -> Session:
         return Session(
@@ -120,6 +121,21 @@ class World:
             entropy=FakeEntropy(),
             limits=SessionLimits(),
         )
+
+    def add_prefill_engine(
+        self, *, waiting_tokens: int = 0, is_promising: bool = False
+    ) -> FakeLink:
+        """`p`, which both others can pull from."""
+        link = self.links["p"] = FakeLink("p")
+        member = Member("p", Role.PREFILL, "p", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
+        engine = LinkedEngine(member, link, clock=self.clock, max_num_seqs=64, block_bytes=2048)
+        self.table.add(engine)
+        self.report(busy="", links=frozenset("p"))
+        assert engine.load is not None
+        target_s = PROMISE_S if is_promising else None
+        load = replace(engine.load, tbt_target_s=target_s, waiting_tokens=waiting_tokens)
+        engine.receive_heartbeat(replace(load, decodes=StepShape(), credit_blocks=1 << 16))
+        return link
 
     def report(self, busy: str, **fields: object) -> None:
         """Heartbeats; the promise of `busy` is broken."""
@@ -196,3 +212,35 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
         engine.max_loras = 1
     world.mover.look()
     assert world.links[target].dispatched
+
+
+async def test_a_prompt_leaves_decodes_that_leave_it_no_room() -> None:
+    """An engine that computes prompts alone would have had it long ago."""
+    world = World(is_streaming=False)
+    (session,) = world.running
+    assert session.attempt is not None
+    name = session.attempt.pair[0]
+    source, other = world.links[name], world.links["ab"[name == "a"]]
+    world.clock.advance(0.4)
+    world.mover.look()
+    prefill = world.add_prefill_engine()
+    world.mover.look()
+    assert not source.cancelled, "it has not waited for long"
+    world.clock.advance(0.2)
+    world.mover.look()
+    ((request, work, *_),) = prefill.dispatched
+    assert work is Work.PREFILL and request.attempt == 1 and source.cancelled == [0]
+    assert [work for _, work, *_ in other.dispatched] == [Work.DECODE]
+    assert world.table.moves == {"planned_again": 1} and session.was_dispatched
+    world.clock.advance(10.0)
+    world.mover.look()
+    assert len(prefill.dispatched) == 1, "once"
+
+
+async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
+    for num_tokens, is_promising in ((0, True), (1 << 20, False)):
+        world = World(is_streaming=False)
+        prefill = world.add_prefill_engine(waiting_tokens=num_tokens, is_promising=is_promising)
+        world.clock.advance(1.0)
+        world.mover.look()
+        assert not prefill.dispatched and not world.table.moves
