@@ -22,7 +22,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from ...core.request.token_ids import BlockHash
 from .generations import Generations
@@ -35,12 +37,13 @@ NUM_RESERVED_BLOCKS = 2
 class BlockRef(NamedTuple):
     """One logical block of a sequence and where it lies; `hash` is None for a partial block.
 
-    A tuple, since a long prompt has thousands: it takes a fifth of a dataclass's time to make.
+    A tuple, since a long prompt has thousands: it takes a fifth of a dataclass's time to make. The
+    bounds are for those that peers send.
     """
 
-    index: int  # type: ignore[assignment]  # not the tuple's method
-    block_id: int
-    generation: int
+    index: Annotated[int, Meta(ge=0)]  # type: ignore[assignment]  # not the tuple's method
+    block_id: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    generation: Annotated[int, Meta(ge=0)]
     hash: BlockHash | None
 
 

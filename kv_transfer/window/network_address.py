@@ -7,7 +7,12 @@ stream; port and key came over that stream, which has proven both ends. Opens no
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from ...core.channels.addresses import HOST_ID_BYTES
 
 KEY_BYTES = 32
 
@@ -27,9 +32,9 @@ class PoolAccess:
     `port` is 0 where they are not reached over a network.
     """
 
-    host_id: bytes
-    port: int
-    key: bytes
+    host_id: Annotated[bytes, Meta(min_length=HOST_ID_BYTES, max_length=HOST_ID_BYTES)]
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)] = field(repr=False)
 
     def of_puller(self, puller: str) -> PoolAccess:
         """The source's own, whose key never leaves it, for this puller."""

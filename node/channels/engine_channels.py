@@ -25,8 +25,9 @@ from ...core.channels.admission import LOST_S
 from ...core.channels.channel import Channel, ChannelBroken
 from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
+from ...kv_transfer.protocol.messages import Message, Refused, decode, encode
 from ...proto import codec
-from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from ...proto.v1 import engine_pb2, node_pb2
 from .mailboxes import Inbox, Kind
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class FromPeer:
     """What a peer sent."""
 
     link: Link
-    message: handoff_pb2.PeerMessage
+    message: Message | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +188,18 @@ class EngineChannels:
         if (link := self._gateways.get(name)) is not None:
             self._send(link, message.SerializeToString())
 
-    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
         """Goes nowhere if the peer is gone."""
         if (link := self._by_kind[kind].get(incarnation)) is not None:
-            self._send(link, message.SerializeToString())
+            self._send(link, encode(message))
 
     def refuse(self, link: Link, error: BatonError) -> None:
         """The last message of a link: why it ends. Whoever runs the loop removes it."""
-        wire = codec.error_to_wire(error)
         if link.kind is Kind.GATEWAY:
-            self._send(link, node_pb2.NodeMessage(refused=wire).SerializeToString())
+            refused = node_pb2.NodeMessage(refused=codec.error_to_wire(error))
+            self._send(link, refused.SerializeToString())
         else:
-            self._send(link, handoff_pb2.PeerMessage(refused=wire).SerializeToString())
+            self._send(link, encode(Refused(error)))
 
     def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
         """Refuse a peer, and end its link once the loop comes to it."""
@@ -281,7 +282,7 @@ class EngineChannels:
                 items.append(LinkOver(link, NodeLost("the other end closed it")))
         except ChannelBroken as error:
             items.append(LinkOver(link, NodeLost(str(error))))
-        except (BrokenStream, DecodeError) as error:
+        except (BrokenStream, DecodeError, HandoffFailed) as error:
             reason = f"what came cannot be read: {error}"
             wrong = InvalidRequest if link.kind is Kind.GATEWAY else HandoffFailed
             self.refuse(link, wrong(reason))
@@ -307,7 +308,7 @@ def _wait_for_ends(channels: Sequence[Channel]) -> None:
 
 
 def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:
-    """Raises DecodeError."""
+    """Raises DecodeError, HandoffFailed."""
     if link.kind is Kind.GATEWAY:
         return FromGateway(link, node_pb2.GatewayMessage.FromString(payload))
-    return FromPeer(link, handoff_pb2.PeerMessage.FromString(payload))
+    return FromPeer(link, decode(payload))

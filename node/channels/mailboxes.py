@@ -23,8 +23,9 @@ from typing import Generic, Protocol, TypeVar
 from ...core.channels.channel import Channel, FrameSocket
 from ...core.errors import BatonError
 from ...core.request.token_ids import BlockHash, Tier
+from ...kv_transfer.protocol.messages import Message
 from ...prefix_index.messages import NetChanges
-from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from ...proto.v1 import engine_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
 
@@ -42,7 +43,7 @@ class Recipients(Protocol):
 
     def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None: ...
 
-    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None: ...
+    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None: ...
 
     def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None: ...
 
@@ -72,7 +73,7 @@ class Outbox:
         self._send = send
         self._channels = channels
         self._steps: dict[str, _Step] = {}  # by gateway
-        self._to_peers: list[tuple[Kind, str, handoff_pb2.PeerMessage | BatonError]] = []
+        self._to_peers: list[tuple[Kind, str, Message | BatonError]] = []
         self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
@@ -90,7 +91,7 @@ class Outbox:
             step = self._steps[gateway] = _Step()
         return step
 
-    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
         """Queue a message of the hand-off."""
         self._to_peers.append((kind, incarnation, message))
 

@@ -19,8 +19,8 @@ from typing import TypeAlias
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Clock
 from ...engine.engine import Engine
-from ...proto import codec
-from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from ...kv_transfer.protocol.messages import Message, Refused
+from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import (
     ChannelItem,
     Connected,
@@ -242,10 +242,10 @@ class EngineLoop:
         self._role.side_of(link).lost(link.name)
         self._outbox.forget_peer(link.kind, link.name)
 
-    def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
+    def _from_peer(self, link: Link, message: Message | Refused) -> None:
         """A message that cannot be taken ends its pair, and nothing else."""
-        if message.HasField("refused"):
-            self._end(link, codec.error_from_wire(message.refused))
+        if isinstance(message, Refused):
+            self._end(link, message.error)
             return
         try:
             self._role.side_of(link).message(link.name, message)

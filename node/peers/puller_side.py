@@ -16,7 +16,6 @@ from typing import Protocol, assert_never
 
 from ...core.errors import BatonError
 from ...core.request.request import Request
-from ...kv_transfer.protocol import wire
 from ...kv_transfer.protocol.events import (
     CancelPull,
     ClosePeer,
@@ -38,11 +37,10 @@ from ...kv_transfer.protocol.events import (
     WindowFailed,
     WindowOpened,
 )
-from ...kv_transfer.protocol.messages import Hello
+from ...kv_transfer.protocol.messages import Hello, Message
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.window.network_address import Routes
 from ...kv_transfer.window.transport import PullOutcome
-from ...proto.v1 import handoff_pb2
 from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind, Outbox
 from .prefix_fetches import PrefixFetches
@@ -107,11 +105,10 @@ class PullerSide:
         self._routes.linked(link.name, link.host)
         self.feed(PeerLinked(link.name, link.opens_late))
 
-    def message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        decoded = wire.from_wire(message)
-        if isinstance(decoded, Hello):
-            self._routes.set_access(incarnation, decoded.access)
-        self.feed(PeerMessage(incarnation, decoded))
+    def message(self, incarnation: str, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._routes.set_access(incarnation, message.access)
+        self.feed(PeerMessage(incarnation, message))
 
     def lost(self, incarnation: str) -> None:
         self._routes.lost(incarnation)
@@ -127,7 +124,7 @@ class PullerSide:
     def _apply(self, effect: PullerEffect) -> None:
         match effect:
             case Send(incarnation, message):
-                self._outbox.to_peer(Kind.SOURCE, incarnation, wire.to_wire(message))
+                self._outbox.to_peer(Kind.SOURCE, incarnation, message)
             case StartPull():
                 self._start_pull(effect)
             case CancelPull(transfer_id):

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from ...core.errors import BatonError, StaleBlocks
 from ...core.request.request import Ticket
 from ...engine.engine import Engine
 from ...engine.kv.block_pool import Fence
-from ...kv_transfer.protocol import wire
 from ...kv_transfer.protocol.events import (
     ChunkReady,
     ClosePeer,
@@ -32,10 +32,9 @@ from ...kv_transfer.protocol.events import (
     SourceEvent,
     Withdrawn,
 )
-from ...kv_transfer.protocol.messages import HandoffState, Hello
+from ...kv_transfer.protocol.messages import HandoffState, Hello, Message
 from ...kv_transfer.protocol.source import Source
 from ...kv_transfer.window.network_address import PoolAccess
-from ...proto.v1 import handoff_pb2
 from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind, Outbox
 
@@ -67,8 +66,8 @@ class SourceSide:
     def linked(self, link: Link) -> None:
         self.feed(PeerLinked(link.name))
 
-    def message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        self.feed(PeerMessage(incarnation, wire.from_wire(message)))
+    def message(self, incarnation: str, message: Message) -> None:
+        self.feed(PeerMessage(incarnation, message))
 
     def lost(self, incarnation: str) -> None:
         self.feed(PeerLost(incarnation))
@@ -79,7 +78,7 @@ class SourceSide:
                 case Send(incarnation, message):
                     if isinstance(message, Hello):
                         message = replace(message, access=self._access.of_puller(incarnation))
-                    self._outbox.to_peer(Kind.PULLER, incarnation, wire.to_wire(message))
+                    self._outbox.to_peer(Kind.PULLER, incarnation, message)
                 case ClosePeer(incarnation, error):
                     log.warning("refused puller %s: %s", incarnation, error.message)
                     self._outbox.close_peer(Kind.PULLER, incarnation, error)

@@ -14,9 +14,23 @@ from fakes.node.channel_pairs import AnyChannel
 from fakes.node.node_world import LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
 from fakes.runner import expected_tokens
 
+from baton.core.errors import StaleBlocks
 from baton.core.request.request import Ticket
+from baton.core.request.token_ids import BlockHash
+from baton.engine.kv.block_pool import BlockRef
+from baton.kv_transfer.protocol.messages import (
+    Attach,
+    CancelTransfer,
+    HandoffState,
+    Hello,
+    Manifest,
+    Release,
+    Renew,
+    Revoked,
+    encode,
+)
 from baton.proto import codec
-from baton.proto.v1 import handoff_pb2, node_pb2
+from baton.proto.v1 import node_pb2
 
 _NUM_ROUNDS, _PER_ROUND = 12, 25
 _WORKS = (node_pb2.WORK_PREFILL, node_pb2.WORK_DECODE, node_pb2.WORK_LOCAL, 0, 7)
@@ -41,32 +55,30 @@ def _gateway_frame(rng: random.Random, number: int) -> bytes:
 def _peer_frame(rng: random.Random, number: int) -> bytes:
     transfer_id = rng.choice((f"{number:032x}", *_IDS))
     count = rng.choice((0, 1, 5, 500))
-    block_ids = (rng.choice((i, 0, 1, 2**31, 2**32 - 1)) for i in range(count))
-    generations = (rng.choice((0, 1, 2**64 - 1)) for _ in range(count))
-    state = handoff_pb2.HandoffState(
-        num_blocks=rng.choice((0, 1, 2**31, 2**32 - 1)), first_token_id=rng.choice((1, 2**32 - 1))
-    )
+    first, num_full = rng.choice((0, 1, 2**32 - 1)), rng.choice((count, max(0, count - 1), 0, 1))
+    blocks = tuple(
+        BlockRef(
+            first + i, rng.choice((i, 0, 1, 2**31, 2**32 - 1)), rng.choice((0, 1, 2**64 - 1)),
+            BlockHash(rng.randbytes(16)) if i < num_full else None,
+        )
+        for i in range(count)
+    )  # fmt: skip
+    state = HandoffState(rng.choice((0, 1, 2**31, 2**32 - 1)), rng.choice((1, 2**32 - 1)))
     message = rng.choice(
         (
-            handoff_pb2.PeerMessage(attach=handoff_pb2.Attach(transfer_id=transfer_id)),
-            handoff_pb2.PeerMessage(renew=handoff_pb2.Renew(transfer_ids=[transfer_id] * 3)),
-            handoff_pb2.PeerMessage(release=handoff_pb2.Release(transfer_id=transfer_id)),
-            handoff_pb2.PeerMessage(cancel=handoff_pb2.CancelTransfer(transfer_id=transfer_id)),
-            handoff_pb2.PeerMessage(revoked=handoff_pb2.Revoked(transfer_id=transfer_id)),
-            handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation=SOURCE, protocol=999)),
-            handoff_pb2.PeerMessage(
-                manifest=handoff_pb2.Manifest(
-                    transfer_id=transfer_id, seq=rng.choice((0, 1, 2**32 - 1)),
-                    first_index=rng.choice((0, 1, 2**32 - 1)),
-                    block_ids=b"".join(each.to_bytes(4, "little") for each in block_ids),
-                    generations=b"".join(each.to_bytes(8, "little") for each in generations),
-                    hashes=rng.randbytes(16 * rng.choice((count, max(0, count - 1), 0, 1))),
-                    num_tokens=rng.choice((0, 16, 2**32 - 1)), state=state,
-                )
+            Attach(transfer_id),
+            Renew((transfer_id,) * 3),
+            Release(transfer_id),
+            CancelTransfer(transfer_id),
+            Revoked(transfer_id, StaleBlocks("")),
+            Hello(SOURCE, {}, protocol=999),
+            Manifest(
+                transfer_id, rng.choice((0, 1, 2**32 - 1)), blocks,
+                rng.choice((0, 16, 2**32 - 1)), rng.choice((0.0, 1.0)), state,
             ),
         )
     )  # fmt: skip
-    data = message.SerializeToString() or b"\0"
+    data = encode(message)
     return data if rng.random() < 0.5 else mutated_bytes(rng, data)
 
 

@@ -1,7 +1,7 @@
 """Graphs of plain Python objects as states of a search: their value, and copies of them.
 
 `frozen` and `forked` do what hashing and copy.deepcopy do, ten times faster: values that cannot
-change (frozen dataclasses, named tuples, errors, ...) are shared, not copied.
+change (frozen dataclasses and structs, named tuples, errors, ...) are shared, not copied.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from .clock import FakeClock
@@ -80,6 +81,8 @@ def forked(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 @cache
 def _is_constant(kind: type) -> bool:
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_config__.frozen
     params = getattr(kind, "__dataclass_params__", None)
     is_frozen = params is not None and params.frozen
     return is_frozen or issubclass(kind, (enum.Enum, BaseException, frozenset, tuple))
@@ -87,6 +90,8 @@ def _is_constant(kind: type) -> bool:
 
 @cache
 def _slots(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
     return tuple(name for cls in kind.__mro__ for name in getattr(cls, "__slots__", ()))
 
 

@@ -29,8 +29,8 @@ from baton.core.channels.frames import FrameBuffer, encode_payload
 from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams, Ticket
-from baton.kv_transfer.protocol.messages import PROTOCOL
-from baton.proto.v1 import handoff_pb2, node_pb2
+from baton.kv_transfer.protocol.messages import Hello, Refused, decode, encode
+from baton.proto.v1 import node_pb2
 
 NUM_CHUNKS = 8
 NUM_NEIGHBOURS = 31
@@ -405,23 +405,20 @@ def _has_said(process: NodeProcess, *words: str) -> bool:
 async def _greet_as_another_make(scene: Scene) -> None:
     """A puller that is refused is told why, in the last frame; one that is not listed, at once."""
     source, puller = scene.incarnation("prefill-0"), "e" * 32
-    hello = handoff_pb2.Hello(
-        incarnation=puller, protocol=PROTOCOL, fingerprint={"block_size": "8"}
-    )
+    hello = Hello(puller, {"block_size": "8"})
     key = ClusterSecret(SECRET).dialing_key
     ends = partial(asyncio.to_thread, dial, PULLER, key, listener=source, address=None)
     async with _announced(scene, puller):
         reader, writer = await asyncio.open_connection(sock=await ends(dialer=puller))
-        said = handoff_pb2.PeerMessage(hello=hello).SerializeToString()
-        writer.write(encode_payload(said))
+        writer.write(encode_payload(encode(hello)))
         frames = FrameBuffer()
         payloads: list[bytes] = []
         while data := await reader.read(65536):
             payloads += frames.cut(data)
         writer.close()
-    refused = handoff_pb2.PeerMessage.FromString(payloads[-1]).refused
-    assert refused.code == "fingerprint_mismatch"
-    assert refused.message == "block_size: '16' here, '8' there"
+    refused = decode(payloads[-1])
+    assert isinstance(refused, Refused) and refused.error.code == "fingerprint_mismatch"
+    assert refused.error.message == "block_size: '16' here, '8' there"
     stranger = "d" * 32
     try:
         (await ends(dialer=stranger)).close()

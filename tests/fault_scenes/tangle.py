@@ -19,7 +19,7 @@ from contextlib import suppress
 from baton.core.channels.admission import PULLER
 from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.channels.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Opening
-from baton.proto.v1 import handoff_pb2
+from baton.kv_transfer.protocol.messages import Hello, decode
 
 DOUBLE, SWAP, LOSE = "double", "swap", "lose"
 
@@ -122,9 +122,9 @@ class Tangle:
         return None
 
     def _look(self, payload: bytes) -> None:
-        said = handoff_pb2.PeerMessage.FromString(payload)
-        if said.HasField("hello"):
-            self._on_data_port(said.hello.access.port)
+        said = decode(payload)
+        if isinstance(said, Hello) and said.access is not None:
+            self._on_data_port(said.access.port)
 
 
 async def _pass(

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proto": {"core"},
     "constraints": {"core"},
     "engine": {"core", "kernels", "constraints"},
-    "kv_transfer": {"core", "engine", "kernels", "proto"},
+    "kv_transfer": {"core", "engine", "kernels"},
     "cluster": {"core", "proto"},
     "prefix_index": {"core", "cluster"},
     "node": {

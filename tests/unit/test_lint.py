@@ -26,7 +26,7 @@ EDGES = (
     "gateway/validation/validation.py", "core/request/parameters.py", "core/request/json_fields.py",
     "gateway/engines/wire.py", "gateway/grpc/vllm_engine.py",
     "cluster", "node/supervisor/rpc.py",
-    "kv_transfer/protocol/wire.py", "kv_transfer/export/pool_address.py", "core/model_dir.py",
+    "kv_transfer/protocol/messages.py", "kv_transfer/export/pool_address.py", "core/model_dir.py",
     "engine/model/checkpoint.py", "engine/model/model_config.py",
 )  # fmt: skip
 # Of an own attribute that is there by now: it says so to the type checker, and judges no input.

@@ -20,7 +20,7 @@ from baton.core.request.request import FinishReason, Request, SamplingParams, Ti
 from baton.decode_node.role import DecodeRole
 from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits
-from baton.kv_transfer.protocol.messages import Hello
+from baton.kv_transfer.protocol.messages import Hello, Message, Refused, decode, encode
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.head_ranges import HeadPiece
@@ -39,7 +39,7 @@ from baton.node.requests.request_io import RequestIO
 from baton.node.requests.request_role import EngineParts
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
-from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from baton.proto.v1 import engine_pb2, node_pb2
 
 from ..clock import FakeClock, FakeEntropy
 from ..gateway.step_outputs import outputs_of
@@ -140,7 +140,7 @@ class Node:
         self.received: dict[str, Received] = {}
         self.timeout_s: float | None = None  # what the last turn said about the next one
         self._gateways: dict[str, AnyChannel] = {}  # their ends
-        self.sent: list[node_pb2.NodeMessage | handoff_pb2.PeerMessage] = []  # on played channels
+        self.sent: list[node_pb2.NodeMessage | Message | Refused] = []  # on played channels
 
     def _count(self, step: int) -> None:
         self.pool.num_steps = step
@@ -180,9 +180,9 @@ class Node:
 
     def link(self, kind: Kind, name: str, channel: AnyChannel) -> Link:
         """`sent` gets what a played channel is given."""
-        message = node_pb2.NodeMessage if kind is Kind.GATEWAY else handoff_pb2.PeerMessage
+        unpack = node_pb2.NodeMessage.FromString if kind is Kind.GATEWAY else decode
         if isinstance(channel, PlayedChannel):
-            channel.on_send = lambda payload: self.sent.append(message.FromString(payload))
+            channel.on_send = lambda payload: self.sent.append(unpack(payload))
         return Link(kind, name, channel)
 
     def join(self, kind: Kind, name: str, channel: AnyChannel, *, opens_late: bool = False) -> None:
@@ -324,10 +324,10 @@ class NodeWorld:
             if ends and not ends[0].is_closed:
                 ends[0].cut()
 
-    def hear_peer(self, node: Node, message: handoff_pb2.PeerMessage) -> None:
+    def hear_peer(self, node: Node, message: Message) -> None:
         """`node` gets this from its peer, if they are linked."""
         if self.is_linked:
-            self.ends[node is self.prefill].send(message.SerializeToString())
+            self.ends[node is self.prefill].send(encode(message))
 
     # -- the gateway ---------------------------------------------------------------------------
 

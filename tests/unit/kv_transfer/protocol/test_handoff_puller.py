@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from fakes.clock import FakeClock
 from fakes.handoff.handoff import (
@@ -16,6 +14,7 @@ from fakes.handoff.handoff import (
     refs,
     ticket,
 )
+from msgspec.structs import replace
 
 from baton.core.errors import (
     BatonError,

@@ -17,6 +17,7 @@ import pytest
 from baton.core.channels.channel import Channel
 from baton.core.channels.frames import MAX_FRAME_BYTES, FrameBuffer, encode_payload
 from baton.core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest, NodeLost
+from baton.kv_transfer.protocol.messages import Attach, Message, decode, encode
 from baton.node.channels.engine_channels import (
     Connected,
     EngineChannels,
@@ -28,7 +29,7 @@ from baton.node.channels.engine_channels import (
     LinkOver,
 )
 from baton.node.channels.mailboxes import Inbox
-from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from baton.proto.v1 import engine_pb2, node_pb2
 
 WELCOME = node_pb2.Welcome(incarnation="a" * 32)
 PEERS = (Kind.PULLER, Kind.SOURCE)
@@ -38,8 +39,13 @@ def cancel(name: str = "r") -> node_pb2.GatewayMessage:
     return node_pb2.GatewayMessage(cancel=node_pb2.Cancel(request_id=name))
 
 
-def attach(name: str = "t") -> handoff_pb2.PeerMessage:
-    return handoff_pb2.PeerMessage(attach=handoff_pb2.Attach(transfer_id=name))
+def attach(number: int = 0) -> Attach:
+    return Attach(f"{number:032x}")
+
+
+def packed(message: node_pb2.GatewayMessage | Message) -> bytes:
+    is_ours = isinstance(message, node_pb2.GatewayMessage)
+    return message.SerializeToString() if is_ours else encode(message)
 
 
 def step(number: int, size: int = 0) -> node_pb2.NodeMessage:
@@ -72,15 +78,15 @@ class Far:
     raw: socket.socket
     _frames: FrameBuffer = field(default_factory=FrameBuffer)
 
-    def say(self, *messages: node_pb2.GatewayMessage | handoff_pb2.PeerMessage) -> None:
+    def say(self, *messages: node_pb2.GatewayMessage | Message) -> None:
         for message in messages:
-            self.raw.sendall(encode_payload(message.SerializeToString()))
+            self.raw.sendall(encode_payload(packed(message)))
 
     def hear(self) -> list[Any]:
         """All that is there."""
-        message = node_pb2.NodeMessage if self.kind is Kind.GATEWAY else handoff_pb2.PeerMessage
+        unpack = node_pb2.NodeMessage.FromString if self.kind is Kind.GATEWAY else decode
         self._frames.take_in(self.raw)
-        return [message.FromString(payload) for payload in self._frames.take()]
+        return [unpack(payload) for payload in self._frames.take()]
 
     def kinds(self) -> list[str | None]:
         return [message.WhichOneof("body") for message in self.hear()]
@@ -227,7 +233,7 @@ def test_what_is_said_both_ways_comes_in_order(engine: Engine) -> None:
     asked = [cancel(f"{n}" * 1000) for n in range(50)]
     gateway.say(*asked)
     engine.turn()
-    told = [attach(f"{n}" * 1000) for n in range(50)]
+    told = [attach(n) for n in range(50)]
     peer.say(*told)
     engine.turn()
     assert engine.messages() == [*asked, *told]
@@ -235,9 +241,9 @@ def test_what_is_said_both_ways_comes_in_order(engine: Engine) -> None:
     for message in steps:
         engine.channels.to_gateway("g", message)
         index = message.outputs.outputs[0].first_index
-        engine.channels.to_peer(Kind.SOURCE, "p", attach(f"{index}"))
+        engine.channels.to_peer(Kind.SOURCE, "p", attach(index))
     assert gateway.hear() == steps
-    assert peer.hear() == [attach(f"{n}") for n in range(50)]
+    assert peer.hear() == [attach(n) for n in range(50)]
 
 
 def test_what_is_for_somebody_else_goes_nowhere(engine: Engine) -> None:
@@ -302,9 +308,9 @@ def test_the_end_is_told_behind_what_came_before(
 ) -> None:
     link, far = engine.link(kind)
     engine.turn()
-    message = cancel("r" * 32) if kind is Kind.GATEWAY else attach("t" * 32)
+    message = cancel("r" * 32) if kind is Kind.GATEWAY else attach()
     far.say(message)
-    far.raw.sendall(encode_payload(message.SerializeToString())[:num_bytes])
+    far.raw.sendall(encode_payload(packed(message))[:num_bytes])
     far.raw.close()
     engine.turn()
     engine.turn()
@@ -338,8 +344,8 @@ def test_what_cannot_be_read_ends_its_link_alone_which_is_told_why(
     assert type(error) is (InvalidRequest if kind is Kind.GATEWAY else HandoffFailed)
     assert engine.messages() == [message]
     (refused,) = far.hear()
-    assert refused.refused.code == error.code
-    assert "cannot be read" in refused.refused.message
+    why = refused.refused if kind is Kind.GATEWAY else refused.error
+    assert why.code == error.code and "cannot be read" in why.message
     assert far.is_over()
     other.say(message)
     engine.turn()
@@ -353,7 +359,7 @@ def test_a_peer_that_is_refused_is_told_why_behind_the_rest(engine: Engine) -> N
     engine.channels.end_peer(Kind.PULLER, "p", HandoffFailed("dtype: 'a' here, 'b' there"))
     engine.turn()
     said, refused = far.hear()
-    assert said == attach() and refused.refused.message == "dtype: 'a' here, 'b' there"
+    assert said == attach() and refused.error.message == "dtype: 'a' here, 'b' there"
     assert far.is_over()
     assert [ended for ended, _ in engine.ended] == [link]
 

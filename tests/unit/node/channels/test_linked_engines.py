@@ -146,7 +146,7 @@ def test_a_refused_peer_hears_why_and_ends_its_side(
 def test_half_a_frame_is_waited_for(world: NodeWorld) -> None:
     """By nobody: the engine goes on."""
     raw = world.ends[0]._socket  # type: ignore[union-attr]
-    raw.send(encode_payload(b"x" * 1000)[:500])
+    raw.send(encode_payload(b"x" * 100_000)[:500])
     local = request(3, 19)
     begin(world, local, 3)
     assert world.is_linked

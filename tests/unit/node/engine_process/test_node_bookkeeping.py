@@ -22,6 +22,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
+from baton.kv_transfer.protocol.messages import Hello, Message, Release
 from baton.node.channels.mailboxes import Kind, Outbox
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
@@ -29,7 +30,7 @@ from baton.node.requests.request_io import TOMBSTONE_S, Entry, RequestTable
 from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs
 from baton.prefill_node import engine_main as prefill_main
-from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from baton.proto.v1 import engine_pb2, node_pb2
 
 
 def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entry:
@@ -78,18 +79,21 @@ class TestRequestBook:
         assert book.keys_of_gateway("x") == [entry(0).key, entry(2).key]
 
 
+RELEASE = Release("f" * 32)
+
+
 class Recipients:
     """Notes who gets what, in order."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, node_pb2.StepOutputs]] = []
-        self.peers: list[tuple[str, handoff_pb2.PeerMessage | BatonError]] = []
+        self.peers: list[tuple[str, Message | BatonError]] = []
 
     def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None:
         assert not self.peers, "gateways come first"
         self.steps.append((name, message.outputs))
 
-    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
         self.peers.append((incarnation, message))
 
     def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
@@ -103,7 +107,7 @@ def never(_: engine_pb2.EngineOutput) -> None:
 def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
     to = Recipients()
     outbox = Outbox(never, to)
-    outbox.to_peer(Kind.SOURCE, "peer", handoff_pb2.PeerMessage())
+    outbox.to_peer(Kind.SOURCE, "peer", RELEASE)
     error = HandoffFailed("of another make")
     outbox.close_peer(Kind.SOURCE, "peer", error)
     for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
@@ -112,7 +116,7 @@ def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
     outbox.flush()
     batches = [(name, [o.request_id for o in step.outputs]) for name, step in to.steps]
     assert batches == [("x", ["a", "c"]), ("y", ["b"])]
-    assert to.peers == [("peer", handoff_pb2.PeerMessage()), ("peer", error)]
+    assert to.peers == [("peer", RELEASE), ("peer", error)]
     outbox.flush()
     assert len(to.steps) == len(to.peers) == 2
 
@@ -120,14 +124,14 @@ def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
 def test_what_was_meant_for_a_channel_that_is_gone_is_not_said_on_the_next() -> None:
     to = Recipients()
     outbox = Outbox(never, to)
-    outbox.to_peer(Kind.SOURCE, "a", handoff_pb2.PeerMessage())
+    outbox.to_peer(Kind.SOURCE, "a", RELEASE)
     outbox.close_peer(Kind.SOURCE, "a", HandoffFailed("of another make"))
-    outbox.to_peer(Kind.SOURCE, "b", handoff_pb2.PeerMessage())
+    outbox.to_peer(Kind.SOURCE, "b", RELEASE)
     outbox.forget_peer(Kind.SOURCE, "a")
-    hello = handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation="a"))
+    hello = Hello("a", {})
     outbox.to_peer(Kind.SOURCE, "a", hello)
     outbox.flush()
-    assert to.peers == [("b", handoff_pb2.PeerMessage()), ("a", hello)]
+    assert to.peers == [("b", RELEASE), ("a", hello)]
 
 
 def test_outbox_puts_plain_tokens_into_columns() -> None:

@@ -19,15 +19,15 @@ from fakes.node.node_world import (
     request,
 )
 from fakes.runner import expected_tokens
+from msgspec import structs
 
 from baton.core.errors import HandoffFailed, InvalidRequest
 from baton.core.request.request import Request, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
-from baton.kv_transfer.protocol import wire
-from baton.kv_transfer.protocol.messages import Attach
+from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, Message
 from baton.node.engine_process.dispatch_gates import Gated
 from baton.proto import codec
-from baton.proto.v1 import handoff_pb2, node_pb2
+from baton.proto.v1 import node_pb2
 
 FORK = "f" * 32
 
@@ -57,7 +57,7 @@ def test_a_prefix_that_is_asked_for_under_a_ticket_s_name(
     world.hand_off(one)
     world.settle()
     hashes = block_hashes(root_hash("toy", "", ""), one.known_token_ids, BLOCK_SIZE)[:2]
-    world.hear_peer(world.prefill, wire.to_wire(Attach(two.request_id, False, tuple(hashes))))
+    world.hear_peer(world.prefill, Attach(two.request_id, False, tuple(hashes)))
     world.settle()
     world.dispatch(two, node_pb2.WORK_PREFILL, world.prefill, ticket(two), 60.0)
     world.settle()
@@ -82,9 +82,10 @@ def test_a_ticket_that_is_used_twice(world: NodeWorld) -> None:
 def test_tokens_outside_the_vocabulary(world: NodeWorld, token_id: int) -> None:
     to_peer = world.prefill.outbox.to_peer
 
-    def lie(kind: Any, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        if message.manifest.HasField("state"):
-            message.manifest.state.first_token_id = token_id
+    def lie(kind: Any, incarnation: str, message: Message) -> None:
+        if isinstance(message, Manifest) and message.state is not None:
+            state = HandoffState(message.state.num_blocks, token_id)
+            message = structs.replace(message, state=state)
         to_peer(kind, incarnation, message)
 
     world.prefill.outbox.to_peer = lie  # type: ignore[method-assign]

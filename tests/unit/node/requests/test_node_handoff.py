@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request.request import FinishReason, Request
-from baton.proto.v1 import handoff_pb2, node_pb2
+from baton.kv_transfer.protocol.messages import Manifest
+from baton.proto.v1 import node_pb2
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
 
@@ -127,17 +128,18 @@ def test_first_token_is_sent_before_the_manifest_that_follows_from_it() -> None:
     world.turn(world.decode)
     world.prefill.sent.clear()
     world.prefill.loop.turn(0.0)
-    kinds = [message.WhichOneof("body") for message in world.prefill.sent]
-    assert kinds == ["outputs", "manifest"]
+    outputs, manifest = world.prefill.sent
+    assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
+    assert isinstance(manifest, Manifest)
 
 
 def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
     for n in range(3):
         world.dispatch(request(n, 3), node_pb2.WORK_LOCAL, world.decode, None, 60.0)
     world.decode.loop.turn(0.0)
-    *_, last = world.decode.sent
-    kinds = [message.WhichOneof("body") for message in world.decode.sent]
-    assert kinds.count("outputs") == 1 and len(outputs_of(last.outputs)) == 3
+    sent = [each for each in world.decode.sent if isinstance(each, node_pb2.NodeMessage)]
+    (last,) = (each for each in sent if each.HasField("outputs"))
+    assert last is sent[-1] and len(outputs_of(last.outputs)) == 3
 
 
 def interrupt(world: NodeWorld, one: Request, moment: int, happen: Callable[[], None]) -> None:
@@ -301,8 +303,7 @@ def test_draining_node_refuses_and_ends_when_it_holds_nothing(world: NodeWorld) 
 
 
 def test_strange_peer_message_costs_the_pair_and_nothing_else(world: NodeWorld) -> None:
-    strange = handoff_pb2.PeerMessage.FromString(b"\x78\x01")  # a field that nobody knows
-    world.hear_peer(world.prefill, strange)
+    world.ends[0]._arrive(b"\x78\x01")  # type: ignore[union-attr]
     local = request(2, 19)
     world.dispatch(local, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
     world.settle()
