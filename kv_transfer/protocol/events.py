@@ -17,6 +17,7 @@ from ...core.errors import BatonError
 from ...core.request.request import Ticket
 from ...core.request.token_ids import BlockHash
 from ...engine.kv.block_pool import BlockRef
+from ..window.network_address import PoolAccess
 from ..window.transport import BlockPairs, PullOutcome
 from .messages import HandoffState, Message
 
@@ -27,10 +28,12 @@ from .messages import HandoffState, Message
 class PeerLinked:
     """The stream to this peer is open. On a peer that is linked already: the old stream is gone.
 
-    `opens_late`: of a source whose window is opened for its first transfer, not at once.
+    Of a source: `host`, where it was dialled; `opens_late`: its window is opened for its first
+    transfer, not at once.
     """
 
     incarnation: str
+    host: str = ""
     opens_late: bool = False
 
 
@@ -233,10 +236,13 @@ class PinPrefix:
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
     """Connect a transport to this source; answered with the same `link`, off this thread if it
-    takes time. After `CloseWindow` an answer is void."""
+    takes time. After `CloseWindow` an answer is void. `host`, `access`: how its pools are reached,
+    by its link and its Hello."""
 
     incarnation: str
     link: int
+    host: str = ""
+    access: PoolAccess | None = None
 
 
 @dataclass(frozen=True, slots=True)

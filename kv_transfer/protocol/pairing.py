@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass
 
 from ...core.errors import BatonError, FingerprintMismatch, HandoffFailed
+from ..window.network_address import PoolAccess
 from .messages import Hello, Message
 
 TOMBSTONE_S = 30.0
@@ -31,12 +32,14 @@ class PairState(enum.Enum):
 class Pair:
     """`link`: the number of its present stream; an answer about an earlier one is void.
 
-    `opens_late`: no window is wanted yet.
+    `opens_late`: no window is wanted yet. `host`, `access`: how a source's pools are reached.
     """
 
     link: int
-    opens_late: bool = False
+    host: str
+    opens_late: bool
     state: PairState = PairState.LINKED
+    access: PoolAccess | None = None
     sees_steps: bool = False  # its count of steps can be read from here
 
 
@@ -48,10 +51,10 @@ class Pairs:
         self._num_links = 0  # streams opened so far, to all peers
         self._pairs: dict[str, Pair] = {}
 
-    def add(self, incarnation: str, *, opens_late: bool = False) -> None:
+    def add(self, incarnation: str, host: str = "", *, opens_late: bool = False) -> None:
         """A stream to this peer is open; it has come no further."""
         self._num_links += 1
-        self._pairs[incarnation] = Pair(self._num_links, opens_late)
+        self._pairs[incarnation] = Pair(self._num_links, host, opens_late)
 
     def remove(self, incarnation: str) -> Pair | None:
         """Forget the peer; returns how far it had come."""
@@ -89,7 +92,7 @@ class Pairs:
         pair = self._pairs[incarnation]
         if pair.state is not PairState.LINKED:
             return None
-        pair.state = PairState.MATCHED
+        pair.state, pair.access = PairState.MATCHED, hello.access
         return pair
 
     def ledger(self) -> dict[str, str]:

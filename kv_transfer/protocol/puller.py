@@ -95,11 +95,11 @@ class Puller:
                 self._on_reserved(event)
             case ReserveRefused(transfer_id, lacks_slot):
                 self._queue.answered(transfer_id, was_granted=False, lacks_slot=lacks_slot)
-            case PeerLinked(incarnation, opens_late):
+            case PeerLinked(incarnation, host, opens_late):
                 if self._pairs.get(incarnation) is not None:
                     self._drop_peer(incarnation, NodeLost("the stream to the source was replaced"))
                 is_waited_for = any(t.source == incarnation for t in self._transfers.values())
-                self._pairs.add(incarnation, opens_late=opens_late and not is_waited_for)
+                self._pairs.add(incarnation, host, opens_late=opens_late and not is_waited_for)
                 self._send(incarnation, self._pairs.hello)
             case PeerLost(incarnation):
                 self._drop_peer(incarnation, NodeLost("the stream to the source ended"))
@@ -163,7 +163,7 @@ class Puller:
         elif pair.opens_late:
             pair.opens_late = False
             if pair.state is PairState.MATCHED:
-                self._effects.append(OpenWindow(transfer.source, pair.link))
+                self._open_window(transfer.source, pair)
 
     def _refusal(self, intent: Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:
@@ -247,9 +247,12 @@ class Puller:
         try:
             pair = self._pairs.match(source, hello)
             if pair is not None and not pair.opens_late:
-                self._effects.append(OpenWindow(source, pair.link))
+                self._open_window(source, pair)
         except HandoffFailed as error:
             self._refuse(source, error)
+
+    def _open_window(self, source: str, pair: Pair) -> None:
+        self._effects.append(OpenWindow(source, pair.link, pair.host, pair.access))
 
     def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
         pair.state, pair.sees_steps = PairState.READY, sees_steps

@@ -32,8 +32,9 @@ from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessag
 from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
 from ..network.data_client import describe_remote
+from ..protocol.events import OpenWindow
 from ..window.head_ranges import HeadPiece, pieces_of
-from ..window.network_address import RemotePool, Routes
+from ..window.network_address import RemotePool
 from ..window.transport import (
     BlockPairs,
     PoolWindow,
@@ -219,34 +220,28 @@ class RankPulls:
         self._channel.send(MessageKind.ANSWER, payload, order=order)
 
 
-class RankedTransport:
-    """Opens windows for all ranks of this engine; `parts` are their pools."""
-
-    name = "ranks"
+class WindowOpener:
+    """Opens windows onto whole sources, for all ranks of this engine; `parts` are their pools."""
 
     def __init__(
         self,
         mine: Sequence[Transport],
         parts: Sequence[PoolPart],
         followers: RankGroup | None,
-        routes: Routes,
+        here: bytes,
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
-        """`mine` are rank 0's ways, best first; without followers it is the only rank.
-
-        `routes` know how sources are reached over a network.
-        """
-        self._routes = routes
+        """`mine` are rank 0's ways, best first; without followers it is the only rank. `here`: its
+        host's id."""
+        self._here = here
         self._wrap = wrap
         self._mine = mine
         self._parts = parts
         self._followers = followers
 
-    def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
-    ) -> PoolWindow:
-        assert piece is None, "an engine pulls all of its heads"
-        by_rank = self._plan(incarnation)
+    def open(self, source: OpenWindow) -> PoolWindow:
+        """Raises HandoffFailed, EngineFailed. Takes as long as it takes to connect."""
+        by_rank = self._plan(source)
         mine = open_pieces(self._mine, by_rank[0])
         if self._followers is None:
             return mine
@@ -265,12 +260,13 @@ class RankedTransport:
             raise
         return window
 
-    def _plan(self, incarnation: str) -> list[list[SourcePiece]]:
+    def _plan(self, source: OpenWindow) -> list[list[SourcePiece]]:
         """For each of our ranks, the pools of the source that it reads, and what of them."""
         num_heads = max(part.first_kv_head + part.num_kv_heads for part in self._parts)
-        remote = self._routes.get(incarnation)
-        if remote is None:
+        incarnation = source.incarnation
+        if source.access is None:
             raise HandoffFailed("the source has not sent how its pools are reached")
+        remote = source.access.at(source.host, self._here, self._parts[0].pool)
         if remote.port:
             described = describe_remote(incarnation, remote, self._wrap)
         elif remote.is_elsewhere:

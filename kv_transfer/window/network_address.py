@@ -36,6 +36,10 @@ class PoolAccess:
     port: Annotated[int, Meta(ge=0, lt=1 << 16)]
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)] = field(repr=False)
 
+    def at(self, host: str, here: bytes, puller: str) -> RemotePool:
+        """As `puller`, on the host of id `here`, reaches it: its link was dialled at `host`."""
+        return RemotePool(host, self.port, self.key, self.host_id != here, puller)
+
     def of_puller(self, puller: str) -> PoolAccess:
         """The source's own, whose key never leaves it, for this puller."""
         return replace(self, key=pair_key(self.key, puller))
@@ -64,38 +68,3 @@ class RemotePool:
         that reads it is not on the host of its own engine's rank 0."""
         is_elsewhere = self.is_elsewhere or bool(host) or is_apart
         return replace(self, host=host or self.host, port=port, is_elsewhere=is_elsewhere)
-
-
-class Routes:
-    """How each source is reached over a network, by its link and its Hello.
-
-    Written by the engine's thread, read by those that open windows.
-    """
-
-    def __init__(self, here: bytes, puller: str) -> None:
-        """`here`: this process's `host_id`; `puller`: its engine's incarnation."""
-        self._here = here
-        self._puller = puller
-        self._hosts: dict[str, str] = {}
-        self._remotes: dict[str, RemotePool] = {}
-
-    def linked(self, incarnation: str, host: str) -> None:
-        """A control stream to the source stands; it was dialled at `host`."""
-        self._hosts[incarnation] = host
-
-    def set_access(self, incarnation: str, access: PoolAccess | None) -> None:
-        """The source's Hello has come."""
-        host = self._hosts.get(incarnation, "")
-        if access is not None and host:
-            is_elsewhere = access.host_id != self._here
-            self._remotes[incarnation] = RemotePool(
-                host, access.port, access.key, is_elsewhere, self._puller
-            )
-
-    def lost(self, incarnation: str) -> None:
-        """The control stream ended: its port and key are void."""
-        self._hosts.pop(incarnation, None)
-        self._remotes.pop(incarnation, None)
-
-    def get(self, incarnation: str) -> RemotePool | None:
-        return self._remotes.get(incarnation)

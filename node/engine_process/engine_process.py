@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -40,8 +41,7 @@ from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ...kv_transfer.ranks.mirrored_generations import generations_of
-from ...kv_transfer.ranks.ranked import RankedTransport
-from ...kv_transfer.window.network_address import Routes
+from ...kv_transfer.ranks.ranked import WindowOpener
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.mailboxes import Inbox, Outbox
@@ -186,8 +186,7 @@ def _serve(
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     hello = Hello(incarnation, runner.fingerprint)
     mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
-    routes = Routes(host_id(), incarnation)
-    ranked = RankedTransport(mine, parts, ranks.followers, routes, wrapping(tls))
+    opener = WindowOpener(mine, parts, ranks.followers, host_id(), wrapping(tls))
     fetches = PrefixFetches(
         engine,
         clock,
@@ -206,8 +205,7 @@ def _serve(
             ),
             puller=PullerSide(
                 Puller(hello, clock, LINK_WAIT_S),
-                Windows([ranked], callbacks_to(inbox)),
-                routes,
+                partial(Windows, opener.open, callbacks_to(inbox)),
                 outbox,
                 fetches,
             ),

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, assert_never
 
-from ...core.errors import BatonError
 from ...core.request.request import Request
 from ...kv_transfer.protocol.events import (
     CancelPull,
@@ -28,19 +26,14 @@ from ...kv_transfer.protocol.events import (
     PeerLinked,
     PeerLost,
     PeerMessage,
-    PullEnded,
     PullerEffect,
     PullerEvent,
     Reserve,
     Send,
     StartPull,
-    WindowFailed,
-    WindowOpened,
 )
-from ...kv_transfer.protocol.messages import Hello, Message
+from ...kv_transfer.protocol.messages import Message
 from ...kv_transfer.protocol.puller import Puller
-from ...kv_transfer.window.network_address import Routes
-from ...kv_transfer.window.transport import PullOutcome
 from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind, Outbox
 from .prefix_fetches import PrefixFetches
@@ -61,16 +54,22 @@ class Receiver(Protocol):
     def dropped(self, transfer_id: str) -> None: ...
 
 
-@dataclass(eq=False)
 class PullerSide:
     """`machine` decides; `handoffs` is set where there are any."""
 
-    machine: Puller
-    windows: Windows
-    _routes: Routes
-    _outbox: Outbox
-    fetches: PrefixFetches
-    handoffs: Receiver | None = None
+    def __init__(
+        self,
+        machine: Puller,
+        make_windows: Callable[[Callable[[PullerEvent], None]], Windows],
+        outbox: Outbox,
+        fetches: PrefixFetches,
+    ) -> None:
+        """`make_windows` is told whom to feed."""
+        self.machine = machine
+        self.windows = make_windows(self.feed)
+        self._outbox = outbox
+        self.fetches = fetches
+        self.handoffs: Receiver | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -102,16 +101,12 @@ class PullerSide:
     # -- sources -------------------------------------------------------------------------------
 
     def linked(self, link: Link) -> None:
-        self._routes.linked(link.name, link.host)
-        self.feed(PeerLinked(link.name, link.opens_late))
+        self.feed(PeerLinked(link.name, link.host, link.opens_late))
 
     def message(self, incarnation: str, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._routes.set_access(incarnation, message.access)
         self.feed(PeerMessage(incarnation, message))
 
     def lost(self, incarnation: str) -> None:
-        self._routes.lost(incarnation)
         self.feed(PeerLost(incarnation))
 
     # -- effects -------------------------------------------------------------------------------
@@ -126,49 +121,29 @@ class PullerSide:
             case Send(incarnation, message):
                 self._outbox.to_peer(Kind.SOURCE, incarnation, message)
             case StartPull():
-                self._start_pull(effect)
+                self.windows.start_pull(effect)
             case CancelPull(transfer_id):
                 self.windows.cancel_pulls(transfer_id)
-            case OpenWindow(incarnation, link):
-                self._open_window(incarnation, link)
+            case OpenWindow():
+                self.windows.open(effect)
             case CloseWindow(incarnation):
                 self.windows.close(incarnation)
             case ClosePeer(incarnation, error):
                 log.warning("refused source %s: %s", incarnation, error.message)
                 self._outbox.close_peer(Kind.SOURCE, incarnation, error)
-            case Reserve() | Complete() | Failed() | DropReservation():
-                is_prefix = effect.transfer_id in self.fetches.by_transfer
-                self._pass_on(effect, self.fetches if is_prefix else self.handoffs)
+            case Reserve(transfer_id, key):
+                self._receiver(transfer_id).reserve(transfer_id, key)
+            case Complete(transfer_id):
+                self._receiver(transfer_id).complete(effect)
+            case Failed(transfer_id):
+                self._receiver(transfer_id).failed(effect)
+            case DropReservation(transfer_id):
+                self._receiver(transfer_id).dropped(transfer_id)
             case _:
                 assert_never(effect)
 
-    @staticmethod
-    def _pass_on(
-        effect: Reserve | Complete | Failed | DropReservation, receiver: Receiver | None
-    ) -> None:
-        assert receiver is not None, "nothing is handed off to this engine"
-        match effect:
-            case Reserve(transfer_id, key):
-                receiver.reserve(transfer_id, key)
-            case Complete():
-                receiver.complete(effect)
-            case Failed():
-                receiver.failed(effect)
-            case DropReservation(transfer_id):
-                receiver.dropped(transfer_id)
-
-    def _open_window(self, incarnation: str, link: int) -> None:
-        def opened(error: BatonError | None) -> None:
-            if error is None:
-                sees_steps = self.windows.sees_steps(incarnation)
-                self.feed(WindowOpened(incarnation, link, sees_steps))
-            else:
-                self.feed(WindowFailed(incarnation, link, error))
-
-        self.windows.open(incarnation, opened)
-
-    def _start_pull(self, pull: StartPull) -> None:
-        def ended(outcome: PullOutcome) -> None:
-            self.feed(PullEnded(pull.transfer_id, pull.seq, outcome))
-
-        self.windows.start_pull(pull, ended)
+    def _receiver(self, transfer_id: str) -> Receiver:
+        if transfer_id in self.fetches.by_transfer:
+            return self.fetches
+        assert self.handoffs is not None, "nothing is handed off to this engine"
+        return self.handoffs

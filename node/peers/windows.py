@@ -1,8 +1,8 @@
 """Open windows onto sources' pools and copies in flight: what the puller's effects do outside.
 
-    open(incarnation) ── thread: connect, canary, GB/s ──► post ──► on_opened(error | None)
-    start_pull(pull)  ── the window's thread: copy ──────► post ──► on_ended(outcome)
-                  └───── prepared; poll until its step has written the blocks ─┘
+    open ──────── thread: connect, canary, GB/s ──────────► post ──► WindowOpened, WindowFailed
+    start_pull ── the window's thread: copy ──────────────► post ──► PullEnded
+         └─────── prepared; poll until its step has written the blocks ─┘
 
 What other threads find out comes back through `post`, on the engine loop's thread, where all else
 here happens. Knows no request and no reservation.
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...core.errors import BatonError, HandoffFailed
-from ...kv_transfer.protocol.events import StartPull
-from ...kv_transfer.window.transport import (
-    PoolWindow,
-    PullHandle,
-    PullOutcome,
-    Starter,
-    Transport,
-    open_window,
+from ...core.errors import HandoffFailed
+from ...kv_transfer.protocol.events import (
+    OpenWindow,
+    PullEnded,
+    PullerEvent,
+    StartPull,
+    WindowFailed,
+    WindowOpened,
 )
+from ...kv_transfer.window.transport import PoolWindow, PullHandle, PullOutcome, Starter
 from ...proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ class _PreparedPull:
     pull: StartPull
     window: PoolWindow
     start: Starter
-    on_ended: Callable[[PullOutcome], None]
 
     @property
     def is_due(self) -> bool:
@@ -55,95 +54,98 @@ class _PreparedPull:
 
 @dataclass(eq=False)
 class Windows:
-    """All windows of one engine, at most one for a source."""
+    """All windows of one engine, at most one for a source. `_connect` may block and raises
+    HandoffFailed; `_feed` gets what comes of it all."""
 
-    _transports: Sequence[Transport]
+    _connect: Callable[[OpenWindow], PoolWindow]
     _post: Post
+    _feed: Callable[[PullerEvent], None]
     _run_aside: Callable[[Callable[[], None]], None] = on_a_thread
-    _attempts: dict[str, object] = field(default_factory=dict)  # by incarnation: may still answer
+    _opening: dict[str, OpenWindow] = field(default_factory=dict)  # by incarnation: may answer
     _windows: dict[str, PoolWindow] = field(default_factory=dict)
     _pulls: dict[tuple[str, int], PullHandle] = field(default_factory=dict)
     _prepared: list[_PreparedPull] = field(default_factory=list)
 
-    def open(self, incarnation: str, on_opened: Callable[[BatonError | None], None]) -> None:
+    def open(self, opening: OpenWindow) -> None:
         """Connect aside of the loop; answered once, unless it is closed before."""
-        attempt = self._attempts[incarnation] = object()
-
-        def answer(window: PoolWindow | None, error: BatonError | None) -> None:
-            if self._attempts.get(incarnation) is not attempt:
-                if window is not None:
-                    window.close()  # nobody waits for it any more
-                return
-            del self._attempts[incarnation]
-            if window is not None:
-                self._windows[incarnation] = window
-                log.info(
-                    "reads from source %s over %s at %.1f GB/s",
-                    incarnation,
-                    window.transport,
-                    window.gbytes_per_s,
-                )
-            on_opened(error)
+        self._opening[opening.incarnation] = opening
 
         def connect() -> None:
             try:
-                window = open_window(self._transports, incarnation)
-            except HandoffFailed as failure:
-                error = failure  # `failure` ends with this block
-                self._post(lambda: answer(None, error))
-            else:
-                self._post(lambda: answer(window, None))
+                found: PoolWindow | HandoffFailed = self._connect(opening)
+            except HandoffFailed as error:
+                found = error
+            except Exception as error:
+                # The puller would wait for ever for an answer that does not come.
+                log.exception("source %s: no window", opening.incarnation)
+                found = HandoffFailed(f"{type(error).__name__}: {error}")
+            self._post(partial(self._opened, opening, found))
 
         self._run_aside(connect)
+
+    def _opened(self, opening: OpenWindow, found: PoolWindow | HandoffFailed) -> None:
+        incarnation, link = opening.incarnation, opening.link
+        if self._opening.get(incarnation) is not opening:
+            if not isinstance(found, HandoffFailed):
+                found.close()  # nobody waits for it any more
+            return
+        del self._opening[incarnation]
+        if isinstance(found, HandoffFailed):
+            self._feed(WindowFailed(incarnation, link, found))
+            return
+        self._windows[incarnation] = found
+        log.info(
+            "reads from source %s over %s at %.1f GB/s",
+            incarnation,
+            found.transport,
+            found.gbytes_per_s,
+        )
+        self._feed(WindowOpened(incarnation, link, found.num_steps is not None))
 
     def close(self, incarnation: str) -> None:
         """Start no more pulls; those in flight end by themselves and report."""
         self.poll()  # what is finished is still worth having
         self._end_prepared(lambda pull: pull.incarnation == incarnation, PullOutcome.FAILED)
-        self._attempts.pop(incarnation, None)
+        self._opening.pop(incarnation, None)
         if window := self._windows.pop(incarnation, None):
             window.close()
 
-    def start_pull(self, pull: StartPull, on_ended: Callable[[PullOutcome], None]) -> None:
-        """Copy; `on_ended` is called exactly once, when nothing writes to the destination."""
+    def start_pull(self, pull: StartPull) -> None:
+        """Copy; reported exactly once, when nothing writes to the destination."""
         window = self._windows.get(pull.incarnation)
         if window is None:
-            self._post(lambda: on_ended(PullOutcome.FAILED))
+            self._report(pull, PullOutcome.FAILED)
         elif pull.step > (window.num_steps or 0):
-            self._prepare(window, pull, on_ended)
+            self._prepare(window, pull)
         else:
-            self._begin(pull, partial(window.start_pull, pull.pairs), on_ended)
+            self._begin(pull, partial(window.start_pull, pull.pairs))
 
     def poll(self) -> bool:
         """Begin the pulls whose steps have completed; returns whether others wait for theirs."""
         for each in [each for each in self._prepared if each.is_due]:
             self._prepared.remove(each)
-            self._begin(each.pull, each.start, each.on_ended)
+            self._begin(each.pull, each.start)
         return bool(self._prepared)
 
-    def _prepare(
-        self, window: PoolWindow, pull: StartPull, on_ended: Callable[[PullOutcome], None]
-    ) -> None:
+    def _prepare(self, window: PoolWindow, pull: StartPull) -> None:
         try:
             start = window.prepare(pull.pairs)
         except Exception as error:
             # A pull that never reports would fence its memory for ever.
             is_ours = not isinstance(error, HandoffFailed)
             log.error("no pull from source %s: %s", pull.incarnation, error, exc_info=is_ours)
-            self._post(lambda: on_ended(PullOutcome.FAILED))
+            self._report(pull, PullOutcome.FAILED)
         else:
-            self._prepared.append(_PreparedPull(pull, window, start, on_ended))
+            self._prepared.append(_PreparedPull(pull, window, start))
 
-    def _begin(
-        self, pull: StartPull, start: Starter, on_ended: Callable[[PullOutcome], None]
-    ) -> None:
+    def _begin(self, pull: StartPull, start: Starter) -> None:
         name = (pull.transfer_id, pull.seq)
 
         def ended(outcome: PullOutcome) -> None:
             self._pulls.pop(name, None)
-            on_ended(outcome)
+            self._feed(PullEnded(*name, outcome))
 
-        self._pulls[name] = start(lambda outcome: self._post(lambda: ended(outcome)))
+        self._pulls[name] = start(lambda outcome: self._post(partial(ended, outcome)))
 
     def cancel_pulls(self, transfer_id: str) -> None:
         """Hurry a transfer's copies to their end."""
@@ -156,11 +158,10 @@ class Windows:
         """Report those that have not begun as ended."""
         for each in [each for each in self._prepared if is_over(each.pull)]:
             self._prepared.remove(each)
-            self._post(partial(each.on_ended, outcome))
+            self._report(each.pull, outcome)
 
-    def sees_steps(self, incarnation: str) -> bool:
-        """Whether the open window shows when the source's steps complete."""
-        return self._windows[incarnation].num_steps is not None
+    def _report(self, pull: StartPull, outcome: PullOutcome) -> None:
+        self._post(partial(self._feed, PullEnded(pull.transfer_id, pull.seq, outcome)))
 
     def transport_of(self, incarnation: str) -> str:
         """The name of the open window's transport, or nothing."""

@@ -30,8 +30,11 @@ from baton.kv_transfer.protocol.events import (
     Failed,
     Intended,
     Offered,
+    OpenWindow,
     PeerLinked,
     PeerMessage,
+    PullEnded,
+    PullerEvent,
     ReleaseBlocks,
     Reserve,
     ReserveRefused,
@@ -91,17 +94,20 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     pools = [MemoryPool(4, 8), MemoryPool(4, 8)]
     pools[0].num_steps = 1
     posted: list[Callable[[], None]] = []
-    windows = Windows([MemoryTransport(pools[1], {SOURCE: pools[0]})], posted.append, lambda r: r())
-    windows.open(SOURCE, lambda error: None)
+    transport = MemoryTransport(pools[1], {SOURCE: pools[0]})
+    events: list[PullerEvent] = []
+    windows = Windows(transport.open, posted.append, events.append, lambda run: run())
+    windows.open(OpenWindow(SOURCE, 1))
     posted.pop()()
-    outcomes: list[PullOutcome] = []
+    events.clear()
     pair = BlockPair(BlockRef(0, 2, 0, None), 3)
-    windows.start_pull(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2), outcomes.append)
+    windows.start_pull(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2))
     assert windows.poll() and windows.num_pulls == 1 and not posted
     windows.cancel_pulls("t")
     for run in posted:
         run()
-    assert outcomes == [PullOutcome.CANCELLED] and not windows.num_pulls, "the reservation is kept"
+    ended = [PullEnded("t", 0, PullOutcome.CANCELLED)]
+    assert events == ended and not windows.num_pulls, "the reservation is kept"
 
 
 # ---- leases

@@ -13,6 +13,7 @@ from fakes.handoff.block_pairs import BlockPair, split
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.generations import LocalGenerations
+from baton.kv_transfer.protocol.events import OpenWindow
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
@@ -136,3 +137,7 @@ class MemoryTransport:
         if source is None:
             raise HandoffFailed(f"no pool of {incarnation} in this process")
         return MemoryWindow(source, self._pool)
+
+    def open(self, source: OpenWindow) -> MemoryWindow:
+        """As an engine's opener does."""
+        return self.connect(source.incarnation)

@@ -24,7 +24,7 @@ from baton.kv_transfer.protocol.messages import Hello, Message, Refused, decode,
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.head_ranges import HeadPiece
-from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
+from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.dispatch_gates import AdapterGate
@@ -153,11 +153,15 @@ class Node:
             self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
             fingerprint="toy", block_bytes=self.pool.block_bytes,
         )  # fmt: skip
-        windows = Windows([transport], self.post, lambda run: run())
         puller = Puller(hello, self.clock, LINK_WAIT_S)
         return (
             SourceSide(source, self.engine, self.outbox, name, ACCESS),
-            PullerSide(puller, windows, Routes(HERE, name), self.outbox, fetches),
+            PullerSide(
+                puller,
+                lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
+                self.outbox,
+                fetches,
+            ),
         )
 
     def start(self, role: PrefillRole | DecodeRole) -> None:

@@ -40,7 +40,7 @@ from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
-from baton.kv_transfer.window.network_address import PoolAccess, RemotePool, Routes
+from baton.kv_transfer.window.network_address import PoolAccess, RemotePool
 from baton.kv_transfer.window.transport import Ids, PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
@@ -501,15 +501,9 @@ def test_on_one_host_it_is_taken_only_when_told(served: Served, destination: Hos
         transport_to(destination).connect(SOURCE, None, access(is_elsewhere=True))
 
 
-def test_a_route_is_the_directory_s_host_and_the_hello_s_port() -> None:
-    routes = Routes(host_id(), PULLER)
+def test_a_pool_is_at_the_directory_s_host_and_the_hello_s_port() -> None:
     data = PoolAccess(bytes(16), 5, bytes(32))
-    routes.set_access(SOURCE, data)  # nobody was dialled
-    assert routes.get(SOURCE) is None
-    routes.linked(SOURCE, "10.0.0.2")
-    routes.set_access(SOURCE, data)
-    assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, bytes(32), True, PULLER)
-    routes.set_access(SOURCE, replace(data, host_id=host_id()))
-    assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, bytes(32), False, PULLER)
-    routes.lost(SOURCE)
-    assert routes.get(SOURCE) is None
+    apart = data.at("10.0.0.2", host_id(), PULLER)
+    assert apart == RemotePool("10.0.0.2", 5, bytes(32), True, PULLER)
+    here = replace(data, host_id=host_id()).at("10.0.0.2", host_id(), PULLER)
+    assert here == RemotePool("10.0.0.2", 5, bytes(32), False, PULLER)

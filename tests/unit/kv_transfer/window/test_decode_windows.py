@@ -11,13 +11,20 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWi
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
-from baton.kv_transfer.protocol.events import StartPull
+from baton.kv_transfer.protocol.events import (
+    OpenWindow,
+    PullEnded,
+    PullerEvent,
+    StartPull,
+    WindowFailed,
+    WindowOpened,
+)
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
 from baton.node.peers.windows import Windows
 
-SOURCE = "a" * 32
+SOURCE, OTHER = "a" * 32, "b" * 32
 
 
 class World:
@@ -28,10 +35,21 @@ class World:
         self.source.num_steps = 1
         self.posted: list[Callable[[], None]] = []
         self.transport = Transport(pool, {SOURCE: self.source})
-        self.windows = Windows([self.transport], self.posted.append, lambda run: run())
-        self.windows.open(SOURCE, lambda error: None)
         self.outcomes: dict[int, PullOutcome] = {}
+        self.answers: list[WindowOpened | WindowFailed] = []
+        self.windows = Windows(
+            self.transport.open, self.posted.append, self.take, lambda run: run()
+        )
+        self.windows.open(OpenWindow(SOURCE, 1))
         self.run()
+
+    def take(self, event: PullerEvent) -> None:
+        if isinstance(event, PullEnded):
+            assert event.seq not in self.outcomes, "reported twice"
+            self.outcomes[event.seq] = event.outcome
+        else:
+            assert isinstance(event, WindowOpened | WindowFailed)
+            self.answers.append(event)
 
     def run(self) -> None:
         for pull in [*self.transport.window.pulls]:
@@ -42,22 +60,56 @@ class World:
     def pull(self, number: int, step: int) -> None:
         pair = BlockPair(BlockRef(0, 2, 0, None), 3)
         pull = StartPull(f"transfer {number}", number, SOURCE, block_pairs.join(pair), step)
-
-        def ended(outcome: PullOutcome) -> None:
-            assert number not in self.outcomes, "reported twice"
-            self.outcomes[number] = outcome
-
-        self.windows.start_pull(pull, ended)
+        self.windows.start_pull(pull)
 
 
 class Transport(MemoryTransport):
-    """Remembers its window."""
+    """Remembers its windows."""
+
+    def __init__(self, pool: MemoryPool, sources: dict[str, MemoryPool]) -> None:
+        super().__init__(pool, sources)
+        self.all: list[MemoryWindow] = []
 
     def connect(
         self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
     ) -> MemoryWindow:
         self.window = super().connect(incarnation)
+        self.all.append(self.window)
         return self.window
+
+
+def test_an_opening_is_answered_once() -> None:
+    world = World()
+    assert world.answers == [WindowOpened(SOURCE, 1, sees_steps=True)]
+    world.windows.open(OpenWindow(OTHER, 2))
+    world.run()
+    (_, failed) = world.answers
+    assert isinstance(failed, WindowFailed) and (failed.incarnation, failed.link) == (OTHER, 2)
+    assert "no pool" in failed.error.message
+
+
+def test_whatever_goes_wrong_an_opening_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+
+    def open_it(opening: OpenWindow) -> MemoryWindow:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(world.windows, "_connect", open_it)
+    world.windows.open(OpenWindow(OTHER, 2))
+    world.run()
+    (_, failed) = world.answers
+    assert isinstance(failed, WindowFailed) and failed.error.message.startswith("OSError")
+
+
+def test_a_window_that_comes_behind_its_close_is_closed() -> None:
+    world = World()
+    world.windows.close(SOURCE)
+    world.windows.open(OpenWindow(SOURCE, 2))
+    world.windows.close(SOURCE)
+    world.windows.open(OpenWindow(SOURCE, 3))
+    world.run()
+    assert world.answers[1:] == [WindowOpened(SOURCE, 3, sees_steps=True)]
+    assert [each.is_closed for each in world.transport.all] == [True, True, False]
 
 
 def test_a_pull_begins_when_its_step_is_over() -> None:
