@@ -8,16 +8,15 @@ Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
-from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from ..engine.execution.batch import SampledToken
-from ..engine.scheduling.outputs import Reservation, StepOutput, TokenOutput
+from ..engine.scheduling.outputs import Reservation
 from ..kv_transfer.protocol.events import (
     Complete,
     Failed,
@@ -29,20 +28,18 @@ from ..kv_transfer.protocol.events import (
 )
 from ..kv_transfer.protocol.messages import HandoffState
 from ..node.requests.request_io import Entry
-from ..node.requests.request_role import EngineParts, EngineRole, Vitals
+from ..node.requests.request_role import EngineParts, EngineRole, Handoff
 from ..proto.v1 import node_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class _Intent:
-    """KV that is waited for. The samples that share it: the dispatch's own, then its forks."""
+@dataclass(slots=True)
+class _Intent(Handoff):
+    """KV that is waited for."""
 
-    ticket: Ticket
-    samples: tuple[Request, ...]
     block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
 
 
-class DecodeRole(EngineRole):
+class DecodeRole(EngineRole[_Intent]):
     """Of a decode node's engine."""
 
     ticket_work = node_pb2.WORK_DECODE
@@ -52,26 +49,25 @@ class DecodeRole(EngineRole):
         parts.puller.handoffs = self
         self._fingerprint = parts.fingerprint
         self._block_bytes = parts.block_bytes
-        self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
-        self._reservations: dict[str, Reservation] = {}  # by transfer
+        # By transfer, and when it was made: that is when a hand-off's time begins.
+        self._reservations: dict[str, tuple[Reservation, float]] = {}
         self._is_short = False  # of blocks, or of slots: the puller waits
-        self._counts = TransferCounts(parts.clock)
 
     # -- gateways ------------------------------------------------------------------------------
 
     @property
     def _num_coming(self) -> int:
-        return super()._num_coming + len(self._intents)
+        return super()._num_coming + len(self._handoffs)
 
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
-        if any(sample.key in self._intents for sample in samples):
+        if any(sample.key in self._handoffs for sample in samples):
             raise InvalidRequest(f"request {entry.key} waits for its KV already")
         request, limits = entry.request, self._engine.limits
         root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
         hashes = block_hashes(root, request.known_token_ids, limits.block_size)
-        intent = _Intent(ticket, tuple(samples), hashes)
-        self._intents.update((sample.key, intent) for sample in samples)
+        intent = _Intent(ticket, samples, hashes)
+        self._handoffs.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
         self._puller.feed(
             Intended(
@@ -85,57 +81,28 @@ class DecodeRole(EngineRole):
             )
         )
 
-    def _end(self, key: str, error: BatonError | None) -> None:
-        self._request_io.end(key, error)
-        intent = self._intents.get(key)
-        if intent is None:
-            self._engine.abort(key)
-        elif not any(self._request_io.book.get(sample.key) for sample in intent.samples):
-            self._forget(intent)
-            # Its reservation stays until the last copy into it has ended: DropReservation.
-            self._puller.feed(IntentCancelled(intent.ticket.transfer_id))
-
-    def _forget(self, intent: _Intent) -> None:
-        for sample in intent.samples:
-            del self._intents[sample.key]
-
-    # -- the engine's results ------------------------------------------------------------------
-
-    def after_step(self, output: StepOutput) -> None:
-        self._report_step(output)
-        for key, error in output.failed:
-            self.fail(key, error)
-
-    def _start_of(self, entry: Entry) -> Event:
-        return Event.DECODE_STARTED if entry.ticket else Event.PREFILL_STARTED
-
-    def _on_token(self, token: TokenOutput) -> None:
-        entry = self._request_io.book.get(token.key)
-        if entry is None:
-            return
-        if entry.ticket is None and token.index == len(entry.request.output_token_ids):
-            self._request_io.stamp(entry, Event.FIRST_TOKEN)
-        elif entry.stamps and entry.stamps[-1].event is Event.DECODE_STARTED:
-            self._request_io.stamp(entry, Event.FIRST_DECODE_ENDED)
-        self._request_io.emit(entry, token)
-        if token.finish_reason is not None:
-            self._request_io.end(token.key, None)
+    def _call_off(self, intent: _Intent, error: BatonError) -> None:
+        self._forget(intent)
+        # Its reservation stays until the last copy into it has ended: DropReservation.
+        self._puller.feed(IntentCancelled(intent.ticket.transfer_id))
 
     # -- hand-offs -----------------------------------------------------------------------------
 
     def failed(self, failed: Failed) -> None:
-        self._counts.failed(failed.transfer_id, failed.error)
-        if intent := self._intents.get(failed.key):
+        """One that was called off, by whomever, does not count as failed."""
+        if not isinstance(failed.error, Cancelled):
+            self._counts.failed_transfers[failed.error.code] += 1
+        if intent := self._handoffs.get(failed.key):
             self._forget(intent)
             for sample in intent.samples:
                 self._request_io.end(sample.key, failed.error)
 
     def dropped(self, transfer_id: str) -> None:
-        self._counts.dropped(transfer_id)
-        self._engine.drop(self._reservations.pop(transfer_id))
+        reservation, _ = self._reservations.pop(transfer_id)
+        self._engine.drop(reservation)
 
     def reserve(self, transfer_id: str, key: str) -> None:
-        intent = self._intents.get(key)
+        intent = self._handoffs.get(key)
         assert intent is not None, "the puller reserves for a request that is over"
         request = intent.samples[0]
         if self._engine.lacks_slot(request):
@@ -152,8 +119,7 @@ class DecodeRole(EngineRole):
             self._is_short = True
             self._puller.feed(ReserveRefused(transfer_id))
             return
-        self._reservations[transfer_id] = reservation
-        self._counts.began(transfer_id)
+        self._reservations[transfer_id] = (reservation, self._clock.monotonic_s())
         for sample in intent.samples:
             if entry := self._request_io.book.get(sample.key):
                 self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
@@ -164,36 +130,44 @@ class DecodeRole(EngineRole):
 
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
-        reservation = self._reservations.pop(complete.transfer_id)
-        intent, state = self._intents[complete.key], complete.state
+        reservation, began_s = self._reservations.pop(complete.transfer_id)
+        intent = self._handoffs[complete.key]
         self._forget(intent)
         summary = node_pb2.TransferInfo(
             bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
             transport=self._puller.windows.transport_of(intent.ticket.source_incarnation),
         )
-        self._counts.completed(complete.transfer_id, summary.bytes)
+        self._counts.transfer_s += self._clock.monotonic_s() - began_s
+        self._counts.num_transfers += 1
+        self._counts.transfer_bytes += summary.bytes
+        try:
+            self._start(intent, reservation, complete.state, summary)
+        except HandoffFailed as error:
+            self._fail_all(intent.samples, error)
+        self._engine.drop(reservation)  # where the first sample does not decode
+
+    def _start(
+        self,
+        intent: _Intent,
+        reservation: Reservation,
+        state: HandoffState,
+        summary: node_pb2.TransferInfo,
+    ) -> None:
+        """Raises HandoffFailed if the source sent what is nothing to go on from."""
         first, *forks = intent.samples
         if not self._request_io.knows(_token_ids_of(state)):
-            self._engine.drop(reservation)
-            error = HandoffFailed("the source sampled what is no token of the vocabulary")
-            self._fail_all(intent.samples, error)
-            return
+            raise HandoffFailed("the source sampled what is no token of the vocabulary")
         if first.sampling.use_beam_search:
-            self._begin_beams(intent, reservation, state.first, summary)
+            self._start_beams(intent, reservation, state.first, summary)
             return
         if len(state.fork_token_ids) != len(forks):
-            self._engine.drop(reservation)
-            self._fail_all(
-                intent.samples, HandoffFailed("the source sampled another number of forks")
-            )
-            return
+            raise HandoffFailed("the source sampled another number of forks")
         for sample, token_id in zip(forks, state.fork_token_ids, strict=True):
-            self._begin(sample, reservation, token_id, summary)
-        self._begin(first, reservation, state.first_token_id, summary)
-        self._engine.drop(reservation)  # if the first sample is over, unlike its forks
+            self._start_sample(sample, reservation, token_id, summary)
+        self._start_sample(first, reservation, state.first_token_id, summary)
 
-    def _begin_beams(
+    def _start_beams(
         self,
         intent: _Intent,
         reservation: Reservation,
@@ -202,9 +176,7 @@ class DecodeRole(EngineRole):
     ) -> None:
         """Let beams decode. The gateway is told that they do: their tokens come at the end."""
         if first is None:
-            self._engine.drop(reservation)
-            self._fail_all(intent.samples, HandoffFailed("the source sent no candidates"))
-            return
+            raise HandoffFailed("the source sent no candidates")
         self._engine.start_beams(reservation, first)
         for sample in intent.samples:
             if entry := self._request_io.book.get(sample.key):
@@ -214,7 +186,7 @@ class DecodeRole(EngineRole):
             else:
                 self._engine.abort(sample.key)
 
-    def _begin(
+    def _start_sample(
         self,
         sample: Request,
         reservation: Reservation,
@@ -234,7 +206,7 @@ class DecodeRole(EngineRole):
         except HandoffFailed as error:
             # Among several, one may end with its first token: the source reports it to the gateway.
             is_alone = not (is_fork or sample.fork_ids)
-            self.fail(sample.key, error if is_alone else Cancelled(error.message))
+            self.end(sample.key, error if is_alone else Cancelled(error.message))
             return
         entry.transfer = summary
         self._request_io.stamp(entry, Event.TRANSFER_ENDED)
@@ -247,17 +219,11 @@ class DecodeRole(EngineRole):
             self._puller.feed(MemoryFreed())
         return super().tick()
 
-    def vitals(self) -> Vitals:
-        pending = (
-            intent.samples[0]
-            for key, intent in self._intents.items()
-            if key == intent.samples[0].key and intent.ticket.transfer_id not in self._reservations
-        )
-        counters = node_pb2.Counters()
-        counters.CopyFrom(self._counts.wire)
-        vitals = self._vitals(counters, tuple(pending))
-        num_pending = len(self._intents) + len(self._puller.fetches.requests)
-        return replace(vitals, num_pending=num_pending)
+    def _without_blocks(self) -> Iterable[Request]:
+        for key, intent in self._handoffs.items():
+            first = intent.samples[0]
+            if key == first.key and intent.ticket.transfer_id not in self._reservations:
+                yield first
 
     def is_idle(self) -> bool:
         return super().is_idle() and not self._reservations
@@ -270,32 +236,3 @@ def _token_ids_of(state: HandoffState) -> list[int]:
         found += [one.token_id for one in state.first.candidates]
         found += [token_id for token_id, _ in state.first.top]
     return found
-
-
-class TransferCounts:
-    """How many hand-offs came, with how many bytes and in what time, and why others failed: since
-    the engine's incarnation began. A hand-off's time begins when its memory is reserved; every one
-    that began is completed, failed or dropped."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began_s: dict[str, float] = {}
-        self.wire = node_pb2.Counters()
-
-    def began(self, transfer_id: str) -> None:
-        self._began_s[transfer_id] = self._clock.monotonic_s()
-
-    def completed(self, transfer_id: str, num_bytes: int) -> None:
-        self.wire.transfer_s += self._clock.monotonic_s() - self._began_s.pop(transfer_id)
-        self.wire.num_transfers += 1
-        self.wire.transfer_bytes += num_bytes
-
-    def failed(self, transfer_id: str, error: BatonError) -> None:
-        """Before or after it began, or its name was used again. One that was called off, by
-        whomever, did not fail."""
-        if not isinstance(error, Cancelled):
-            self.wire.failed_transfers[error.code] += 1
-
-    def dropped(self, transfer_id: str) -> None:
-        """Its memory is given back; that it failed, if it did, was reported before."""
-        self._began_s.pop(transfer_id, None)

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Clock
@@ -70,7 +70,7 @@ class EngineLoop:
     """Runs until a shutdown, until it has drained, or until the engine fails (it raises then)."""
 
     _engine: Engine
-    _role: EngineRole
+    _role: EngineRole[Any]
     _requests: RequestIO
     _outbox: Outbox
     _inbox: Inbox[Item]
@@ -269,7 +269,7 @@ class EngineLoop:
             case "load_adapter":
                 self._adapters.load(gateway, message.load_adapter)
             case "cancel":
-                self._role.cancel(_key(message.cancel))
+                self._role.end(_key(message.cancel), None)
             case "set_promise":
                 self._orders.take(message.set_promise)
             case body:
@@ -286,7 +286,7 @@ class EngineLoop:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         log.error("request %s failed", key, exc_info=error)
         public = error if isinstance(error, BatonError) else BatonError("internal error")
-        self._role.fail(key, public)
+        self._role.end(key, public)
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
@@ -18,4 +19,4 @@ class RolePlan:
     name: RoleName
     adjust: Callable[[EngineConfig], EngineConfig]
     max_held_blocks: Callable[[NodeConfig, int], int | None]
-    build: Callable[[EngineParts], EngineRole]
+    build: Callable[[EngineParts], EngineRole[Any]]

@@ -1,7 +1,7 @@
 """A role: a policy over one engine, what to do with dispatches, peers and the results of a step.
 
     Dispatch ─► filed ─► local: engine.add, one a sample    step ─► stamps, prompt's scores, tokens
-                    └──► with a ticket: _take_up            Cancel, loss, error ─► _end
+                    └──► with a ticket: _take_up            Cancel, loss, error ─► end, _call_off
 
 A prompt whose prefix another engine has waits for that first. All of it runs on the engine loop's
 thread and none of it blocks. Here is what the roles have in common; `prefill_node/role.py` and
@@ -11,11 +11,12 @@ thread and none of it blocks. Here is what the roles have in common; `prefill_no
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from ...core.errors import BatonError, DeadlineExceeded, InvalidRequest, PromiseRefused
+from ...core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, PromiseRefused
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
@@ -35,8 +36,8 @@ from .trials import Trials
 class Vitals:
     """The role's part of a heartbeat: what the engine itself cannot know."""
 
-    num_pending: int = 0  # requests that the engine has not seen yet
-    pending: tuple[Request, ...] = ()  # those of them that have no blocks, each with its forks
+    num_pending: int = 0  # sequences that the engine has not seen yet
+    pending: tuple[Request, ...] = ()  # those that have no blocks: requests, each with its forks
     links: tuple[node_pb2.PeerLink, ...] = ()
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
@@ -58,9 +59,20 @@ class EngineParts:
     block_bytes: int
 
 
-class EngineRole(ABC):
+@dataclass(slots=True)
+class Handoff:
+    """One engine's end of a hand-off. The samples that share it: the dispatch's own, its forks."""
+
+    ticket: Ticket
+    samples: Sequence[Request]
+
+
+H = TypeVar("H", bound=Handoff)
+
+
+class EngineRole(ABC, Generic[H]):
     """Never raises because of one request: it fails that request. What it raises all the same, the
-    loop turns into `fail`."""
+    loop turns into `end`."""
 
     ticket_work: node_pb2.Work  # that this role does with a ticket
 
@@ -71,18 +83,25 @@ class EngineRole(ABC):
         self._puller = parts.puller
         self._clock = parts.clock
         self._trials = Trials(parts.requests.book, parts.engine.num_outputs)
+        self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
+        self._counts = node_pb2.Counters()  # since the engine's incarnation began
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._request_io.accept(gateway, dispatch)
         if entry is None:
             return
         samples = (entry.request, *entry.request.forks)
+        begin = partial(self._begin, entry, samples)
         try:
-            self._admit(entry, samples, dispatch.work)
+            self._check(entry, dispatch.work)
+            has_prompt = dispatch.work != node_pb2.WORK_DECODE
+            if not (has_prompt and self._puller.fetch(entry.request, begin)):
+                begin()
         except BatonError as error:
             self._fail_all(samples, error)
 
-    def _admit(self, entry: Entry, samples: Sequence[Request], work: node_pb2.Work) -> None:
+    def _check(self, entry: Entry, work: node_pb2.Work) -> None:
+        """Raises BatonError if it is not for this engine, or not now."""
         if entry.request.is_on_trial:
             self._trials.admit(entry)
         promise, may_refuse = self._engine.promise, entry.request.may_refuse
@@ -94,83 +113,82 @@ class EngineRole(ABC):
         if work != node_pb2.WORK_LOCAL and not is_half:
             name = node_pb2.Work.Name(self.ticket_work)
             raise InvalidRequest(f"this engine takes WORK_LOCAL, or {name} with a ticket")
-        has_prompt = work != node_pb2.WORK_DECODE
-        if has_prompt and self._puller.fetch(
-            entry.request, lambda: self._begin_behind_prefix(entry, samples)
-        ):
-            return
-        self._begin_work(entry, samples)
 
-    def _begin_behind_prefix(self, entry: Entry, samples: Sequence[Request]) -> None:
-        """The prefix is here, or will not come."""
+    def _begin(self, entry: Entry, samples: Sequence[Request]) -> None:
+        """Its prefix is here, or will not come."""
         try:
-            self._begin_work(entry, samples)
+            if entry.ticket is not None:
+                self._take_up(entry, entry.ticket, samples)
+            elif entry.request.sampling.use_beam_search:
+                self._begin_search(entry, samples)
+            else:
+                for sample in filter(self._is_open, samples):
+                    self._engine.add(replace(sample, fork_ids=()))
         except BatonError as error:
             self._fail_all(samples, error)
 
-    def _begin_work(self, entry: Entry, samples: Sequence[Request]) -> None:
-        if entry.ticket is not None:
-            self._take_up(entry, entry.ticket, samples)
-            return
-        if entry.request.sampling.use_beam_search:
-            self._begin_search(entry, samples)
-            return
-        for sample in samples:
-            if self._request_io.book.get(sample.key) is not None:
-                self._engine.add(replace(sample, fork_ids=()))
-
     def _begin_search(self, entry: Entry, samples: Sequence[Request]) -> None:
         """One of all samples that are not over."""
-        is_over = [self._request_io.book.get(sample.key) is None for sample in samples]
-        if all(is_over):
-            return
-        self._engine.add(entry.request)
-        for sample, over in zip(samples, is_over, strict=True):
-            if over:
+        over = [sample for sample in samples if not self._is_open(sample)]
+        if len(over) < len(samples):
+            self._engine.add(entry.request)
+            for sample in over:
                 self._engine.abort(sample.key)
 
     @property
     def _num_coming(self) -> int:
-        """Requests that will decode here, and that the engine does not have yet."""
-        return len(self._puller.fetches.requests)
+        """Sequences that will come to the engine, and that it has not seen yet."""
+        return sum(request.num_sequences for request in self._puller.fetches.requests)
 
-    def cancel(self, key: str) -> None:
-        """The gateway wants no more of it; not answered. Unknown keys leave a tombstone."""
-        self._end(key, None)
-        self._puller.forget(key, self._is_open)
-
-    def fail(self, key: str, error: BatonError) -> None:
-        """End a request in any state and report to its gateway why."""
-        self._end(key, error)
-        self._puller.forget(key, self._is_open)
+    def end(self, key: str, error: BatonError | None) -> None:
+        """End a request in any state and report to its gateway why; None: that wants no more of it.
+        Unknown keys leave a tombstone."""
+        self._request_io.end(key, error)
+        handoff = self._handoffs.get(key)
+        if handoff is None:
+            self._engine.abort(key)
+        elif not self._is_wanted(handoff):
+            self._call_off(handoff, error or Cancelled("the request was cancelled"))
+        self._puller.forget(key, lambda each: self._request_io.book.get(each) is not None)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:
-            self.fail(sample.key, error)
+            self.end(sample.key, error)
 
-    def _is_open(self, key: str) -> bool:
-        return self._request_io.book.get(key) is not None
+    def _is_open(self, sample: Request) -> bool:
+        return self._request_io.book.get(sample.key) is not None
+
+    def _is_wanted(self, handoff: H) -> bool:
+        """Whether a sample that shares it goes on."""
+        return any(map(self._is_open, handoff.samples))
+
+    def _forget(self, handoff: H) -> None:
+        for sample in handoff.samples:
+            del self._handoffs[sample.key]
 
     def gateway_lost(self, gateway: str) -> None:
         for key in self._request_io.forget_gateway(gateway):
-            self.cancel(key)
+            self.end(key, None)
 
     def side_of(self, link: Link) -> SourceSide | PullerSide:
         """Whom a peer's link, its messages and its end are for."""
         return self._puller if link.kind is Kind.SOURCE else self._source
 
-    @abstractmethod
-    def after_step(self, output: StepOutput) -> None: ...
+    def after_step(self, output: StepOutput) -> None:
+        self._report_step(output)
+        for key, error in output.failed:
+            self.end(key, error)
 
     def _report_step(self, output: StepOutput) -> None:
         """What a step brought for gateways: what began in it, prompts' scores, tokens."""
         for key, cached_tokens in output.started.items():
             if entry := self._request_io.book.get(key):
-                event = self._start_of(entry)
-                if event is Event.PREFILL_STARTED:
-                    self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
-                    entry.cached_tokens = cached_tokens
-                self._request_io.stamp_started(entry, event)
+                if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
+                    self._request_io.stamp_started(entry, Event.DECODE_STARTED)
+                    continue
+                self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
+                self._request_io.stamp_started(entry, Event.PREFILL_STARTED)
+                entry.cached_tokens = cached_tokens
         for prompt in output.prompt_logprobs:
             self._request_io.emit_prompt(prompt)
         for token in output.tokens:
@@ -183,11 +201,23 @@ class EngineRole(ABC):
                 self._request_io.emit_beam(entry, beam)
                 self._request_io.end(beam.key, None)
 
+    def _on_token(self, token: TokenOutput) -> None:
+        entry = self._request_io.book.get(token.key)
+        if entry is None:
+            return
+        if token.index == len(entry.request.output_token_ids):
+            self._request_io.stamp(entry, Event.FIRST_TOKEN)
+        elif entry.stamps and entry.stamps[-1].event is Event.DECODE_STARTED:
+            self._request_io.stamp(entry, Event.FIRST_DECODE_ENDED)
+        self._request_io.emit(entry, token)
+        if token.finish_reason is not None:
+            self._request_io.end(token.key, None)
+
     def tick(self) -> float | None:
         """Expire what is due; returns the next deadline on the monotonic clock."""
         book = self._request_io.book
         for key in book.overdue():
-            self.fail(key, DeadlineExceeded("the request's deadline passed"))
+            self.end(key, DeadlineExceeded("the request's deadline passed"))
         for side in (self._source, self._puller):
             due_s = side.machine.next_deadline()
             if due_s is not None and due_s <= self._clock.monotonic_s():
@@ -205,23 +235,21 @@ class EngineRole(ABC):
         """
         return self._puller.windows.poll()
 
-    @abstractmethod
-    def vitals(self) -> Vitals: ...
-
-    def _vitals(self, counters: node_pb2.Counters, handed: Sequence[Request] = ()) -> Vitals:
-        """With what waits for a prefix. `handed`: what waits for KV, of which `counters` are."""
+    def vitals(self) -> Vitals:
+        counters = node_pb2.Counters()
+        counters.MergeFrom(self._counts)
         counters.MergeFrom(self._puller.fetches.counts)
-        pending = (*handed, *self._puller.fetches.requests)
-        return Vitals(
-            num_pending=sum(request.num_sequences for request in pending),
-            pending=pending,
-            links=self._puller.windows.links(),
-            counters=counters,
-        )
+        pending = (*self._without_blocks(), *self._puller.fetches.requests)
+        return Vitals(self._num_coming, pending, self._puller.windows.links(), counters)
+
+    def _without_blocks(self) -> Iterable[Request]:
+        """What waits for a hand-off and has no blocks yet."""
+        return ()
 
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""
-        return not self._request_io.book and self._source.is_idle and self._puller.is_idle
+        sides_are_idle = self._source.is_idle and self._puller.is_idle
+        return not (self._request_io.book or self._handoffs) and sides_are_idle
 
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
@@ -237,15 +265,8 @@ class EngineRole(ABC):
         """Take up the hand-off's end of a request. Raises BatonError: it fails, with its forks."""
 
     @abstractmethod
-    def _end(self, key: str, error: BatonError | None) -> None:
-        """End a request in any state; with an error it is reported to its gateway."""
-
-    @abstractmethod
-    def _start_of(self, entry: Entry) -> Event:
-        """What it is called when the engine begins with a request."""
-
-    @abstractmethod
-    def _on_token(self, token: TokenOutput) -> None: ...
+    def _call_off(self, handoff: H, error: BatonError) -> None:
+        """All samples of this hand-off are over, the last one by `error`."""
 
 
 def _both(source: dict[str, Any], puller: dict[str, Any]) -> dict[str, object]:

@@ -58,7 +58,7 @@ class Role:
         if self.fails:
             raise InvalidRequest("the engine says no")
 
-    def fail(self, key: str, error: Exception) -> None:
+    def end(self, key: str, error: Exception) -> None:
         self.dispatched.append(f"failed {key}")
 
     def gateway_lost(self, gateway: str) -> None: ...

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from fakes.clock import FakeClock
+from fakes.node.node_world import NodeWorld, request
 
-from baton.core.errors import Cancelled, NodeLost, StaleBlocks
-from baton.decode_node.role import TransferCounts
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.wire import load_from_wire
 from baton.proto.v1 import node_pb2
 
 
+def begin(world: NodeWorld, number: int) -> None:
+    """A hand-off, until something of it is copied."""
+    world.hand_off(request(number, 19))
+    while not world.num_pulls():
+        world.turn(world.prefill)
+        world.turn(world.decode)
+
+
+def load(world: NodeWorld) -> ReportedLoad:
+    beat = node_pb2.Heartbeat(held_blocks=7, counters=world.decode.role.vitals().counters)
+    return load_from_wire(node_pb2.Heartbeat.FromString(beat.SerializeToString()))
+
+
 def test_counts_reach_the_gateway() -> None:
-    clock = FakeClock()
-    counts = TransferCounts(clock)
-    for name, seconds in (("a", 0.25), ("b", 0.5)):
-        counts.began(name)
-        clock.advance(seconds)
-        counts.completed(name, 1000)
-        counts.dropped(name)
-    counts.began("c")
-    counts.failed("c", StaleBlocks("moved"))
-    counts.dropped("c")
-    counts.failed("d", NodeLost("gone"))  # before it began
-    counts.began("e")
-    counts.failed("e", Cancelled("no more"))
-    beat = node_pb2.Heartbeat(held_blocks=7, counters=counts.wire)
-    load = load_from_wire(node_pb2.Heartbeat.FromString(beat.SerializeToString()))
-    assert load.held_blocks == 7
-    assert load.counters.num_transfers == 2
-    assert load.counters.transfer_bytes == 2000
-    assert load.counters.transfer_s == 0.75
-    assert load.counters.failed_transfers == {"stale_blocks": 1, "node_lost": 1}
+    world = NodeWorld()
+    world.link()
+    world.settle()
+    for number, seconds in ((1, 0.25), (2, 0.5)):
+        begin(world, number)
+        world.clock.advance(seconds)
+        world.settle()
+    begin(world, 3)
+    world.prefill.pool.generations.bump(range(2, 60))
+    world.settle()
+    begin(world, 4)
+    world.cancel(request(4, 19))
+    world.settle()
+    world.unlink()
+    world.hand_off(request(5, 19))  # it fails before it has begun
+    world.settle()
+    world.expire()
+    found = load(world)
+    assert found.held_blocks == 7
+    assert found.counters.num_transfers == 2
+    assert found.counters.transfer_bytes == 2 * 5 * world.decode.pool.block_bytes
+    assert found.counters.transfer_s == 0.75
+    assert found.counters.failed_transfers == {"stale_blocks": 1, "node_lost": 1}
