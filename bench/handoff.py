@@ -39,7 +39,7 @@ from baton.kv_transfer.nccl.nccl import NcclTransport
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import TcpTransport
-from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockPiece, Span
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool, pair_key
 from baton.kv_transfer.window.transport import BlockPairs, PullOutcome
 
@@ -165,7 +165,10 @@ def _measure(
 
 def _measure_half(name: str, kv: CudaKvMemory, source: tuple[str, RemotePool]) -> Iterator[Figure]:
     """Half of the heads: what each of two ranks pulls from a source of one."""
-    window = CudaIpcTransport(kv).connect(source[0], HeadPiece(0, 4, 0, 4, 8, 8), source[1])
+    num_layers = kv.layout.num_layers
+    layers = Span(0, 0, num_layers, num_layers, num_layers)
+    piece = BlockPiece(0, Span(4, 0, 4, 8, 8), layers)
+    window = CudaIpcTransport(kv).connect(source[0], piece, source[1])
     num_blocks = 512
     pairs = _pairs(num_blocks, is_scattered=True)
 

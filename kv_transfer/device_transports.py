@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from ..core.channels.engine_tls import EngineTls, WrapSocket
@@ -13,7 +12,6 @@ from .network.data_server import MakeOutlet
 from .network.data_wire import Mode
 from .network.tcp import HostBlockBytes, MakeBytes, TcpTransport, tcp_outlet
 from .shm.shm import ShmTransport
-from .window.head_ranges import BlockCut, HeadPiece
 from .window.transport import Transport
 
 
@@ -30,21 +28,16 @@ def transports(
     Raises StartupFailed if `--kv-transport` names one that this device has not got.
     """
     wanted = config.kv_transport
-    rows = 2 * kv.layout.num_layers  # each holds all KV heads: K and V of every layer
-
-    def cut_of(piece: HeadPiece | None) -> BlockCut:
-        return BlockCut.of(piece, rows, kv.block_bytes)
-
     tcp = TcpTransport(
-        _make_bytes(kv), cut_of, anywhere=wanted == TcpTransport.name, wrap=wrapping(tls)
+        _make_bytes(kv), kv.block_bytes, anywhere=wanted == TcpTransport.name, wrap=wrapping(tls)
     )
     if isinstance(kv, CpuKvMemory):
-        found: list[Transport] = [ShmTransport(kv, rows), tcp]
+        found: list[Transport] = [ShmTransport(kv), tcp]
     else:
         from .cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport  # needs Triton
 
         method = None if config.kv_copy == "auto" else config.kv_copy
-        nccl = [] if is_spread else [_nccl(kv, cut_of, wrapping(tls))]
+        nccl = [] if is_spread else [_nccl(kv, wrapping(tls))]
         found = [CudaIpcTransport(kv, method), *nccl, CudaStagedTransport(kv), tcp]
     chosen = [transport for transport in found if wanted in ("auto", transport.name)]
     if not chosen:
@@ -69,14 +62,12 @@ def outlets(kv: CpuKvMemory | CudaKvMemory, *, is_spread: bool = False) -> dict[
     return ways
 
 
-def _nccl(
-    kv: CudaKvMemory, cut_of: Callable[[HeadPiece | None], BlockCut], wrap: WrapSocket
-) -> Transport:
+def _nccl(kv: CudaKvMemory, wrap: WrapSocket) -> Transport:
     from .nccl.nccl import NcclTransport
     from .nccl.nccl_lane import open_puller_lane
     from .nccl.nccl_pair import new_unique_id
 
-    return NcclTransport(partial(open_puller_lane, kv), cut_of, new_unique_id, wrap)
+    return NcclTransport(partial(open_puller_lane, kv), kv.block_bytes, new_unique_id, wrap)
 
 
 def _make_bytes(kv: CpuKvMemory | CudaKvMemory) -> MakeBytes:

@@ -17,11 +17,11 @@ from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_memory import has_batches
 from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, receive
-from ..window.head_ranges import HeadPiece
+from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, StagedCopy
 from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
-from .cuda_window import CudaWindow, cut_of
+from .cuda_window import CudaWindow
 
 _LEAST_ENGINE_BYTES = 256 << 10  # pieces smaller than this: not worth measuring, 78 GB/s at 64 KiB
 
@@ -36,7 +36,7 @@ class _MappingTransport(ABC):
         self._kv = kv
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> CudaWindow:
         """Raises HandoffFailed: nobody exports it, it lies elsewhere, or it cannot be read.
 
@@ -44,7 +44,8 @@ class _MappingTransport(ABC):
         """
         description, fds = receive(incarnation, remote)
         try:
-            description.require(incarnation, cut_of(piece, self._kv).source_block_bytes)
+            cut = BlockCut.of(piece, self._kv.block_bytes)
+            description.require(incarnation, cut.source_block_bytes)
             return CudaWindow(self.name, description, fds, self._kv, piece, self._reach)
         finally:
             for fd in fds:
@@ -52,7 +53,7 @@ class _MappingTransport(ABC):
 
     @abstractmethod
     def _reach(
-        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: BlockPiece | None
     ) -> list[CopyMethod]:
         """See `cuda_window.Reach`."""
 
@@ -68,12 +69,12 @@ class CudaIpcTransport(_MappingTransport):
         self._method = method
 
     def _reach(
-        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: BlockPiece | None
     ) -> list[CopyMethod]:
         device = self._kv.tensor.device
         require_peer_access(memory.gpu_uuid, device)
         methods: list[type[KernelCopy | EngineCopy]] = [KernelCopy]
-        cut = cut_of(piece, self._kv)
+        cut = BlockCut.of(piece, self._kv.block_bytes)
         is_worth_it = cut.width >= _LEAST_ENGINE_BYTES or self._method == EngineCopy.name
         if is_worth_it and has_batches():
             methods.append(EngineCopy)
@@ -91,12 +92,12 @@ class CudaStagedTransport(_MappingTransport):
     name = "cuda_staged"
 
     def _reach(
-        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: BlockPiece | None
     ) -> list[CopyMethod]:
-        source = find_gpu(memory.gpu_uuid)
+        source, cut = find_gpu(memory.gpu_uuid), BlockCut.of(piece, self._kv.block_bytes)
         mapping = map_memory(memory, num_bytes, source)
         opened.callback(mapping.close)
         try:
-            return [StagedCopy(mapping.address, source, self._kv, cut_of(piece, self._kv))]
+            return [StagedCopy(mapping.address, source, self._kv, cut)]
         except RuntimeError as error:  # no pinned memory left
             raise HandoffFailed(f"no staging memory: {error}") from error

@@ -29,7 +29,7 @@ from ...engine.kv.cuda_memory import Runs, describe_error, find_runs, forget_err
 from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
-from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.transport import Ids
 
 MAX_BLOCKS = 1024  # of one launch
@@ -59,7 +59,7 @@ class KernelCopy:
     name = "kernel"
     launches_at_once = True
 
-    def __init__(self, address: int, device: torch.device, piece: HeadPiece | None = None) -> None:
+    def __init__(self, address: int, device: torch.device, piece: BlockPiece | None = None) -> None:
         self._address = address
         self._device = device
         self._piece = None if piece is None or piece.is_whole else piece
@@ -80,11 +80,12 @@ class KernelCopy:
         if piece is None:
             pull_blocks(self._address, pool, there, here)
         else:
-            heads = (piece.source_head, pool, piece.my_head, piece.num_heads)
-            layers = None
-            if (of := piece.layers) is not None:
-                layers = (of.source_layers, of.source_layer, of.my_layer, of.num_layers)
-            pull_heads(self._address, piece.source_heads, *heads, there, here, layers=layers)
+            heads, layers = piece.heads, piece.layers
+            pull_heads(
+                *(self._address, heads.num_there, heads.there, pool, heads.here, heads.count),
+                *(there, here),
+                layers=(layers.num_there, layers.there, layers.here, layers.count),
+            )
 
 
 class EngineCopy:
@@ -93,12 +94,12 @@ class EngineCopy:
     name = "copy-engine"
     launches_at_once = True
 
-    def __init__(self, address: int, device: torch.device, piece: HeadPiece | None = None) -> None:
+    def __init__(self, address: int, device: torch.device, piece: BlockPiece | None = None) -> None:
         self._address = address
         self._piece = piece
 
     def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
-        cut = BlockCut.of(self._piece, 2 * pool.shape[1], pool[0].nbytes)
+        cut = BlockCut.of(self._piece, pool[0].nbytes)
         source, target = self._address, pool.data_ptr()
         if cut.is_whole:
             return batch_copy(source, target, find_runs(ids), pool[0].nbytes, stream)

@@ -27,7 +27,7 @@ from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, PoolDescription
-from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import BlockPairs, Generations, Ids, PullOutcome, Starter
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
@@ -39,12 +39,7 @@ _FIRST_PART, _PART = 128, MAX_BLOCKS  # blocks that are launched together
 
 # Map a peer's memory of so many bytes until the stack closes; the ways to copy that piece of its
 # blocks. Raises HandoffFailed.
-Reach = Callable[[contextlib.ExitStack, CudaMemory, int, HeadPiece | None], Sequence[CopyMethod]]
-
-
-def cut_of(piece: HeadPiece | None, kv: CudaKvMemory) -> BlockCut:
-    """The piece of each of our blocks in bytes."""
-    return BlockCut.of(piece, 2 * kv.layout.num_layers, kv.block_bytes)
+Reach = Callable[[contextlib.ExitStack, CudaMemory, int, BlockPiece | None], Sequence[CopyMethod]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class CudaWindow(PullThread):
         description: PoolDescription,
         fds: Sequence[int],
         kv: CudaKvMemory,
-        piece: HeadPiece | None,
+        piece: BlockPiece | None,
         reach: Reach,
     ) -> None:
         """Map the memory, check the canary, choose a method; raises HandoffFailed."""
@@ -85,7 +80,7 @@ class CudaWindow(PullThread):
         self.transport = transport
         self._incarnation = description.incarnation
         self._num_source_blocks = description.num_blocks
-        self._cut = cut_of(piece, kv)
+        self._cut = BlockCut.of(piece, kv.block_bytes)
         self._pool = kv.tensor
         self._device = kv.tensor.device
         with contextlib.ExitStack() as opened:

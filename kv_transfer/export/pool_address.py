@@ -41,7 +41,7 @@ from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.network_address import RemotePool, pair_key
 
-PURPOSE = b"pool 6"  # of the handshake, with the description's version
+PURPOSE = b"pool 7"  # of the handshake, with the description's version
 ADDRESS = "this host"  # the same everywhere: the name has the rest
 MAX_DESCRIPTION_BYTES = 4096
 _MAX_FDS = 2
@@ -63,25 +63,23 @@ class CudaMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolPart(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's pool: KV heads [first_kv_head, first_kv_head + num_kv_heads) of all blocks.
+    """One rank's pool: what all blocks have of some KV heads and layers, (the first, how many).
 
-    `port`: where it is served to other hosts, as far as the sender knows. `layers`: (the first, how
-    many) of them; None: all. `host`: where it is, if not on rank 0's.
+    `port`: where it is served to other hosts, as far as the sender knows. `host`: where it is, if
+    not on rank 0's.
     """
 
     pool: _PoolName
-    first_kv_head: _Count
-    num_kv_heads: _Count
+    heads: tuple[_Count, _Count]
+    layers: tuple[_Count, _Count]
     port: _Count = 0
-    layers: tuple[_Count, _Count] | None = None
     host: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
     """The memory that an exporter passes; without `cuda` it is host memory.
 
-    `incarnation` names this pool. `parts` are those of the whole engine in the order of its ranks;
-    none stands for an engine of one rank.
+    `incarnation` names this pool. `parts` are those of the whole engine in the order of its ranks.
     """
 
     incarnation: _PoolName

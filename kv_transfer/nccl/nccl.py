@@ -19,7 +19,7 @@ from ..network.data_client import DataClient, connect
 from ..network.data_server import MakeOutlet, Outlet
 from ..network.remote_window import RemoteWindow
 from ..network.stream import SILENCE_S, Deadline, Stream
-from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from ..window.transport import Ids
 from .nccl_lane import NcclLane
@@ -31,7 +31,7 @@ _MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
 # A source's end of a pair, for pieces of that cut and the pair's id. Raises HandoffFailed.
 OpenOutlet = Callable[[BlockCut, bytes, Deadline], NcclLane]
 # A puller's end, for its piece of blocks. Raises HandoffFailed.
-OpenCarrier = Callable[[HeadPiece | None, bytes, Deadline], NcclLane]
+OpenCarrier = Callable[[BlockPiece | None, bytes, Deadline], NcclLane]
 
 
 def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
@@ -66,18 +66,18 @@ class NcclTransport:
     def __init__(
         self,
         open_lane: OpenCarrier,
-        cut_of: Callable[[HeadPiece | None], BlockCut],
+        block_bytes: int,
         new_id: Callable[[], bytes],
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
         """`open_lane` writes to the pool where blocks are copied to."""
         self._open_lane = open_lane
-        self._cut_of = cut_of
+        self._block_bytes = block_bytes
         self._new_id = new_id
         self._wrap = wrap
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> RemoteWindow:
         """Raises HandoffFailed: the source has no port or no GPU, or NCCL does not connect them.
 
@@ -85,7 +85,7 @@ class NcclTransport:
         """
         if remote is None or not remote.port:
             raise HandoffFailed("the source has no port")
-        cut, wrap, address = self._cut_of(piece), self._wrap, remote
+        cut, wrap, address = BlockCut.of(piece, self._block_bytes), self._wrap, remote
 
         def open_pair() -> tuple[DataClient, NcclLane]:
             unique_id = self._new_id()

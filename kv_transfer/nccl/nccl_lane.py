@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from ..cuda_ipc.cuda_ipc_copy import KernelCopy, copy_piece
 from ..cuda_ipc.launch_graph import LaunchGraph, give_back_stream, take_stream
 from ..network.data_wire import MAX_REQUEST_BLOCKS
 from ..network.stream import Deadline
-from ..window.head_ranges import BlockCut, HeadPiece, LayerPiece
+from ..window.block_pieces import BlockCut, BlockPiece, Span
 from ..window.transport import Ids
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 
@@ -99,21 +99,23 @@ class _Piece:
     def num_bytes(self, kv: CudaKvMemory) -> int:
         return 2 * self.num_layers * self.num_heads * kv.layout.head_bytes
 
-    def to_pool(self, kv: CudaKvMemory) -> HeadPiece:
+    def to_pool(self, kv: CudaKvMemory) -> BlockPiece:
         """From staging, where it lies tightly, to `kv`."""
-        layout, count = kv.layout, self.num_heads
-        layers = LayerPiece(
-            0, self.first_layer, self.num_layers, self.num_layers, layout.num_layers
+        layout, heads, layers = kv.layout, self.num_heads, self.num_layers
+        return BlockPiece(
+            0,
+            Span(0, self.first_head, heads, heads, layout.num_kv_heads),
+            Span(0, self.first_layer, layers, layers, layout.num_layers),
         )
-        return HeadPiece(0, 0, self.first_head, count, count, layout.num_kv_heads, layers)
 
-    def from_pool(self, kv: CudaKvMemory) -> HeadPiece:
+    def from_pool(self, kv: CudaKvMemory) -> BlockPiece:
         """The other way."""
-        layout, count = kv.layout, self.num_heads
-        layers = LayerPiece(
-            self.first_layer, 0, self.num_layers, layout.num_layers, self.num_layers
+        layout, heads, layers = kv.layout, self.num_heads, self.num_layers
+        return BlockPiece(
+            0,
+            Span(self.first_head, 0, heads, layout.num_kv_heads, heads),
+            Span(self.first_layer, 0, layers, layout.num_layers, layers),
         )
-        return HeadPiece(0, self.first_head, 0, count, layout.num_kv_heads, count, layers)
 
 
 class _Slot:
@@ -317,14 +319,13 @@ def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> _Piece:
 
 
 def open_puller_lane(
-    kv: CudaKvMemory, piece: HeadPiece | None, unique_id: bytes, deadline: Deadline
+    kv: CudaKvMemory, piece: BlockPiece | None, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
     """The puller's end, for what `piece` fills of our blocks. Raises HandoffFailed."""
     mine = _Piece.whole(kv)
     if piece is not None:
-        mine = replace(mine, first_head=piece.my_head, num_heads=piece.num_heads)
-        if (layers := piece.layers) is not None:
-            mine = replace(mine, first_layer=layers.my_layer, num_layers=layers.num_layers)
+        heads, layers = piece.heads, piece.layers
+        mine = _Piece(heads.here, heads.count, layers.here, layers.count)
     return _open_lane(kv, mine, unique_id, PULLER_RANK, deadline)
 
 

@@ -14,7 +14,7 @@ from ...core.channels.engine_tls import WrapSocket
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
 from ...core.errors import HandoffFailed, Unauthenticated
 from ..export.pool_address import PoolDescription
-from ..window.head_ranges import BlockCut
+from ..window.block_pieces import BlockCut
 from ..window.network_address import RemotePool
 from ..window.transport import Generations, Ids, PullOutcome
 from . import data_wire as wire

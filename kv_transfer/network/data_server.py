@@ -24,7 +24,7 @@ from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import PADDING_BLOCK
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import PoolDescription
-from ..window.head_ranges import BlockCut
+from ..window.block_pieces import BlockCut
 from ..window.network_address import pair_key
 from ..window.transport import Generations, Ids, PullOutcome
 from . import data_wire as wire

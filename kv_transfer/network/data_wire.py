@@ -29,7 +29,7 @@ import numpy as np
 
 from ...core.errors import HandoffFailed
 from ..export.pool_address import MAX_DESCRIPTION_BYTES
-from ..window.head_ranges import BlockCut
+from ..window.block_pieces import BlockCut
 from ..window.transport import Generations, Ids, PullOutcome
 
 MAX_FRAME_BYTES = 1 << 20

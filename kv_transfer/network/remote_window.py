@@ -22,7 +22,7 @@ import numpy as np
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
-from ..window.head_ranges import BlockCut
+from ..window.block_pieces import BlockCut
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import Generations, Ids, PullOutcome
 from .data_client import DataClient

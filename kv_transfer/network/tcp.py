@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
 from ...engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
-from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from ..window.transport import Ids
 from . import data_wire as wire
@@ -124,26 +124,26 @@ class TcpTransport:
     def __init__(
         self,
         make_bytes: MakeBytes,
-        cut_of: Callable[[HeadPiece | None], BlockCut],
+        block_bytes: int,
         *,
         anywhere: bool,
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
         """`make_bytes` is of the pool where blocks are copied to; it must outlive the windows."""
         self._make_bytes = make_bytes
-        self._cut_of = cut_of
+        self._block_bytes = block_bytes
         self._anywhere = anywhere
         self._wrap = wrap
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> RemoteWindow:
         """Raises HandoffFailed: the source has no port, hides it, or there are better ways."""
         if remote is None or not remote.port:
             raise HandoffFailed("the source has no port")
         if not (remote.is_elsewhere or self._anywhere):
             raise HandoffFailed("the source is on this host: only --kv-transport tcp takes it")
-        cut = self._cut_of(piece)
+        cut = BlockCut.of(piece, self._block_bytes)
         carrier = _TcpCarrier(incarnation, remote, cut, self._make_bytes(cut), self._wrap)
         return RemoteWindow(incarnation, carrier, cut)
 

@@ -33,7 +33,7 @@ from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
 from ..network.data_client import describe_remote
 from ..protocol.events import OpenWindow
-from ..window.head_ranges import HeadPiece, pieces_of
+from ..window.block_pieces import BlockPiece, pieces_of
 from ..window.network_address import RemotePool
 from ..window.transport import (
     BlockPairs,
@@ -53,7 +53,7 @@ class SourcePiece:
     """A pool of a source, the piece of its blocks to pull, and how it is reached from afar."""
 
     pool: str
-    piece: HeadPiece
+    piece: BlockPiece
     remote: RemotePool | None = None
 
 
@@ -262,7 +262,6 @@ class WindowOpener:
 
     def _plan(self, source: OpenWindow) -> list[list[SourcePiece]]:
         """For each of our ranks, the pools of the source that it reads, and what of them."""
-        num_heads = max(part.first_kv_head + part.num_kv_heads for part in self._parts)
         incarnation = source.incarnation
         if source.access is None:
             raise HandoffFailed("the source has not sent how its pools are reached")
@@ -273,11 +272,9 @@ class WindowOpener:
             raise HandoffFailed("the source is on another host, and has no port")
         else:
             described = describe(incarnation, remote)
-        ends = [sum(part.layers) for part in self._parts if part.layers is not None]
-        layers = (0, max(ends)) if ends else None
-        theirs = described.parts or (PoolPart(incarnation, 0, num_heads, layers=layers),)
+        theirs = described.parts
 
-        def locate(piece: HeadPiece, mine: PoolPart) -> SourcePiece:
+        def locate(piece: BlockPiece, mine: PoolPart) -> SourcePiece:
             there = theirs[piece.source_rank]
             at = remote.of_rank(there.host, there.port, is_apart=bool(mine.host))
             return SourcePiece(there.pool, piece, at)

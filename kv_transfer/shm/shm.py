@@ -28,7 +28,7 @@ from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CpuKvMemory
 from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
-from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import PullOutcome
@@ -61,16 +61,12 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, pool: CpuKvMemory, num_rows: int = 1) -> None:
-        """`pool` is where blocks are copied to; it must outlive the windows.
-
-        `num_rows` of a block, each with all its heads: two for a layer.
-        """
+    def __init__(self, pool: CpuKvMemory) -> None:
+        """`pool` is where blocks are copied to; it must outlive the windows."""
         self._pool = pool
-        self._num_rows = num_rows
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> ShmWindow:
         """Raises HandoffFailed: nobody exports it, another user does, or its memory does not fit.
 
@@ -78,7 +74,7 @@ class ShmTransport:
         """
         description, fds = receive(incarnation, remote)
         try:
-            cut = BlockCut.of(piece, self._num_rows, self._pool.block_bytes)
+            cut = BlockCut.of(piece, self._pool.block_bytes)
             description.require(incarnation, cut.source_block_bytes)
             if description.cuda is not None:
                 raise HandoffFailed("its pool lies on a GPU")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import BlockRef
-from .head_ranges import HeadPiece
+from .block_pieces import BlockPiece
 from .network_address import RemotePool
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> PoolWindow:
         """Open the pool of exactly this incarnation, to copy that piece of its blocks, or all.
 
@@ -109,7 +109,7 @@ class Transport(Protocol):
 def open_window(
     transports: Sequence[Transport],
     incarnation: str,
-    piece: HeadPiece | None = None,
+    piece: BlockPiece | None = None,
     remote: RemotePool | None = None,
 ) -> PoolWindow:
     """The window of the first transport that connects, best first; each that does not is logged.

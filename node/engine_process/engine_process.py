@@ -141,9 +141,8 @@ def _serve(
     if plan.name is RoleName.PREFILL:  # its chunks are announced when they are launched
         runner.count_steps(generations)
     parts = pool_parts(
-        runner.model_config,
+        runner,
         engine_config.tensor_parallel_size,
-        runner.stages,
         incarnation,
         SystemEntropy(),
         ranks.hosts,

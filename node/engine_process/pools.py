@@ -24,9 +24,7 @@ from ...core.ports import Entropy
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CpuKvMemory
-from ...engine.model.model_config import ModelConfig
 from ...engine.model.sharding import heads_of_rank
-from ...engine.model.stages import LayerRange
 from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
@@ -51,9 +49,8 @@ class ExportOrder:
 
 
 def pool_parts(
-    model: ModelConfig,
+    runner: ModelRunner,
     size: int,
-    stages: Iterable[LayerRange],
     incarnation: str,
     entropy: Entropy,
     hosts: Iterable[str],
@@ -61,15 +58,13 @@ def pool_parts(
     """The pools of all ranks, `size` of each of the stages, on `hosts` (empty: rank 0's); rank 0's
     is named by the engine's incarnation."""
     names = chain([incarnation], (entropy.new_id() for _ in count()))
-    heads = [heads_of_rank(model, rank, size) for rank in range(size)]
-    places = product(stages, heads)
+    heads = [heads_of_rank(runner.model_config, rank, size) for rank in range(size)]
+    # Those of a draft model, which takes a single stage, lie behind the model's.
+    num_drafting = runner.kv.layout.num_layers - len(runner.layers)
+    layers = [(stage.first, len(stage) + num_drafting) for stage in runner.stages]
     return tuple(
-        PoolPart(
-            *(name, of.first_kv_head, of.num_kv_heads),
-            layers=(layers.first, len(layers)),
-            host=host,
-        )
-        for (layers, of), name, host in zip(places, names, hosts, strict=False)
+        PoolPart(name, (of.first_kv_head, of.num_kv_heads), of_stage, host=host)
+        for (of_stage, of), name, host in zip(product(layers, heads), names, hosts, strict=False)
     )
 
 

@@ -22,13 +22,14 @@ import torch
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.pieces import of_heads
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
 from baton.engine.kv.kv_memory import CudaKvMemory
-from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.transport import PullOutcome
 
 pytestmark = [
@@ -58,7 +59,7 @@ def kv() -> Iterator[CudaKvMemory]:
 
 @contextlib.contextmanager
 def window_onto(
-    source: Source, kv: CudaKvMemory, name: str, piece: HeadPiece | None = None
+    source: Source, kv: CudaKvMemory, name: str, piece: BlockPiece | None = None
 ) -> Iterator:
     from baton.kv_transfer.device_transports import transports
 
@@ -98,16 +99,20 @@ def test_copies_blocks_to_where_they_belong(source: Source, kv: CudaKvMemory, na
     assert not kv.tensor[NUM_BLOCKS - 1].any(), "a block that nobody asked for was written"
 
 
+def heads(there: int, here: int, count: int) -> BlockPiece:
+    return of_heads(there, here, count, 8, 8, num_layers=LAYOUT.num_layers)
+
+
 WAYS = [*NETWORKS, "cuda_ipc kernel", "cuda_ipc copy-engine", "cuda_staged"]
 
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(
     "piece",
-    [HeadPiece(0, 4, 0, 4, 8, 8), HeadPiece(0, 7, 2, 1, 8, 8), HeadPiece(0, 1, 5, 3, 8, 8)],
+    [heads(4, 0, 4), heads(7, 2, 1), heads(1, 5, 3)],
 )
 def test_heads_go_to_where_they_belong(
-    source: Source, kv: CudaKvMemory, name: str, piece: HeadPiece
+    source: Source, kv: CudaKvMemory, name: str, piece: BlockPiece
 ) -> None:
     """The canary block, every position of which differs, by parts of its heads."""
     kv.tensor.zero_()
@@ -116,7 +121,7 @@ def test_heads_go_to_where_they_belong(
         print(f"\n{name}: {window.gbytes_per_s:.1f} GB/s")
         pairs = [BlockPair(BlockRef(0, CANARY_BLOCK, 0, None), here) for here in (3, 9)]
         assert pull(window, *pairs) is PullOutcome.OK
-    cut = BlockCut.of(piece, 2 * LAYOUT.num_layers, kv.block_bytes)
+    cut = BlockCut.of(piece, kv.block_bytes)
     expected = cut.of_source(canary_bytes(source.incarnation, kv.block_bytes))
     for here in (3, 9):
         rows = kv.tensor[here].view(torch.uint8).cpu().numpy().reshape(cut.num_rows, cut.pitch)

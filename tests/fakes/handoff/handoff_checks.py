@@ -47,7 +47,7 @@ from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, 
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm import _SourceMapping
-from baton.kv_transfer.window.head_ranges import BlockCut
+from baton.kv_transfer.window.block_pieces import BlockCut
 from baton.kv_transfer.window.transport import PullOutcome
 from baton.node.peers.windows import Windows
 
@@ -235,7 +235,7 @@ class _RewrittenBefore:
 def shm_rejects_what_is_rewritten_under_it() -> None:
     pool = HostPool("5" * 32, num_blocks=4, block_bytes=64)
     fds = (pool.fd, pool.generations.fd)
-    whole = BlockCut.of(None, 1, 64)
+    whole = BlockCut.of(None, 64)
     mapping = _SourceMapping(PoolDescription(pool.incarnation, 64, 4), fds, whole)
     try:
         generation = pool.generations.read(2)

@@ -14,7 +14,7 @@ from fakes.handoff.block_pairs import BlockPair, split
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.generations import LocalGenerations
 from baton.kv_transfer.protocol.events import OpenWindow
-from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
 
@@ -129,7 +129,7 @@ class MemoryTransport:
         self._sources = sources
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> MemoryWindow:
         """Whole blocks alone. Raises HandoffFailed."""
         assert piece is None or piece.is_whole

@@ -23,7 +23,7 @@ from baton.engine.kv.limits import EngineLimits
 from baton.kv_transfer.protocol.messages import Hello, Message, Refused, decode, encode
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
-from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
@@ -258,7 +258,7 @@ class _Transport(MemoryTransport):
         self.windows = windows
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> MemoryWindow:
         self.windows.append(super().connect(incarnation))
         return self.windows[-1]

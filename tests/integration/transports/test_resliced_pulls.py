@@ -22,7 +22,7 @@ from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.export.pool_address import PoolPart
 from baton.kv_transfer.ranks.ranked import SourcePiece, open_pieces
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
-from baton.kv_transfer.window.head_ranges import pieces_of
+from baton.kv_transfer.window.block_pieces import pieces_of
 from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
 
 NUM_BLOCKS, NUM_ROWS, HEAD_BYTES = 6, 4, 24  # two layers; 3 positions of 8 bytes
@@ -32,12 +32,17 @@ SIZES = (1, 2, 4, 8)
 
 def parts_of(size: int, kv_heads: int) -> list[PoolPart]:
     each, copies = max(1, kv_heads // size), max(1, size // kv_heads)
-    return [PoolPart(secrets.token_hex(16), rank // copies * each, each) for rank in range(size)]
+    return [part((rank // copies * each, each)) for rank in range(size)]
+
+
+def part(heads: tuple[int, int]) -> PoolPart:
+    return PoolPart(secrets.token_hex(16), heads, (0, NUM_ROWS // 2))
 
 
 def shard(dense: np.ndarray, part: PoolPart) -> np.ndarray:
     """[blocks, rows, kv_heads, bytes] -> those of one rank."""
-    return dense[:, :, part.first_kv_head : part.first_kv_head + part.num_kv_heads]
+    first, count = part.heads
+    return dense[:, :, first : first + count]
 
 
 @dataclass
@@ -48,7 +53,7 @@ class Engine:
     pools: list[HostPool]
 
     def array(self, rank: int) -> np.ndarray:
-        shape = (NUM_BLOCKS, NUM_ROWS, self.parts[rank].num_kv_heads, HEAD_BYTES)
+        shape = (NUM_BLOCKS, NUM_ROWS, self.parts[rank].heads[1], HEAD_BYTES)
         return np.frombuffer(self.pools[rank].view, np.uint8).reshape(shape)
 
     def pairs(self) -> list[BlockPair]:
@@ -62,7 +67,7 @@ class Engine:
 @contextlib.contextmanager
 def engine(size: int, kv_heads: int) -> Iterator[Engine]:
     parts = parts_of(size, kv_heads)
-    sizes = [NUM_ROWS * part.num_kv_heads * HEAD_BYTES for part in parts]
+    sizes = [NUM_ROWS * part.heads[1] * HEAD_BYTES for part in parts]
     pools = [HostPool(p.pool, NUM_BLOCKS, size) for p, size in zip(parts, sizes, strict=True)]
     yield Engine(parts, pools)
     for thread in threading.enumerate():
@@ -86,7 +91,7 @@ def exported(source: Engine, dense: np.ndarray) -> Iterator[None]:
 def window(source: Engine, puller: Engine, rank: int) -> Iterator[PoolWindow]:
     pieces = pieces_of(source.parts, puller.parts[rank], rank)
     named = [SourcePiece(source.parts[piece.source_rank].pool, piece, access()) for piece in pieces]
-    opened = open_pieces([ShmTransport(puller.pools[rank], NUM_ROWS)], named)
+    opened = open_pieces([ShmTransport(puller.pools[rank])], named)
     try:
         yield opened
     finally:
@@ -139,14 +144,14 @@ def test_one_rank_that_cannot_be_reached_fails_the_whole() -> None:
         ]
         named[-1] = SourcePiece("f" * 32, pieces[-1], access())
         with pytest.raises(HandoffFailed, match="f" * 32):
-            open_pieces([ShmTransport(puller.pools[0], NUM_ROWS)], named)
+            open_pieces([ShmTransport(puller.pools[0])], named)
 
 
 def test_heads_of_another_size_are_refused() -> None:
     dense = np.zeros((NUM_BLOCKS, NUM_ROWS, 4, HEAD_BYTES), np.uint8)
     with engine(2, 4) as source, exported(source, dense):
         other = HostPool(secrets.token_hex(16), NUM_BLOCKS, 2 * NUM_ROWS * 4 * HEAD_BYTES)
-        pieces = pieces_of(source.parts, PoolPart("0" * 32, 0, 4), 0)
+        pieces = pieces_of(source.parts, part((0, 4)), 0)
         with pytest.raises(HandoffFailed, match="a block has"):
-            ShmTransport(other, NUM_ROWS).connect(source.parts[0].pool, pieces[0], access())
+            ShmTransport(other).connect(source.parts[0].pool, pieces[0], access())
         other.close()

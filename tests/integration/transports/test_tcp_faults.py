@@ -32,7 +32,6 @@ from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
-from baton.kv_transfer.window.head_ranges import BlockCut
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import BlockPairs, Ids, PullOutcome
 
@@ -80,7 +79,7 @@ class World:
 
         transport = TcpTransport(
             lambda cut: Noted(self.ours, cut),
-            lambda piece: BlockCut.of(piece, 4, BLOCK_BYTES),
+            BLOCK_BYTES,
             anywhere=False,
             **({} if self.tls is None else {"wrap": self.tls[1].puller_wrap()}),
         )

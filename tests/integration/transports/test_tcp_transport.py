@@ -20,6 +20,7 @@ import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.pieces import of_heads
 from fakes.host_pool import HostPool
 from patience import AT_ONCE_S, SOON_S
 
@@ -39,7 +40,7 @@ from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
-from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool
 from baton.kv_transfer.window.transport import Ids, PullOutcome
 
@@ -47,7 +48,7 @@ SOURCE, PULLER = "5" * 32, "9" * 32
 NUM_ROWS, HEAD_BYTES, NUM_HEADS = 4, 96, 4
 BLOCK_BYTES = NUM_ROWS * HEAD_BYTES * NUM_HEADS
 NUM_BLOCKS = 40
-PARTS = (PoolPart(SOURCE, 0, 2, 1), PoolPart("6" * 32, 2, 2, 2))
+PARTS = (PoolPart(SOURCE, (0, 2), (0, 2), 1), PoolPart("6" * 32, (2, 2), (0, 2), 2))
 
 
 @dataclass
@@ -119,14 +120,14 @@ def destination(block_bytes: int) -> Iterator[HostPool]:
 def transport_to(pool: HostPool, *, anywhere: bool = False) -> TcpTransport:
     return TcpTransport(
         lambda cut: HostBlockBytes(pool, cut),
-        lambda piece: BlockCut.of(piece, NUM_ROWS, pool.block_bytes),
+        pool.block_bytes,
         anywhere=anywhere,
     )
 
 
 @contextlib.contextmanager
 def window_onto(
-    served: Served, destination: HostPool, piece: HeadPiece | None = None
+    served: Served, destination: HostPool, piece: BlockPiece | None = None
 ) -> Iterator[RemoteWindow]:
     window = transport_to(destination).connect(SOURCE, piece, served.remote)
     try:
@@ -161,7 +162,7 @@ def test_copies_blocks_to_where_they_belong(served: Served, destination: HostPoo
 def test_copies_heads_to_where_they_belong(served: Served, block_bytes: int) -> None:
     """Heads 1 and 2 of the source's four become heads 0 and 1 of our two."""
     ours = HostPool(PULLER, 12, block_bytes // 2)
-    with window_onto(served, ours, HeadPiece(0, 1, 0, 2, 4, 2)) as window:
+    with window_onto(served, ours, of_heads(1, 0, 2, 4, 2, num_layers=NUM_ROWS // 2)) as window:
         assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
     source = np.frombuffer(served.pool.block(5), np.uint8).reshape(NUM_ROWS, 4, -1)
     assert bytes(ours.block(3)) == source[:, 1:3].tobytes()
@@ -281,7 +282,7 @@ def test_who_passes_on_the_handshake_from_another_port_is_refused(
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
 def test_who_guesses_generations_gets_no_byte(served: Served, destination: HostPool) -> None:
-    client = connect(SOURCE, served.remote, BlockCut.of(None, 1, BLOCK_BYTES))
+    client = connect(SOURCE, served.remote, BlockCut.of(None, BLOCK_BYTES))
     served.pool.generations.bump([5])
     for guess in (0, 1, 2, served.pool.generations.read(5) ^ 1):
         ids, generations = np.array([5]), np.array([guess], np.uint64)
@@ -319,7 +320,7 @@ class TestWhoIsLetIn:
             with socket.create_server(("127.0.0.1", 0)) as unused:
                 remote = replace(remote, port=unused.getsockname()[1])
         with pytest.raises(HandoffFailed):
-            connect(pool, remote, BlockCut.of(None, 1, BLOCK_BYTES))
+            connect(pool, remote, BlockCut.of(None, BLOCK_BYTES))
 
     def test_a_source_that_does_not_know_the_key_is_refused(self, served: Served) -> None:
         """Somebody else took the port."""
@@ -390,7 +391,7 @@ class TestWhoIsLetIn:
 
     @pytest.mark.parametrize("num_blocks", [0, wire.MAX_REQUEST_BLOCKS + 1, 2**32 - 1])
     def test_a_request_of_any_size_is_not_taken(self, served: Served, num_blocks: int) -> None:
-        client = connect(SOURCE, served.remote, BlockCut.of(None, 1, BLOCK_BYTES))
+        client = connect(SOURCE, served.remote, BlockCut.of(None, BLOCK_BYTES))
         stream: Stream = client.stream
         stream._socket.sendall(struct.pack("<4sII", b"PULL", num_blocks, 0))
         begin_s = time.monotonic()
@@ -425,7 +426,7 @@ def test_with_certificates_only_a_puller_s_gets_through(
     remote = replace(served.remote, port=server.port)
     transport = TcpTransport(
         lambda cut: HostBlockBytes(destination, cut),
-        lambda piece: BlockCut.of(piece, NUM_ROWS, BLOCK_BYTES),
+        BLOCK_BYTES,
         anywhere=False,
         wrap=tls_of(certificates, "decode").puller_wrap(),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from fakes.handoff.pieces import of_heads
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import FingerprintMismatch, StartupFailed
@@ -19,7 +20,7 @@ from baton.engine.model.weights.placement import Placement
 from baton.kernels.kv.kv_8bit import dequantize, store_kv_8bit
 from baton.kv_transfer.protocol.messages import Hello
 from baton.kv_transfer.protocol.pairing import Pairs
-from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockCut
 
 KINDS = ("fp8", "int8")
 
@@ -95,9 +96,9 @@ def test_some_heads_of_a_block_take_their_scales_along() -> None:
     k, v = torch.randn(2, 4, 2, 8)
     for layer in range(3):
         store_kv_8bit(source.tensor, layer, k, v, torch.full((4,), 2), torch.arange(4))
-    piece = HeadPiece(0, 1, 0, 1, source_heads=2, my_heads=1)
+    piece = of_heads(1, 0, 1, 2, 1, num_layers=3)
     mine = KvLayout(3, 1, 4, 8, torch.float8_e4m3fn)
-    cut = BlockCut.of(piece, 2 * mine.num_layers, mine.block_bytes)
+    cut = BlockCut.of(piece, mine.block_bytes)
     assert cut.source_block_bytes == layout.block_bytes
     size = layout.block_bytes
     pulled = bytearray(cut.of_source(bytes(source.view[2 * size : 3 * size])))

@@ -16,6 +16,7 @@ import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.pieces import of_heads
 from fakes.host_pool import HostPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Deadline
 from baton.kv_transfer.network.tcp import HostBlockBytes
-from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool
 from baton.kv_transfer.window.transport import Ids, PullOutcome
 
@@ -104,14 +105,13 @@ class World:
     remote: RemotePool
 
     @contextlib.contextmanager
-    def window(self, piece: HeadPiece | None = None) -> Iterator[RemoteWindow]:
-        def cut_of(piece: HeadPiece | None) -> BlockCut:
-            return BlockCut.of(piece, NUM_ROWS, self.ours.block_bytes)
+    def window(self, piece: BlockPiece | None = None) -> Iterator[RemoteWindow]:
+        def open_lane(piece: BlockPiece | None, pair_id: bytes, deadline: Deadline) -> FakeLane:
+            return FakeLane(
+                self.fabric, self.ours, BlockCut.of(piece, self.ours.block_bytes), pair_id
+            )
 
-        def open_lane(piece: HeadPiece | None, pair_id: bytes, deadline: Deadline) -> FakeLane:
-            return FakeLane(self.fabric, self.ours, cut_of(piece), pair_id)
-
-        transport = NcclTransport(open_lane, cut_of, self.fabric.new_id)
+        transport = NcclTransport(open_lane, self.ours.block_bytes, self.fabric.new_id)
         window = transport.connect(SOURCE, piece, self.remote)
         try:
             yield window
@@ -163,7 +163,10 @@ def test_blocks_travel_beside_the_connection() -> None:
 
 
 def test_heads_travel_alone() -> None:
-    with world(BLOCK_BYTES // 2) as w, w.window(HeadPiece(0, 1, 0, 2, 4, 2)) as window:
+    with (
+        world(BLOCK_BYTES // 2) as w,
+        w.window(of_heads(1, 0, 2, 4, 2, num_layers=NUM_ROWS // 2)) as window,
+    ):
         assert pull(window, w.pair(5, 3)) is PullOutcome.OK
         rows = np.frombuffer(w.source.block(5), np.uint8).reshape(NUM_ROWS, 4, -1)
         assert bytes(w.ours.block(3)) == rows[:, 1:3].tobytes()

@@ -19,7 +19,7 @@ from baton.kv_transfer.protocol.events import (
     WindowFailed,
     WindowOpened,
 )
-from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
 from baton.node.peers.windows import Windows
@@ -71,7 +71,7 @@ class Transport(MemoryTransport):
         self.all: list[MemoryWindow] = []
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> MemoryWindow:
         self.window = super().connect(incarnation)
         self.all.append(self.window)

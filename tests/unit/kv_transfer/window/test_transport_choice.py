@@ -12,7 +12,7 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWi
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
-from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import PullOutcome, open_window
 
@@ -27,7 +27,7 @@ class Broken:
         self.name = name
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> MemoryWindow:
         raise HandoffFailed(f"{self.name} is out of order")
 
@@ -36,7 +36,7 @@ class Crashing(Broken):
     """A transport that meets what it has no words for: this process is out of descriptors, say."""
 
     def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
     ) -> MemoryWindow:
         raise OSError("too many open files")
 

@@ -89,7 +89,7 @@ def test_a_description_survives_the_socket(cuda: CudaMemory | None) -> None:
 
 
 def test_a_description_lists_the_pools_of_all_ranks() -> None:
-    parts = (PoolPart(SOURCE, 0, 4), PoolPart("9" * 32, 4, 4))
+    parts = (PoolPart(SOURCE, (0, 4), (0, 2)), PoolPart("9" * 32, (4, 4), (0, 2)))
     description = PoolDescription("9" * 32, 4096, 10, ON_GPU, parts)
     packed = description.pack()
     assert PoolDescription.unpack(packed) == description

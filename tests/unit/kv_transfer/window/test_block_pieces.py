@@ -7,11 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from fakes.handoff.pieces import of_heads
 from msgspec import structs
 
 from baton.core.errors import FingerprintMismatch
 from baton.kv_transfer.export.pool_address import PoolPart
-from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece, pieces_of
+from baton.kv_transfer.window.block_pieces import BlockCut, pieces_of
 
 SIZES = (1, 2, 4, 8)
 # Layers of each stage of a pipeline; ranks of a stage.
@@ -24,15 +25,19 @@ def parts_of(size: int, kv_heads: int) -> list[PoolPart]:
     """Heads in order over the ranks; where they are fewer, each on neighbouring ranks."""
     if size <= kv_heads:
         each = kv_heads // size
-        return [PoolPart(f"{rank:032x}", rank * each, each) for rank in range(size)]
+        return [part(rank, (rank * each, each)) for rank in range(size)]
     copies = size // kv_heads
-    return [PoolPart(f"{rank:032x}", rank // copies, 1) for rank in range(size)]
+    return [part(rank, (rank // copies, 1)) for rank in range(size)]
+
+
+def part(rank: int, heads: tuple[int, int], layers: tuple[int, int] = (0, NUM_LAYERS)) -> PoolPart:
+    return PoolPart(f"{rank:032x}", heads, layers)
 
 
 def shard(dense: np.ndarray, part: PoolPart) -> np.ndarray:
     """One rank's block of a dense block [layers, 2, kv_heads, block_size, dim]."""
-    end = part.first_kv_head + part.num_kv_heads
-    return np.ascontiguousarray(dense[:, :, part.first_kv_head : end])
+    first, count = part.heads
+    return np.ascontiguousarray(dense[:, :, first : first + count])
 
 
 def copy_rows(cut: BlockCut, source: bytes, target: bytearray) -> None:
@@ -53,11 +58,11 @@ def test_every_rank_ends_up_with_its_shard(there: int, here: int, kv_heads: int)
         found = bytearray(b"\xff" * len(expected))
         pieces = pieces_of(sources, mine, rank)
         for piece in pieces:
-            cut = BlockCut.of(piece, NUM_LAYERS * 2, len(found))
+            cut = BlockCut.of(piece, len(found))
             assert cut.source_block_bytes == len(blocks[piece.source_rank])
             copy_rows(cut, blocks[piece.source_rank], found)
         assert bytes(found) == expected
-        assert sum(piece.num_heads for piece in pieces) == mine.num_kv_heads  # each once
+        assert sum(piece.heads.count for piece in pieces) == mine.heads[1]  # each once
 
 
 @pytest.mark.parametrize(("there", "here"), [*itertools.product(SIDES, SIDES)])
@@ -75,17 +80,15 @@ def test_every_rank_of_every_stage_ends_up_with_its_layers(
         return [structs.replace(part, layers=layers) for layers, part in places]
 
     def block(part: PoolPart) -> bytes:
-        assert part.layers is not None
         first, count = part.layers
         return shard(dense[first : first + count], part).tobytes()
 
     sources = parts(there)
     for rank, mine in enumerate(parts(here)):
-        assert mine.layers is not None
         found = bytearray(b"\xff" * len(block(mine)))
         written = 0
         for piece in pieces_of(sources, mine, rank):
-            cut = BlockCut.of(piece, 2 * mine.layers[1], len(found))
+            cut = BlockCut.of(piece, len(found))
             source = block(sources[piece.source_rank])
             assert cut.source_block_bytes == len(source) and cut.block_bytes == len(found)
             copy_rows(cut, source, found)
@@ -96,9 +99,9 @@ def test_every_rank_of_every_stage_ends_up_with_its_layers(
 
 
 def test_a_layer_that_nobody_has_is_refused_by_name() -> None:
-    sources = [PoolPart("0" * 32, 0, 1, layers=(0, 2)), PoolPart("1" * 32, 0, 1, layers=(3, 1))]
+    sources = [part(0, (0, 1), (0, 2)), part(1, (0, 1), (3, 1))]
     with pytest.raises(FingerprintMismatch, match="no rank there has layer 2"):
-        pieces_of(sources, PoolPart("2" * 32, 0, 1, layers=(0, 4)), 0)
+        pieces_of(sources, part(2, (0, 1), (0, 4)), 0)
 
 
 @pytest.mark.parametrize(("there", "here", "kv_heads"), CASES)
@@ -107,9 +110,9 @@ def test_replicas_share_the_work(there: int, here: int, kv_heads: int) -> None:
     reads: Counter[int] = Counter()
     for rank, mine in enumerate(parts_of(here, kv_heads)):
         for piece in pieces_of(sources, mine, rank):
-            reads[piece.source_rank] += piece.num_heads
-    for heads in {part.first_kv_head for part in sources}:
-        replicas = [r for r, part in enumerate(sources) if part.first_kv_head == heads]
+            reads[piece.source_rank] += piece.heads.count
+    for heads in {source.heads for source in sources}:
+        replicas = [r for r, source in enumerate(sources) if source.heads == heads]
         loads = [reads[rank] for rank in replicas]
         assert max(loads) - min(loads) <= 1
 
@@ -126,11 +129,11 @@ def test_equal_sides_read_rank_to_rank(size: int, kv_heads: int) -> None:
 
 def test_a_head_that_nobody_has_is_named() -> None:
     with pytest.raises(FingerprintMismatch, match="KV head 2"):
-        pieces_of(parts_of(1, 2), PoolPart("0" * 32, 0, 4), 0)
+        pieces_of(parts_of(1, 2), part(0, (0, 4)), 0)
 
 
 def test_all_of_a_block_is_one_row() -> None:
-    whole = BlockCut.of(None, 4, 96)
+    whole = BlockCut.of(None, 96)
     assert whole.is_whole
-    assert whole == BlockCut.of(HeadPiece(0, 0, 0, 2, 2, 2), 4, 96)
-    assert not BlockCut.of(HeadPiece(0, 1, 0, 1, 2, 2), 4, 96).is_whole
+    assert whole == BlockCut.of(of_heads(0, 0, 2, 2, 2, num_layers=2), 96)
+    assert not BlockCut.of(of_heads(1, 0, 1, 2, 2, num_layers=2), 96).is_whole

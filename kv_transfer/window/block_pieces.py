@@ -1,0 +1,164 @@
+"""Which KV heads and layers a rank pulls from which rank of a source that is cut otherwise: pure
+arithmetic.
+
+    source, 4 ranks   | 0 1 | 2 3 | 4 5 | 6 7 |      a block of one rank's pool holds its KV heads
+    puller, 2 ranks   |  0 1 2 3  |  4 5 6 7  |      alone: some heads are a piece of each row
+
+    row = one layer's K or V of a block:  [ head | head | ... ], head = that of block_size tokens
+
+A stage of a pipeline has the rows of its layers: what it pulls from another is some of the rows
+there, for some of the rows here. KV heads that are fewer than ranks lie on several: each puller
+reads one of the replicas, another than its neighbours do. Knows no pool and no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from ...core.errors import FingerprintMismatch
+
+Range: TypeAlias = tuple[int, int]  # the first, how many
+
+
+class Shard(Protocol):
+    """What of a model's KV lies in one rank's pool."""
+
+    @property
+    def heads(self) -> Range: ...
+
+    @property
+    def layers(self) -> Range: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` neighbours, heads or layers: those from `there` on, of the `num_there` in the
+    source's pool, go to those from `here` on, of the `num_here` in ours."""
+
+    there: int
+    here: int
+    count: int
+    num_there: int
+    num_here: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == self.num_there == self.num_here
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPiece:
+    """What is pulled of each block of one source rank's pool: these heads of these layers."""
+
+    source_rank: int
+    heads: Span
+    layers: Span
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a block there is a block here."""
+        return self.heads.is_whole and self.layers.is_whole
+
+
+def pieces_of(sources: Sequence[Shard], mine: Shard, my_rank: int) -> list[BlockPiece]:
+    """What rank `my_rank`, with the heads and layers of `mine`, pulls: all of them, each once.
+
+    Raises FingerprintMismatch if one lies on no rank of the source.
+    """
+    pieces = []
+    layers_there = {rank: source.layers for rank, source in enumerate(sources)}
+    for ranks, layers in _runs(mine.layers, layers_there, "pipeline", "layer"):
+        heads_there = {rank: sources[rank].heads for rank in ranks}
+        for replicas, heads in _runs(mine.heads, heads_there, "tensor", "KV head"):
+            rank = replicas[my_rank % len(replicas)]
+            of_heads = _span(heads, sources[rank].heads, mine.heads)
+            of_layers = _span(layers, sources[rank].layers, mine.layers)
+            pieces.append(BlockPiece(rank, of_heads, of_layers))
+    return pieces
+
+
+def _runs(
+    mine: Range, theirs: Mapping[int, Range], kind: str, what: str
+) -> Iterator[tuple[list[int], Range]]:
+    """`mine` in runs that lie together, each with the ranks there that hold the most of it."""
+    at, end = mine[0], sum(mine)
+    while at < end:
+        ends = {rank: sum(held) for rank, held in theirs.items() if held[0] <= at < sum(held)}
+        if not ends:
+            raise FingerprintMismatch(f"{kind} parallelism: no rank there has {what} {at}")
+        furthest = max(ends.values())
+        until = min(end, furthest)
+        yield [rank for rank in ends if ends[rank] == furthest], (at, until - at)
+        at = until
+
+
+def _span(run: Range, there: Range, mine: Range) -> Span:
+    first, count = run
+    return Span(first - there[0], first - mine[0], count, there[1], mine[1])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCut:
+    """A piece of each block in bytes: `num_rows` rows, `width` bytes of each.
+
+    The first lies `source_offset` into a block of `source_block_bytes` there, and goes `offset`
+    into one of `block_bytes` here; the others follow `source_pitch` and `pitch` bytes apart. A row
+    is never wider than either, and begins in one as the first does.
+    """
+
+    num_rows: int
+    width: int
+    source_pitch: int
+    source_offset: int
+    pitch: int
+    offset: int
+    source_block_bytes: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, piece: BlockPiece | None, block_bytes: int) -> BlockCut:
+        """Of blocks that have `block_bytes` here; None is all of a block."""
+        if piece is None or piece.is_whole:
+            return cls.whole(block_bytes)
+        heads, layers = piece.heads, piece.layers
+        head_bytes, rest = divmod(block_bytes, 2 * layers.num_here * heads.num_here)
+        assert not rest, "a block that does not consist of its rows' heads"
+        pitch, source_pitch = heads.num_here * head_bytes, heads.num_there * head_bytes
+        offset = 2 * layers.here * pitch + heads.here * head_bytes
+        source_offset = 2 * layers.there * source_pitch + heads.there * head_bytes
+        source_block_bytes = 2 * layers.num_there * source_pitch
+        num_rows, width = 2 * layers.count, heads.count * head_bytes
+        if width == pitch == source_pitch:  # one row behind the other at both ends
+            num_rows, width = 1, num_rows * width
+            pitch, source_pitch = block_bytes, source_block_bytes
+        ends = (source_block_bytes, block_bytes)
+        return cls(num_rows, width, source_pitch, source_offset, pitch, offset, *ends)
+
+    @classmethod
+    def whole(cls, block_bytes: int) -> BlockCut:
+        """All of a block, as one row."""
+        size = block_bytes
+        return cls(1, size, size, 0, size, 0, size, size)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.width == self.source_block_bytes == self.block_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        """What is copied of one block."""
+        return self.num_rows * self.width
+
+    def of_source(self, block: bytes) -> bytes:
+        """The piece of a source's block, row behind row."""
+        return self._rows(block, self.source_offset, self.source_pitch)
+
+    def of_mine(self, block: bytes) -> bytes:
+        """The same of a block here."""
+        return self._rows(block, self.offset, self.pitch)
+
+    def _rows(self, block: bytes, offset: int, pitch: int) -> bytes:
+        starts = range(offset, offset + self.num_rows * pitch, pitch)
+        return b"".join(block[start : start + self.width] for start in starts)
