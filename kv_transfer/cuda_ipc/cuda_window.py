@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, PoolDescription
@@ -125,10 +125,8 @@ class CudaWindow(PullThread):
                 canary = scratch[CANARY_BLOCK].cpu()
         except RuntimeError as error:
             raise HandoffFailed(f"the peer's memory cannot be read: {error}") from error
-        found = cut.of_mine(canary.view(torch.uint8).numpy().tobytes())
-        expected = canary_bytes(self._incarnation, cut.source_block_bytes)
-        if found != cut.of_source(expected):
-            raise HandoffFailed("the canary block is wrong: another layout or another memory")
+        found = cut.here(canary.view(torch.uint8).numpy().tobytes())
+        cut.require_canary(found.tobytes(), self._incarnation)
         num_bytes = _MEASURED_COPIES * num_blocks * cut.piece_bytes
         return num_bytes / statistics.median(times_s) / 1e9
 

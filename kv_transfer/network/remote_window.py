@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.block_pieces import BlockCut
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import Generations, Ids, PullOutcome
@@ -99,9 +99,7 @@ class RemoteWindow(PullThread):
 
         if request(1) is not PullOutcome.OK:
             raise HandoffFailed("the canary block cannot be read")
-        expected = canary_bytes(self._incarnation, self._cut.source_block_bytes)
-        if self._carrier.first_piece() != self._cut.of_source(expected):
-            raise HandoffFailed("the canary block is wrong: another layout or another memory")
+        self._cut.require_canary(self._carrier.first_piece(), self._incarnation)
         piece_bytes = self._cut.piece_bytes
         best, num_bytes, took_s = 0.0, _MEASURED_BYTES, 0.0
         while took_s < _MEASURED_S and num_bytes <= _MOST_MEASURED_BYTES:

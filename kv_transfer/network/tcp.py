@@ -59,29 +59,22 @@ class HostBlockBytes:
 
     def read(self, block_ids: Ids) -> Bytes:
         cut = self._cut
-        rows = self._rows(cut.source_pitch, cut.source_offset)
+        # Made for each call, or the pool could not be closed.
+        rows = cut.there(self._pool.view, self._pool.num_blocks)
         num_bytes = len(block_ids) * cut.piece_bytes
         if len(self._buffer) < num_bytes:
             self._buffer = np.empty(num_bytes, np.uint8)
         data = self._buffer[:num_bytes]
-        pieces = data.reshape(len(block_ids), cut.num_rows, cut.width)
+        pieces = data.view(rows.dtype).reshape(-1, *rows.shape[1:])
         for piece, block_id in zip(pieces, block_ids.tolist(), strict=True):
             piece[:] = rows[block_id]
         return data
 
     def write(self, block_ids: Ids, data: Bytes) -> None:
-        cut = self._cut
-        rows = self._rows(cut.pitch, cut.offset)
-        pieces = data.reshape(len(block_ids), cut.num_rows, cut.width)
+        rows = self._cut.here(self._pool.view, self._pool.num_blocks)
+        pieces = data.view(rows.dtype).reshape(-1, *rows.shape[1:])
         for piece, block_id in zip(pieces, block_ids.tolist(), strict=True):
             rows[block_id] = piece
-
-    def _rows(self, pitch: int, offset: int) -> Bytes:
-        """[blocks, rows, width]; made for each call, or the pool could not be closed."""
-        flat = np.frombuffer(self._pool.view, np.uint8)
-        row, begin = divmod(offset, pitch)
-        rows = flat.reshape(self._pool.num_blocks, -1, pitch)[:, row : row + self._cut.num_rows]
-        return rows[:, :, begin : begin + self._cut.width]
 
 
 # The blocks of this rank's pool, in pieces of that cut.

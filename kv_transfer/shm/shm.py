@@ -17,27 +17,22 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ...core.errors import HandoffFailed
 from ...engine.kv import memfd
-from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CpuKvMemory
 from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
-from ..window.block_pieces import BlockCut, BlockPiece
+from ..window.block_pieces import BlockCut, BlockPiece, Rows
 from ..window.network_address import RemotePool
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20
-
-# [num_blocks, rows, words]: the rows' piece that is copied
-Blocks: TypeAlias = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]
 
 
 def export_host_pool(
@@ -104,7 +99,7 @@ class ShmWindow(PullThread):
         except HandoffFailed:
             self._mapping.close()
             raise
-        self._destination = pieces(pool.view, pool.num_blocks, cut, (cut.pitch, cut.offset))
+        self._destination = cut.here(pool.view, pool.num_blocks)
         super().__init__(description.incarnation)
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
@@ -137,14 +132,12 @@ class _SourceMapping:
         except HandoffFailed:
             self._memory.close()
             raise
-        there = (cut.source_pitch, cut.source_offset)
-        self._blocks = pieces(self._memory, num_blocks, cut, there)
+        self._blocks = cut.there(self._memory, num_blocks)
 
     def check_canary(self) -> None:
         """Raises HandoffFailed if this is not the memory, or not the layout, that we think."""
-        expected = canary_bytes(self._description.incarnation, self._description.block_bytes)
-        if self._blocks[CANARY_BLOCK].tobytes() != self._cut.of_source(expected):
-            raise HandoffFailed("the canary block is wrong: another layout or another memory")
+        found = self._blocks[CANARY_BLOCK].tobytes()
+        self._cut.require_canary(found, self._description.incarnation)
 
     def measure(self) -> float:
         """GB/s of copying out of this pool; the better of two rounds, as the first faults pages."""
@@ -159,7 +152,7 @@ class _SourceMapping:
             best_s = min(best_s, time.perf_counter() - start_s)
         return num_blocks * block_bytes / best_s / 1e9
 
-    def copy(self, block_id: int, generation: int, target: Blocks) -> PullOutcome:
+    def copy(self, block_id: int, generation: int, target: Rows) -> PullOutcome:
         """Copy one block and verify it. The GIL is free during copy and comparison."""
         if not 0 <= block_id < len(self._blocks):
             _log.warning("a manifest names block %d of %d", block_id, len(self._blocks))
@@ -181,19 +174,3 @@ class _SourceMapping:
         del self._blocks
         self._memory.close()
         self._generations.close()
-
-
-def pieces(
-    memory: memoryview | mmap.mmap, num_blocks: int, cut: BlockCut, place: tuple[int, int]
-) -> Blocks:
-    """[num_blocks, rows, words]: the piece `cut` of each block; `place`: how many bytes apart the
-    rows lie here, and how far in a block they begin.
-
-    In 8-byte words where they fit: comparing is faster so.
-    """
-    pitch, offset = place
-    word = 1 if (pitch | offset | cut.width) % 8 else 8  # bytes
-    rows = np.frombuffer(memory, dtype=f"u{word}").reshape(num_blocks, -1, pitch // word)
-    row, begin = divmod(offset, pitch)
-    columns = slice(begin // word, (begin + cut.width) // word)
-    return rows[:, row : row + cut.num_rows, columns]

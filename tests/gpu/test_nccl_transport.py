@@ -122,7 +122,7 @@ def test_heads_go_to_where_they_belong(
         pairs = [BlockPair(BlockRef(0, CANARY_BLOCK, 0, None), here) for here in (3, 9)]
         assert pull(window, *pairs) is PullOutcome.OK
     cut = BlockCut.of(piece, kv.block_bytes)
-    expected = cut.of_source(canary_bytes(source.incarnation, kv.block_bytes))
+    expected = cut.there(canary_bytes(source.incarnation, kv.block_bytes)).tobytes()
     for here in (3, 9):
         rows = kv.tensor[here].view(torch.uint8).cpu().numpy().reshape(cut.num_rows, cut.pitch)
         found = rows[:, cut.offset : cut.offset + cut.width]

@@ -101,7 +101,7 @@ def test_some_heads_of_a_block_take_their_scales_along() -> None:
     cut = BlockCut.of(piece, mine.block_bytes)
     assert cut.source_block_bytes == layout.block_bytes
     size = layout.block_bytes
-    pulled = bytearray(cut.of_source(bytes(source.view[2 * size : 3 * size])))
+    pulled = bytearray(cut.there(source.view[2 * size : 3 * size]).tobytes())
     block = torch.frombuffer(pulled, dtype=mine.dtype).view(mine.block_shape)
     expected = dequantize(source.tensor[2, :, :, 1].flatten(0, 1), torch.float32)
     assert torch.equal(dequantize(block[:, :, 0].flatten(0, 1), torch.float32), expected)

@@ -41,7 +41,7 @@ def shard(dense: np.ndarray, part: PoolPart) -> np.ndarray:
 
 
 def copy_rows(cut: BlockCut, source: bytes, target: bytearray) -> None:
-    piece = cut.of_source(source)
+    piece = cut.there(source).tobytes()
     for row in range(cut.num_rows):
         begin = row * cut.pitch + cut.offset
         target[begin : begin + cut.width] = piece[row * cut.width : (row + 1) * cut.width]
@@ -92,7 +92,7 @@ def test_every_rank_of_every_stage_ends_up_with_its_layers(
             source = block(sources[piece.source_rank])
             assert cut.source_block_bytes == len(source) and cut.block_bytes == len(found)
             copy_rows(cut, source, found)
-            assert cut.of_mine(bytes(found)) == cut.of_source(source)
+            assert cut.here(found).tobytes() == cut.there(source).tobytes()
             written += cut.piece_bytes
         assert bytes(found) == block(mine)
         assert written == len(found)  # each once
