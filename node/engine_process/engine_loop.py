@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Clock
 from ...engine.engine import Engine
+from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage
 from ...kv_transfer.protocol.messages import Message, Refused
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import (
@@ -34,7 +35,7 @@ from ..channels.engine_channels import (
 from ..channels.mailboxes import Inbox, Kind, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
-from .dispatch_gates import AdapterGate, Gated, GrammarGate
+from .dispatch_gate import DispatchGate, Gated
 from .heartbeat import HeartbeatSender, heartbeat
 from .promise_orders import PromiseOrders
 
@@ -78,9 +79,8 @@ class EngineLoop:
     _pulse: HeartbeatSender
     _clock: Clock
     _channels: EngineChannels
-    _gate: GrammarGate
+    _gate: DispatchGate
     _orders: PromiseOrders
-    _adapters: AdapterGate
     _num_steps: int = 0
     _recount_s: float = 0.0  # when the heartbeat's numbers are too old
     _is_uncounted: bool = False  # something came while a step was on the device
@@ -113,7 +113,7 @@ class EngineLoop:
             self._role.after_step(output)
         self._outbox.flush()
         self._is_watching = self._role.poll()
-        is_idle = self._role.is_idle() and not self._num_gated
+        is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._recount()
         self._pulse.turn_ended()
@@ -158,12 +158,8 @@ class EngineLoop:
     def _numbers(self) -> node_pb2.Heartbeat:
         numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
         numbers.num_steps = self._num_steps
-        numbers.num_requests += self._num_gated
+        numbers.num_requests += self._gate.num_waiting
         return numbers
-
-    @property
-    def _num_gated(self) -> int:
-        return self._gate.num_waiting + self._adapters.num_waiting
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:
         """How long to wait for the first of some deadlines; None if there is none."""
@@ -188,10 +184,9 @@ class EngineLoop:
                     self._end(link, error)
                 case HasUnsent(link):
                     self._channels.watch_writes(link)
-                case Gated(gate, gateway):
-                    if (dispatch := gate.released(item)) is not None:
-                        is_last = gate is self._adapters
-                        (self._role.dispatch if is_last else self._dispatch)(gateway, dispatch)
+                case Gated(gateway):
+                    if (dispatch := self._gate.released(item)) is not None:
+                        self._role.dispatch(gateway, dispatch)
                 case InputEnded():
                     self._is_over = True
                 case _:
@@ -224,7 +219,8 @@ class EngineLoop:
         if older is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
-            self._role.side_of(link).linked(link)
+            linked = PeerLinked(link.name, link.host, link.opens_late)
+            self._role.side_of(link).feed(linked)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -236,10 +232,9 @@ class EngineLoop:
     def _lost(self, link: Link) -> None:
         if link.kind is Kind.GATEWAY:
             self._gate.gateway_lost(link.name)
-            self._adapters.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
-        self._role.side_of(link).lost(link.name)
+        self._role.side_of(link).feed(PeerLost(link.name))
         self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: Message | Refused) -> None:
@@ -248,7 +243,7 @@ class EngineLoop:
             self._end(link, message.error)
             return
         try:
-            self._role.side_of(link).message(link.name, message)
+            self._role.side_of(link).feed(PeerMessage(link.name, message))
         except EngineFailed:
             raise
         except Exception as error:
@@ -260,14 +255,9 @@ class EngineLoop:
     def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         match message.WhichOneof("body"):
             case "dispatch":
-                dispatch = message.dispatch
-                if self._requests.refuses_now(gateway, dispatch):
-                    return
-                has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
-                if not has_constraint or self._gate.admits(gateway, dispatch):
-                    self._dispatch(gateway, dispatch)
+                self._dispatch(gateway, message.dispatch)
             case "load_adapter":
-                self._adapters.load(gateway, message.load_adapter)
+                self._gate.load(gateway, message.load_adapter)
             case "cancel":
                 self._role.end(_key(message.cancel), None)
             case "set_promise":
@@ -276,7 +266,11 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if not dispatch.HasField("adapter") or self._adapters.admits(gateway, dispatch):
+        if self._requests.refuses_now(gateway, dispatch):
+            return
+        has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
+        may_wait = has_constraint or dispatch.HasField("adapter")
+        if not may_wait or self._gate.admits(gateway, dispatch):
             self._role.dispatch(gateway, dispatch)
 
     def _blame(self, item: Item, error: Exception) -> None:

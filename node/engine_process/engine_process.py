@@ -51,7 +51,7 @@ from ..peers.source_side import SourceSide
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineParts
-from .dispatch_gates import AdapterGate, GrammarGate
+from .dispatch_gate import DispatchGate
 from .engine_links import EngineLinks
 from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
 from .heartbeat import HeartbeatSender
@@ -225,8 +225,8 @@ def _serve(
 
     pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     pulse.start()
-    gate = GrammarGate(grammars, inbox.put)
-    adapter_gate = AdapterGate(
+    gate = DispatchGate(
+        grammars,
         engine.adapters,
         assembly.adapters,
         lambda key: requests.book.get(key) is not None,
@@ -247,7 +247,6 @@ def _serve(
         links.channels,
         gate,
         PromiseOrders(engine.promise),
-        adapter_gate,
     )
     try:
         loop.run()
@@ -256,7 +255,6 @@ def _serve(
         raise
     finally:
         gate.close()
-        adapter_gate.close()
         pulse.stop()
         links.close()
         offered.close()

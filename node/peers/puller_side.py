@@ -23,18 +23,13 @@ from ...kv_transfer.protocol.events import (
     Failed,
     IntentCancelled,
     OpenWindow,
-    PeerLinked,
-    PeerLost,
-    PeerMessage,
     PullerEffect,
     PullerEvent,
     Reserve,
     Send,
     StartPull,
 )
-from ...kv_transfer.protocol.messages import Message
 from ...kv_transfer.protocol.puller import Puller
-from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind, Outbox
 from .prefix_fetches import PrefixFetches
 from .windows import Windows
@@ -97,17 +92,6 @@ class PullerSide:
         that `is_open`, it is not any more."""
         if (transfer_id := self.fetches.abandoned_by(key, is_open)) is not None:
             self.feed(IntentCancelled(transfer_id))
-
-    # -- sources -------------------------------------------------------------------------------
-
-    def linked(self, link: Link) -> None:
-        self.feed(PeerLinked(link.name, link.host, link.opens_late))
-
-    def message(self, incarnation: str, message: Message) -> None:
-        self.feed(PeerMessage(incarnation, message))
-
-    def lost(self, incarnation: str) -> None:
-        self.feed(PeerLost(incarnation))
 
     # -- effects -------------------------------------------------------------------------------
 

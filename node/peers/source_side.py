@@ -23,19 +23,15 @@ from ...kv_transfer.protocol.events import (
     ChunkReady,
     ClosePeer,
     Offered,
-    PeerLinked,
-    PeerLost,
-    PeerMessage,
     PinPrefix,
     ReleaseBlocks,
     Send,
     SourceEvent,
     Withdrawn,
 )
-from ...kv_transfer.protocol.messages import HandoffState, Hello, Message
+from ...kv_transfer.protocol.messages import HandoffState, Hello
 from ...kv_transfer.protocol.source import Source
 from ...kv_transfer.window.network_address import PoolAccess
-from ..channels.engine_channels import Link
 from ..channels.mailboxes import Kind, Outbox
 
 log = logging.getLogger(__name__)
@@ -62,15 +58,6 @@ class SourceSide:
     @property
     def is_idle(self) -> bool:
         return not self._lent
-
-    def linked(self, link: Link) -> None:
-        self.feed(PeerLinked(link.name))
-
-    def message(self, incarnation: str, message: Message) -> None:
-        self.feed(PeerMessage(incarnation, message))
-
-    def lost(self, incarnation: str) -> None:
-        self.feed(PeerLost(incarnation))
 
     def feed(self, event: SourceEvent) -> None:
         for effect in self.machine.handle(event):

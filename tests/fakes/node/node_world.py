@@ -27,7 +27,6 @@ from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
-from baton.node.engine_process.dispatch_gates import AdapterGate
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
@@ -55,10 +54,11 @@ VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
 GATEWAY = "gateway"
 
-# No grammar has to be compiled.
+# No grammar has to be compiled, no adapter read.
 _OPEN_GATE: Any = SimpleNamespace(
-    num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None
-)
+    num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None,
+    released=lambda gated: gated.message,
+)  # fmt: skip
 
 
 @dataclass
@@ -170,7 +170,6 @@ class Node:
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
             self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine.promise),
-            AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from baton.core.errors import AdapterRefused, Overloaded
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.scheduling.sequence import Sequence
-from baton.node.engine_process.dispatch_gates import AdapterGate, Gated
+from baton.node.engine_process.dispatch_gate import DispatchGate, Gated
 from baton.proto.v1 import node_pb2
 
 DIGEST = "a" * 32
+NO_GRAMMARS: Any = None  # no dispatch names one
 
 
 class Reader:
@@ -55,7 +57,8 @@ class World:
         self.reads: queue.SimpleQueue[Gated] = queue.SimpleQueue()
         self.sent: list[tuple[str, node_pb2.AdapterLoaded]] = []
         self.is_wanted: Callable[[str], bool] = lambda key: True
-        self.gate = AdapterGate(
+        self.gate = DispatchGate(
+            NO_GRAMMARS,
             self.room,
             self.reader,
             lambda key: self.is_wanted(key),
@@ -148,7 +151,9 @@ def test_a_further_sample_keeps_its_adapter_when_the_first_is_over() -> None:
 
 def test_an_engine_without_adapters_says_so() -> None:
     sent: list[node_pb2.NodeMessage] = []
-    gate = AdapterGate(None, None, lambda key: True, lambda read: None, lambda g, m: sent.append(m))
+    gate = DispatchGate(
+        NO_GRAMMARS, None, None, lambda key: True, lambda read: None, lambda _, m: sent.append(m)
+    )
     assert gate.admits("g", dispatch())
     gate.load("g", node_pb2.LoadAdapter(order_id=1, name="n", path="/a"))
     assert "--enable-lora" in sent[0].adapter_loaded.error.message

@@ -15,7 +15,7 @@ from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
 from baton.core.request.request import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
-from baton.node.engine_process.dispatch_gates import AdapterGate, GrammarGate
+from baton.node.engine_process.dispatch_gate import DispatchGate
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.requests.request_io import RequestIO
 from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
@@ -89,7 +89,7 @@ class World:
         self.desk = RequestIO(outbox, FakeClock(), "n", 1000)
         self.grammars, self.role = SlowGrammars(), Role(self.desk)
         self.inbox = FakeInbox()
-        self.gate = GrammarGate(self.grammars, self.inbox.put)  # type: ignore[arg-type]
+        self.gate = self.make_gate()
         pulse = SimpleNamespace(
             turn_started=lambda: None, turn_ended=lambda: None, count=lambda numbers: None
         )
@@ -99,9 +99,14 @@ class World:
         self.loop = EngineLoop(
             engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
-            AdapterGate(None, None, lambda key: True, self.inbox.put, lambda *sent: None),
         )  # fmt: skip
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
+
+    def make_gate(self, adapters: Any = None) -> DispatchGate:
+        """`adapters` are a room and a reader."""
+        return DispatchGate(
+            self.grammars, adapters, adapters, lambda key: True, self.inbox.put, lambda *sent: None,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def dispatch(
         self,
@@ -192,12 +197,11 @@ def test_what_the_engine_then_refuses_fails_alone(world: World) -> None:
 
 def test_what_it_refuses_behind_an_adapter_fails_alone_too(world: World) -> None:
     nothing: Any = SimpleNamespace(has=lambda digest: False, read=lambda path, digest: 1 / 0)
-    gate = AdapterGate(nothing, nothing, lambda key: True, world.inbox.put, lambda *sent: None)
-    world.loop._adapters, world.role.fails = gate, True
+    world.gate = world.loop._gate = world.make_gate(nothing)
+    world.role.fails = True
     world.dispatch("a", NEW, adapter=node_pb2.Adapter(name="n", digest="d", path="/a"))
     world.turn()
     world.grammars.may_compile.set()
     while not world.role.dispatched:
         world.wait()
     assert world.role.dispatched == ["g:a", "failed a/0"]
-    gate.close()

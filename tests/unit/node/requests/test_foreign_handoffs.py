@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from baton.core.errors import HandoffFailed, InvalidRequest
 from baton.core.request.request import Request, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, Message
-from baton.node.engine_process.dispatch_gates import Gated
+from baton.node.engine_process.dispatch_gate import Gated
 from baton.proto import codec
 from baton.proto.v1 import node_pb2
 
@@ -107,9 +106,8 @@ def test_a_sample_that_was_over_before_its_dispatch_came(world: NodeWorld, is_ov
     world.settle()
     world.decode.hear_gateway(cancel(gone))
     world.settle()
-    gate: Any = SimpleNamespace(released=lambda gated: gated.message)
     dispatch = codec.dispatch_to_wire(one, node_pb2.WORK_DECODE, ticket(one), 600.0)
-    world.decode.inbox.put(Gated(gate, GATEWAY, dispatch, None, 0.0))
+    world.decode.inbox.put(Gated(GATEWAY, dispatch, False, HandoffFailed(""), 0.0))
     world.settle()
     received = world.decode.received[f"{other}/0"]
     assert received.error is None and received.finish_reason is not None

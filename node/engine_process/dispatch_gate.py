@@ -1,0 +1,174 @@
+"""Keep dispatches away from the engine's thread until what they name is there: a grammar is
+compiled, a LoRA adapter read, each on a thread of its own.
+
+    dispatch ──► what it names is here ──────────────────► role
+            └──► not here ──► thread ──► Gated ─► inbox ─► role
+    LoadAdapter ──► read on a thread ──► Gated ─► inbox ─► AdapterLoaded
+The role sees a dispatch late, as if it had come late: one that was cancelled until then finds its
+tombstone. What has lost its gateway it never sees; what cannot be compiled or read fails there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from ...constraints.grammars import Grammar, Grammars
+from ...core.errors import BatonError
+from ...engine.lora.adapter_files import HostAdapter
+from ...engine.lora.adapter_room import AdapterRoom, refuse_adapter
+from ...engine.scheduling.sequence import Sequence
+from ...proto import codec
+from ...proto.v1 import node_pb2
+
+log = logging.getLogger(__name__)
+
+_Message: TypeAlias = node_pb2.Dispatch | node_pb2.LoadAdapter
+_Found: TypeAlias = Grammar | HostAdapter | BatonError
+
+
+@dataclass(slots=True)
+class Gated:
+    """What a dispatch, or an order of `gateway`, waited for, or why there is none. `is_read`: that
+    was its adapter, behind which nothing comes."""
+
+    gateway: str
+    message: _Message
+    is_read: bool
+    found: _Found
+    took_s: float
+
+
+class Reader(Protocol):
+    """Of all ranks: RankAdapters, RankedAdapters."""
+
+    def read(self, path: str, digest: str = "") -> HostAdapter: ...
+
+
+class DispatchGate:
+    """Belongs to the engine loop's thread, but for `put`, which is called from others."""
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        room: AdapterRoom[Sequence] | None,
+        reader: Reader | None,
+        is_wanted: Callable[[str], bool],
+        put: Callable[[Gated], None],
+        send: Callable[[str, node_pb2.NodeMessage], None],
+    ) -> None:
+        """`room` and `reader`: None where no adapters are served; `is_wanted`: whether a request,
+        by its key, is open; `send`: to a gateway."""
+        self._grammars, self._room, self._reader = grammars, room, reader
+        self._put, self._send = put, send
+        self._waiting: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
+        self._compiling = ThreadPoolExecutor(1, "grammars")
+        self._reading = ThreadPoolExecutor(1, "adapters")
+        if room is not None:
+            room.is_wanted = is_wanted
+
+    @property
+    def num_waiting(self) -> int:
+        """Dispatches."""
+        return len(self._waiting)
+
+    def gateway_lost(self, gateway: str) -> None:
+        """Nobody wants what it sent."""
+        self._waiting = {key: name for key, name in self._waiting.items() if name != gateway}
+
+    def close(self) -> None:
+        """What still waits is dropped."""
+        for pool in (self._compiling, self._reading):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether it can go on now; if not it returns as a Gated."""
+        constraint = codec.constraint_from_wire(dispatch.sampling)
+        if constraint is None or self._grammars.is_kept(constraint):
+            return self._has_adapter(gateway, dispatch)
+        self._submit(gateway, dispatch, lambda: self._grammars.compile(constraint))
+        return False
+
+    def load(self, gateway: str, order: node_pb2.LoadAdapter) -> None:
+        """Answered by AdapterLoaded, here or once it is `released`."""
+        if self._room is None:
+            self._answer(gateway, order, refuse_adapter())
+        else:
+            self._read(gateway, order, order.path, "")
+
+    def released(self, gated: Gated) -> node_pb2.Dispatch | None:
+        """The dispatch that can go on now, with what is left of its deadline; None: it waits for
+        more, its gateway is gone, or it was an order, which is answered. Call once."""
+        if isinstance(gated.found, HostAdapter) and self._room is not None:
+            try:
+                self._room.keep(gated.found)
+            except BatonError as error:
+                gated.found = error
+        dispatch, gateway = gated.message, gated.gateway
+        if isinstance(dispatch, node_pb2.LoadAdapter):
+            self._answer(gateway, dispatch, gated.found)
+            return None
+        if isinstance(gated.found, BatonError):  # the engine reports it
+            log.warning("%s: %s", dispatch.request_id, gated.found.message)
+        if self._waiting.pop((dispatch.request_id, dispatch.attempt), None) != gateway:
+            return None
+        left_us = dispatch.deadline_remaining_us - int(gated.took_s * 1e6)
+        dispatch.deadline_remaining_us = max(0, left_us)
+        if gated.is_read:
+            self._hold(dispatch)
+            return dispatch
+        return dispatch if self._has_adapter(gateway, dispatch) else None
+
+    def _has_adapter(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether it names none, or one that is here; where none are served the engine refuses."""
+        if self._room is None or not dispatch.HasField("adapter") or self._hold(dispatch):
+            return True
+        self._read(gateway, dispatch, dispatch.adapter.path, dispatch.adapter.digest)
+        return False
+
+    def _hold(self, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether its adapter is in host memory: then it stays there for its requests' lives."""
+        digest = dispatch.adapter.digest
+        if self._room is None or not self._room.has(digest):
+            return False
+        for request_id in (dispatch.request_id, *dispatch.fork_request_ids):
+            self._room.hold(f"{request_id}/{dispatch.attempt}", digest)
+        return True
+
+    def _read(self, gateway: str, message: _Message, path: str, digest: str) -> None:
+        reader = self._reader
+        assert reader is not None
+        self._submit(gateway, message, lambda: reader.read(path, digest), is_read=True)
+
+    def _submit(
+        self, gateway: str, message: _Message, find: Callable[[], _Found], *, is_read: bool = False
+    ) -> None:
+        """The message returns as a Gated."""
+        if isinstance(message, node_pb2.Dispatch):
+            self._waiting[message.request_id, message.attempt] = gateway
+        began_s = time.monotonic()
+
+        def run() -> None:
+            found: _Found
+            try:
+                found = find()
+            except BatonError as error:
+                found = error
+            except Exception as error:  # of this thread: nobody else would see it
+                log.exception("what a request names cannot be had")
+                found = BatonError(f"{type(error).__name__}: {error}")
+            self._put(Gated(gateway, message, is_read, found, time.monotonic() - began_s))
+
+        (self._reading if is_read else self._compiling).submit(run)
+
+    def _answer(self, gateway: str, order: node_pb2.LoadAdapter, found: _Found) -> None:
+        loaded = node_pb2.AdapterLoaded(order_id=order.order_id)
+        if isinstance(found, HostAdapter):
+            loaded.digest = found.digest
+        elif isinstance(found, BatonError):
+            loaded.error.CopyFrom(codec.error_to_wire(found))
+        self._send(gateway, node_pb2.NodeMessage(adapter_loaded=loaded))
