@@ -2,7 +2,7 @@
 
     Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► SourceSide
     step ─► first token to the gateway          SourceSide ─► manifests, release or abort
-         └► ChunkAnnounced, ChunkReady with the blocks
+         └► chunks with the blocks
 
 Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
 """
@@ -16,7 +16,7 @@ from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.request.request import Request, Ticket
 from ..engine.kv.block_pool import BlockRef
 from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
-from ..kv_transfer.protocol.events import ChunkAnnounced, ChunkReady, Offered, Withdrawn
+from ..kv_transfer.protocol.events import Chunk, Offered, Withdrawn
 from ..kv_transfer.protocol.messages import HandoffState
 from ..node.requests.request_io import Entry
 from ..node.requests.request_role import EngineParts, EngineRole, Handoff
@@ -88,7 +88,7 @@ class PrefillRole(EngineRole[_Offer]):
         elif chunk.is_last:
             first_token_id, *fork_token_ids = (first_tokens[each.key] for each in offer.samples)
             state = HandoffState(offer.num_offered_blocks, first_token_id, tuple(fork_token_ids))
-        self._source.feed(ChunkReady(offer.ticket.transfer_id, blocks, num_tokens, state))
+        self._source.feed(Chunk(offer.ticket.transfer_id, blocks, num_tokens, state))
 
     def _on_launched(self, chunk: ChunkLaunched) -> None:
         offer = self._handoffs.get(chunk.key)
@@ -97,7 +97,7 @@ class PrefillRole(EngineRole[_Offer]):
         blocks = self._next_blocks(chunk.key, offer, chunk.num_tokens, is_last=chunk.is_last)
         if blocks:
             transfer_id = offer.ticket.transfer_id
-            self._source.feed(ChunkAnnounced(transfer_id, blocks, chunk.num_tokens, chunk.step))
+            self._source.feed(Chunk(transfer_id, blocks, chunk.num_tokens, step=chunk.step))
 
     def _next_blocks(
         self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool

@@ -73,31 +73,21 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkAnnounced:
-    """Step number `step` writes the KV of these blocks; they continue where the last chunk ended.
+class Chunk:
+    """The KV of `num_tokens` is complete on the device once `step` steps are, 0: already, and then
+    nobody writes to its blocks any more.
 
-    A ChunkReady of as many tokens follows when it has completed, unless the request ends before.
-    """
-
-    transfer_id: str
-    blocks: tuple[BlockRef, ...]
-    num_tokens: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkReady:
-    """The KV of `num_tokens` is complete on the device: nobody writes to its blocks any more.
-
-    `blocks` are those that no ChunkAnnounced has named. They continue where the last chunk ended; a
-    block that the chunk left partial comes with the chunk that completes it, or with the last one.
-    `state` makes it the last one.
+    `blocks` are those that no chunk has named. They continue where the last chunk ended; a block
+    that the chunk left partial comes with the chunk that completes it, or with the last one. One
+    with a step is followed, when that has completed, by one without of as many tokens, unless the
+    request ends before. `state` makes it the last one.
     """
 
     transfer_id: str
     blocks: tuple[BlockRef, ...]
     num_tokens: int
     state: HandoffState | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +298,7 @@ class DropReservation:
     transfer_id: str
 
 
-SourceEvent: TypeAlias = (
-    PeerLinked | PeerLost | PeerMessage | Tick | Offered | ChunkAnnounced | ChunkReady | Withdrawn
-)
+SourceEvent: TypeAlias = PeerLinked | PeerLost | PeerMessage | Tick | Offered | Chunk | Withdrawn
 SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks | PinPrefix
 
 PullerEvent: TypeAlias = (

@@ -23,8 +23,7 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from .events import (
-    ChunkAnnounced,
-    ChunkReady,
+    Chunk,
     ClosePeer,
     Offered,
     PeerLinked,
@@ -48,7 +47,7 @@ class SourceState(enum.Enum):
 
       Attach              Offered
     ─────────► AWAITED ──────┐
-                  │          ▼      last ChunkReady
+                  │          ▼      last chunk
     ─────────── Offered ─► COMPUTING ─────────────► HELD
                   │          │                       │
                   └──────────┴───────────────────────┴──► over: `_end` leaves a tombstone
@@ -70,12 +69,12 @@ class _Transfer:
     is_attached: bool = False
     sees_steps: bool = False
     expires_s: float | None = None  # None while computing
-    unsent: deque[ChunkAnnounced | ChunkReady] = field(default_factory=deque)
+    unsent: deque[Chunk] = field(default_factory=deque)
     num_sent: int = 0
     num_blocks: int = 0  # announced by the engine so far
     num_tokens: int = 0  # computed so far
 
-    def take_next(self) -> tuple[ChunkAnnounced | ChunkReady, int] | None:
+    def take_next(self) -> tuple[Chunk, int] | None:
         """The next chunk that may be sent to its puller now, and the step that it must wait for."""
         if not self.is_attached or not self.unsent:
             return None
@@ -84,7 +83,7 @@ class _Transfer:
         if not is_computed and not self.sees_steps:
             return None
         self.unsent.popleft()
-        return chunk, 0 if is_computed or isinstance(chunk, ChunkReady) else chunk.step
+        return chunk, 0 if is_computed else chunk.step
 
 
 class Source:
@@ -108,9 +107,7 @@ class Source:
                 self._on_tick()
             case Offered():
                 self._on_offered(event)
-            case ChunkAnnounced():
-                self._on_launched(event)
-            case ChunkReady():
+            case Chunk():
                 self._on_chunk(event)
             case Withdrawn(transfer_id, error):
                 self._on_withdrawn(transfer_id, error)
@@ -176,26 +173,21 @@ class Source:
             return HandoffFailed("the ticket is in use by another request")
         return self._tombstones.get(offer.ticket.transfer_id)
 
-    def _on_launched(self, chunk: ChunkAnnounced) -> None:
-        transfer = self._transfers.get(chunk.transfer_id)
-        if transfer is not None and transfer.offer is not None:
-            self._announce(transfer, chunk)
-            self._flush(transfer)
-
-    def _on_chunk(self, chunk: ChunkReady) -> None:
+    def _on_chunk(self, chunk: Chunk) -> None:
         transfer = self._transfers.get(chunk.transfer_id)
         if transfer is None or transfer.offer is None:
             return  # it ended while the chunk was computed
         if chunk.blocks or chunk.state is not None:
             self._announce(transfer, chunk)
-        transfer.num_tokens = chunk.num_tokens
+        if not chunk.step:
+            transfer.num_tokens = chunk.num_tokens
         if chunk.state is not None:
             transfer.state = SourceState.HELD
             self._renew(transfer)
         self._flush(transfer)
 
     @staticmethod
-    def _announce(transfer: _Transfer, chunk: ChunkAnnounced | ChunkReady) -> None:
+    def _announce(transfer: _Transfer, chunk: Chunk) -> None:
         assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
         for index, ref in enumerate(chunk.blocks, start=transfer.num_blocks):
             assert ref.index == index, "chunks must continue each other"
@@ -345,7 +337,7 @@ class Source:
                 chunk.blocks,
                 chunk.num_tokens,
                 max(0.0, expires_s - now_s),
-                chunk.state if isinstance(chunk, ChunkReady) else None,
+                chunk.state,
                 step,
             )
             transfer.num_sent += 1

@@ -20,7 +20,7 @@ from ...core.request.request import Ticket
 from ...engine.engine import Engine
 from ...engine.kv.block_pool import Fence
 from ...kv_transfer.protocol.events import (
-    ChunkReady,
+    Chunk,
     ClosePeer,
     Offered,
     PinPrefix,
@@ -89,4 +89,4 @@ class SourceSide:
         ticket = Ticket(transfer_id, self._incarnation, pin.puller)
         self.feed(Offered(ticket, key=_LENT, deadline_s=math.inf))
         num_tokens = len(refs) * self._engine.limits.block_size
-        self.feed(ChunkReady(transfer_id, refs, num_tokens, HandoffState(len(refs))))
+        self.feed(Chunk(transfer_id, refs, num_tokens, HandoffState(len(refs))))

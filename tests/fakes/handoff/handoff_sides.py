@@ -23,8 +23,7 @@ from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    ChunkAnnounced,
-    ChunkReady,
+    Chunk,
     ClosePeer,
     CloseWindow,
     Complete,
@@ -176,7 +175,7 @@ class SourceSide(_Side):
         self.launched[transfer_id] = self.num_launched
         index = self.num_computed[transfer_id]
         refs, num_tokens = (self._ref(transfer_id, index),), (index + 1) * BLOCK_SIZE
-        self.feed(ChunkAnnounced(transfer_id, refs, num_tokens, self.num_launched))
+        self.feed(Chunk(transfer_id, refs, num_tokens, step=self.num_launched))
 
     def _ref(self, transfer_id: str, index: int) -> BlockRef:
         block_id = self.held[transfer_id][index]
@@ -196,7 +195,7 @@ class SourceSide(_Side):
         refs = () if self.launches else (ref,)
         if self.launches:
             self.memory.num_steps = self.launched.pop(transfer_id)
-        self.feed(ChunkReady(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
+        self.feed(Chunk(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
 
     def withdraw(self, attempt: Attempt) -> None:
         """The gateway gave the attempt up; its dispatch may still be on the way."""

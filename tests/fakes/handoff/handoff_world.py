@@ -29,7 +29,7 @@ from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    ChunkReady,
+    Chunk,
     ClosePeer,
     CloseWindow,
     Complete,
@@ -144,7 +144,7 @@ class SourceNode:
         if last == prompt.num_blocks:
             state = HandoffState(prompt.num_blocks, prompt.first_token_id)
             del self.num_computed[prompt.transfer_id]
-        self.feed(ChunkReady(prompt.transfer_id, tuple(refs), last * BLOCK_SIZE, state))
+        self.feed(Chunk(prompt.transfer_id, tuple(refs), last * BLOCK_SIZE, state))
 
     def rewrite(self, block_id: int) -> None:
         """Somebody else gets the block: the generation moves, then the bytes do."""

@@ -26,7 +26,7 @@ from baton.engine.kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    ChunkReady,
+    Chunk,
     Complete,
     DropReservation,
     Failed,
@@ -154,7 +154,7 @@ class Peer:
             return
         self.pins[transfer_id], refs = lent
         self.feed_source(Offered(Ticket(transfer_id, self.name, puller), "", 1e9))
-        self.feed_source(ChunkReady(transfer_id, refs, len(refs), HandoffState(len(refs))))
+        self.feed_source(Chunk(transfer_id, refs, len(refs), HandoffState(len(refs))))
 
     def feed_puller(self, event: PullerEvent) -> None:
         for effect in self.puller.handle(event):
