@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,11 +20,14 @@ from ...core.ports import Clock
 from ...core.request.request import Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Event, NodeStamp
 from ...engine.scheduling.outputs import FinishedBeam, PromptLogprobs, TokenOutput
+from ...kv_transfer.protocol.pairing import Tombstones
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..channels.mailboxes import Outbox
 
 log = logging.getLogger(__name__)
+
+_OVER = Cancelled("the request is over here")
 
 
 class RequestIO:
@@ -169,9 +171,6 @@ class RequestIO:
         self._outbox.to_gateway(gateway, output)
 
 
-TOMBSTONE_S = 30.0
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """One request on this engine. The lower half waits for the next output to carry it."""
@@ -202,8 +201,7 @@ class RequestTable:
         self._clock = clock
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
-        self._tombstones: dict[str, float] = {}  # key -> when it may be forgotten
-        self._burials: deque[str] = deque()
+        self._tombstones = Tombstones()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -215,7 +213,7 @@ class RequestTable:
         for key in keys:
             if key in self._entries or keys.count(key) > 1:
                 raise InvalidRequest(f"request {key} was dispatched twice")
-        coming = [entry for entry in samples if entry.key not in self._tombstones]
+        coming = [entry for entry in samples if not self._tombstones.get(entry.key)]
         if not coming:
             raise Cancelled(f"request {keys[0]} is already over here")
         for entry in coming:
@@ -227,9 +225,7 @@ class RequestTable:
 
     def close(self, key: str) -> Entry | None:
         """End a request and bury its key; a key that never came is buried as well."""
-        if key not in self._tombstones:
-            self._burials.append(key)
-            self._tombstones[key] = self._clock.monotonic_s() + TOMBSTONE_S
+        self._tombstones.add(key, _OVER, self._clock.monotonic_s())
         return self._entries.pop(key, None)
 
     def keys_of_gateway(self, gateway: str) -> list[str]:
@@ -238,8 +234,7 @@ class RequestTable:
     def overdue(self) -> list[str]:
         """Keys whose deadline has passed; forgets old tombstones in passing."""
         now = self._clock.monotonic_s()
-        while self._burials and self._tombstones[self._burials[0]] <= now:
-            del self._tombstones[self._burials.popleft()]
+        self._tombstones.purge(now)
         keys = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, key = heapq.heappop(self._deadlines)

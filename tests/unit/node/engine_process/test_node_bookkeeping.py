@@ -23,10 +23,11 @@ from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
 from baton.kv_transfer.protocol.messages import Hello, Message, Release
+from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.node.channels.mailboxes import Kind, Outbox
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
-from baton.node.requests.request_io import TOMBSTONE_S, Entry, RequestTable
+from baton.node.requests.request_io import Entry, RequestTable
 from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs
 from baton.prefill_node import engine_main as prefill_main
