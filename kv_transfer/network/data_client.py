@@ -7,7 +7,6 @@ when it breaks (ConnectionBroken).
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.channels.engine_tls import WrapSocket
@@ -24,6 +23,11 @@ _SPARE_S = 5.0  # for blocks that come without a silence, over what they take at
 _SLOWEST_BYTES_PER_S = 1e6
 
 
+def time_for(num_bytes: int) -> Deadline:
+    """By when so many bytes have come."""
+    return Deadline(_SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S)
+
+
 @dataclass(frozen=True, slots=True)
 class DataClient:
     """A connection that the source has accepted."""
@@ -32,26 +36,30 @@ class DataClient:
     mode: wire.Mode
     description: PoolDescription
 
-    def request(
-        self,
-        ids: Ids,
-        generations: Generations,
-        num_bytes: int,
-        receive: Callable[[Deadline], None],
-    ) -> PullOutcome:
-        """Request blocks, `num_bytes` in all; `receive` takes what comes in between.
+    def request(self, ids: Ids, generations: Generations) -> PullOutcome | None:
+        """Request blocks. None: they come, and a verdict behind them; else why they do not.
 
-        Raises HandoffFailed, after which the connection is of no use.
+        Raises HandoffFailed, as all here, after which the connection is of no use.
         """
         deadline = Deadline(SILENCE_S)
         self.stream.write(wire.pack_request(ids, generations), deadline)
-        answer = self._frame(deadline) if self.mode.sends_begin else None
-        if answer is None:
-            receive(Deadline(_SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S))
-            answer = self._frame(Deadline(SILENCE_S))
-        if not isinstance(answer, PullOutcome):
+        refusal = self._answer(deadline) if self.mode.sends_begin else None
+        if refusal is PullOutcome.OK:
+            raise HandoffFailed("the source sent its verdict before the blocks")
+        return refusal
+
+    def verdict(self) -> PullOutcome:
+        """On all that came."""
+        outcome = self._answer(Deadline(SILENCE_S))
+        if outcome is None:
+            raise HandoffFailed("the source began again")
+        return outcome
+
+    def _answer(self, deadline: Deadline) -> PullOutcome | None:
+        frame = self._frame(deadline)
+        if isinstance(frame, wire.DataFrame):
             raise HandoffFailed("the source sent something else than its verdict")
-        return answer
+        return frame
 
     def receive_data(self, target: memoryview, deadline: Deadline) -> bool:
         """Fill `target` from data frames; False if any of them was damaged on the way."""

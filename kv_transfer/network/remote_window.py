@@ -25,7 +25,7 @@ from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.block_pieces import BlockCut
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import Generations, Ids, PullOutcome
-from .data_client import DataClient
+from .data_client import DataClient, time_for
 from .stream import ConnectionBroken, Deadline, Recovery
 
 _log = logging.getLogger(__name__)
@@ -166,16 +166,12 @@ class RemoteWindow(PullThread):
                 if self._is_closed:
                     raise HandoffFailed("the link to the source is lost")
                 self._client = self._carrier.connect(recovery.deadline)
-            client, is_intact = self._client, True
-
-            def receive(deadline: Deadline, client: DataClient = client) -> None:
-                nonlocal is_intact
-                num_blocks = len(source_ids)
-                is_intact = self._carrier.receive(client, num_blocks, block_ids, deadline)
-
-            num_bytes = len(source_ids) * self._cut.piece_bytes
-            outcome = client.request(source_ids, generations, num_bytes, receive)
-            if outcome is not PullOutcome.OK:
+            client, num_blocks = self._client, len(source_ids)
+            if (refusal := client.request(source_ids, generations)) is not None:
+                return refusal
+            deadline = time_for(num_blocks * self._cut.piece_bytes)
+            is_intact = self._carrier.receive(client, num_blocks, block_ids, deadline)
+            if (outcome := client.verdict()) is not PullOutcome.OK:
                 return outcome
             if is_intact:
                 if block_ids is not None:

@@ -211,10 +211,12 @@ def test_every_pull_reports_once_even_when_cancelled(served: Served, destination
 
 
 class Relay:
-    """A wire between puller and source that flips a bit in so many frames of data to come."""
+    """A wire between puller and source that flips a bit in so many frames of data to come. From
+    `is_false` on a good verdict comes in place of blocks."""
 
     def __init__(self, port: int) -> None:
         self.num_to_damage = 0
+        self.is_false = False
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -248,7 +250,7 @@ class Relay:
                         self.num_to_damage -= 1
                         changed[len(changed) // 2] ^= 4
                     data = bytes(changed)
-                near.sendall(head + data)
+                near.sendall(wire.pack_end(PullOutcome.OK) if self.is_false else head + data)
 
     def close(self) -> None:
         self._listener.close()
@@ -271,6 +273,18 @@ def test_damage_on_the_way_is_asked_for_once_more(
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
+def test_a_verdict_without_blocks_is_none(served: Served, destination: HostPool) -> None:
+    """What was received before would be taken for them."""
+    relay = Relay(served.server.port)
+    served.remote = replace(served.remote, port=relay.port)
+    served.server._addresses.append(f"127.0.0.1:{relay.port}")
+    with contextlib.closing(relay), window_onto(served, destination) as window:
+        relay.is_false = True
+        assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.FAILED
+    assert not any(destination.block(3))
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
 def test_who_passes_on_the_handshake_from_another_port_is_refused(
     served: Served, destination: HostPool
 ) -> None:
@@ -286,10 +300,7 @@ def test_who_guesses_generations_gets_no_byte(served: Served, destination: HostP
     served.pool.generations.bump([5])
     for guess in (0, 1, 2, served.pool.generations.read(5) ^ 1):
         ids, generations = np.array([5]), np.array([guess], np.uint64)
-        outcome = client.request(
-            ids, generations, BLOCK_BYTES, lambda _: pytest.fail("blocks came")
-        )
-        assert outcome is PullOutcome.STALE
+        assert client.request(ids, generations) is PullOutcome.STALE
     client.close()
 
 
@@ -342,7 +353,7 @@ class TestWhoIsLetIn:
             pytest.raises(HandoffFailed),
             contextlib.closing(connect(SOURCE, served.remote, cut)) as client,
         ):
-            client.request(ids, generations, 8, lambda deadline: None)
+            client.request(ids, generations)
 
     @pytest.mark.parametrize(
         "garbage",
