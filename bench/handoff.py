@@ -82,8 +82,8 @@ def _serve(name: str, incarnation: str) -> None:
 
 
 @contextlib.contextmanager
-def _source(name: str) -> Iterator[tuple[str, RemotePool]]:
-    """A source in a process of its own: its incarnation, and how it is reached over a network."""
+def _source(name: str) -> Iterator[RemotePool]:
+    """A source in a process of its own."""
     incarnation = secrets.token_hex(16)
     command = [sys.executable, "-m", "baton.bench.handoff", "--source", name, incarnation]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -92,7 +92,7 @@ def _source(name: str) -> Iterator[tuple[str, RemotePool]]:
         assert ready == b"ready"
         puller = secrets.token_hex(16)
         ours = pair_key(bytes.fromhex(key.decode()), puller)
-        yield incarnation, RemotePool("127.0.0.1", int(port), ours, False, puller)
+        yield RemotePool(incarnation, "127.0.0.1", int(port), ours, False, puller)
         process.kill()
 
 
@@ -123,24 +123,19 @@ def _prepared_s(window: CudaWindow, pairs: BlockPairs) -> float:
     return time.perf_counter() - begin_s
 
 
-def _connect(
-    method: str, kv: CudaKvMemory, source: tuple[str, RemotePool]
-) -> CudaWindow | RemoteWindow:
-    incarnation, remote = source
+def _connect(method: str, kv: CudaKvMemory, source: RemotePool) -> CudaWindow | RemoteWindow:
     if method == StagedCopy.name:
-        return CudaStagedTransport(kv).connect(incarnation, None, remote)
+        return CudaStagedTransport(kv).connect(source)
     if method in (NcclTransport.name, TcpTransport.name):
         config = NodeConfig(kv_transport=method)
         (transport,) = transports(kv, config, None)
-        window = transport.connect(incarnation, None, remote)
+        window = transport.connect(source)
         assert isinstance(window, RemoteWindow)
         return window
-    return CudaIpcTransport(kv, method).connect(incarnation, None, remote)
+    return CudaIpcTransport(kv, method).connect(source)
 
 
-def _measure(
-    name: str, method: str, kv: CudaKvMemory, source: tuple[str, RemotePool]
-) -> Iterator[Figure]:
+def _measure(name: str, method: str, kv: CudaKvMemory, source: RemotePool) -> Iterator[Figure]:
     window = _connect(method, kv, source)
     few = [n for n in _STAGED_BLOCKS if n in _NUM_BLOCKS[name]]
     for num_blocks in few if method in _SLOW_METHODS else _NUM_BLOCKS[name]:
@@ -163,12 +158,12 @@ def _measure(
     window.join()
 
 
-def _measure_half(name: str, kv: CudaKvMemory, source: tuple[str, RemotePool]) -> Iterator[Figure]:
+def _measure_half(name: str, kv: CudaKvMemory, source: RemotePool) -> Iterator[Figure]:
     """Half of the heads: what each of two ranks pulls from a source of one."""
     num_layers = kv.layout.num_layers
     layers = Span(0, 0, num_layers, num_layers, num_layers)
     piece = BlockPiece(0, Span(4, 0, 4, 8, 8), layers)
-    window = CudaIpcTransport(kv).connect(source[0], piece, source[1])
+    window = CudaIpcTransport(kv).connect(source, piece)
     num_blocks = 512
     pairs = _pairs(num_blocks, is_scattered=True)
 

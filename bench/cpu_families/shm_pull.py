@@ -53,8 +53,8 @@ def _pull(name: str, block_bytes: int) -> Figure:
     generations = SharedGenerations(source.num_blocks, _INCARNATION)
     key, puller = secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
     exporter = export_host_pool(_INCARNATION, source, generations.fd, key)
-    access = RemotePool("", 0, pair_key(key, puller), False, puller)
-    window = ShmTransport(target).connect(_INCARNATION, None, access)
+    access = RemotePool(_INCARNATION, "", 0, pair_key(key, puller), False, puller)
+    window = ShmTransport(target).connect(access)
     block_ids = range(2, num_pulled + 2)
     refs = [BlockRef(0, block_id, generations.read(block_id), None) for block_id in block_ids]
     pairs = BlockPairs.join(refs, block_ids)

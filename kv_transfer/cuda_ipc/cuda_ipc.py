@@ -35,17 +35,15 @@ class _MappingTransport(ABC):
         """`kv` is where blocks are copied to."""
         self._kv = kv
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> CudaWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> CudaWindow:
         """Raises HandoffFailed: nobody exports it, it lies elsewhere, or it cannot be read.
 
         Takes up to a second, or as long as the first copy has to be compiled.
         """
-        description, fds = receive(incarnation, remote)
+        description, fds = receive(source)
         try:
             cut = BlockCut.of(piece, self._kv.block_bytes)
-            description.require(incarnation, cut.source_block_bytes)
+            description.require(source.name, cut.source_block_bytes)
             return CudaWindow(self.name, description, fds, self._kv, piece, self._reach)
         finally:
             for fd in fds:

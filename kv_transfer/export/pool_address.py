@@ -122,16 +122,15 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(PoolDescription)
 
 
-def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescription, list[int]]:
-    """From the exporter of `incarnation`. The caller closes the descriptors.
+def receive(source: RemotePool) -> tuple[PoolDescription, list[int]]:
+    """From the pool's exporter. The caller closes the descriptors.
 
     Raises HandoffFailed: nobody exports it, another user does, it does not hold the key, or what
     came is no description. Blocks for up to a second if the exporter hangs.
     """
-    if access is None:
-        raise HandoffFailed("the source has not sent how its pools are reached")
-    address, fds = socket_address(incarnation), list[int]()
-    ours = Dialer(access.key, PURPOSE, dialer=access.puller, listener=incarnation, address=ADDRESS)
+    name, fds = source.name, list[int]()
+    address = socket_address(name)  # which looks at the name, too
+    ours = Dialer(source.key, PURPOSE, dialer=source.puller, listener=name, address=ADDRESS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_TIMEOUT_S)
         try:
@@ -146,9 +145,9 @@ def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescriptio
             if len(fds) != description.num_fds:
                 raise HandoffFailed(f"the exporter passed {len(fds)} descriptors")
         except OSError as error:
-            raise HandoffFailed(f"no exporter of {incarnation} on this host: {error}") from error
+            raise HandoffFailed(f"no exporter of {name} on this host: {error}") from error
         except Unauthenticated as error:
-            raise HandoffFailed(f"the exporter of {incarnation}: {error.message}") from error
+            raise HandoffFailed(f"the exporter of {name}: {error.message}") from error
         except HandoffFailed:
             for fd in fds:
                 os.close(fd)
@@ -156,9 +155,9 @@ def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescriptio
     return description, fds
 
 
-def describe(incarnation: str, access: RemotePool) -> PoolDescription:
+def describe(source: RemotePool) -> PoolDescription:
     """`receive` without the memory."""
-    description, fds = receive(incarnation, access)
+    description, fds = receive(source)
     for fd in fds:
         os.close(fd)
     return description

@@ -76,27 +76,25 @@ class NcclTransport:
         self._new_id = new_id
         self._wrap = wrap
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> RemoteWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> RemoteWindow:
         """Raises HandoffFailed: the source has no port or no GPU, or NCCL does not connect them.
 
         Takes seconds: NCCL looks for a way.
         """
-        if remote is None or not remote.port:
+        if not source.port:
             raise HandoffFailed("the source has no port")
-        cut, wrap, address = BlockCut.of(piece, self._block_bytes), self._wrap, remote
+        cut = BlockCut.of(piece, self._block_bytes)
 
         def open_pair() -> tuple[DataClient, NcclLane]:
             unique_id = self._new_id()
-            client = connect(incarnation, address, cut, wire.Mode.NCCL, wrap, unique_id)
+            client = connect(source, cut, wire.Mode.NCCL, self._wrap, unique_id)
             try:
                 return client, self._open_lane(piece, unique_id, client.stream.watched(_SET_UP_S))
             except BaseException:
                 client.close()
                 raise
 
-        return RemoteWindow(incarnation, _NcclCarrier(open_pair, cut), cut)
+        return RemoteWindow(source.name, _NcclCarrier(open_pair, cut), cut)
 
 
 class _NcclCarrier:

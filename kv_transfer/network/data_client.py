@@ -84,15 +84,14 @@ class DataClient:
 
 
 def connect(
-    pool: str,
-    remote: RemotePool,
+    source: RemotePool,
     cut: BlockCut | None,
     mode: wire.Mode = wire.Mode.BYTES,
     wrap: WrapSocket = lambda connection: connection,
     pair_id: bytes = b"",
     deadline: Deadline | None = None,
 ) -> DataClient:
-    """Reach the pool of exactly this name; without `cut` for its description alone.
+    """Reach exactly this pool; without `cut` for its description alone.
 
     `pair_id` is what `mode` wants.
 
@@ -101,15 +100,15 @@ def connect(
     """
     deadline = deadline or Deadline(SILENCE_S)
     try:
-        raw = socket.create_connection((remote.host, remote.port), deadline.remaining_s())
+        raw = socket.create_connection((source.host, source.port), deadline.remaining_s())
     except (ConnectionResetError, ConnectionAbortedError) as error:
-        raise ConnectionBroken(f"{remote.host}:{remote.port} broke it: {error}") from error
+        raise ConnectionBroken(f"{source.address} broke it: {error}") from error
     except OSError as error:
-        raise HandoffFailed(f"nobody at {remote.host}:{remote.port}: {error}") from error
+        raise HandoffFailed(f"nobody at {source.address}: {error}") from error
     stream = Stream(raw)
     try:
         stream.wrap(wrap, deadline)
-        description = _introduce(stream, pool, remote, cut, mode, pair_id, deadline)
+        description = _introduce(stream, source, cut, mode, pair_id, deadline)
         return DataClient(stream, mode, description)
     except HandoffFailed:
         stream.close()
@@ -117,13 +116,13 @@ def connect(
 
 
 def describe_remote(
-    pool: str, remote: RemotePool, wrap: WrapSocket = lambda connection: connection
+    source: RemotePool, wrap: WrapSocket = lambda connection: connection
 ) -> PoolDescription:
     """As `pool_address.describe`, from afar."""
     recovery = Recovery()
     while True:
         try:
-            client = connect(pool, remote, None, wrap=wrap, deadline=recovery.deadline)
+            client = connect(source, None, wrap=wrap, deadline=recovery.deadline)
         except ConnectionBroken as error:
             recovery.pause(error)
         else:
@@ -133,24 +132,26 @@ def describe_remote(
 
 def _introduce(
     stream: Stream,
-    pool: str,
-    remote: RemotePool,
+    source: RemotePool,
     cut: BlockCut | None,
     mode: wire.Mode,
     pair_id: bytes,
     deadline: Deadline,
 ) -> PoolDescription:
     ours = Dialer(
-        remote.key, wire.PURPOSE, dialer=remote.puller, listener=pool, address=remote.address
+        *(source.key, wire.PURPOSE),
+        dialer=source.puller,
+        listener=source.name,
+        address=source.address,
     )
     stream.write(ours.opening, deadline)
     terms = wire.pack_terms(mode, cut, pair_id)
     try:
         answer = ours.answer(bytes(stream.read(CHALLENGE_BYTES, deadline)), terms)
     except Unauthenticated as error:
-        raise HandoffFailed(f"the source at {remote.address}: {error.message}") from error
+        raise HandoffFailed(f"the source at {source.address}: {error.message}") from error
     stream.write(answer + terms, deadline)
     length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
     description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
-    description.require(pool, None if cut is None else cut.source_block_bytes)
+    description.require(source.name, None if cut is None else cut.source_block_bytes)
     return description

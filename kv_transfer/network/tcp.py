@@ -128,17 +128,15 @@ class TcpTransport:
         self._anywhere = anywhere
         self._wrap = wrap
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> RemoteWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> RemoteWindow:
         """Raises HandoffFailed: the source has no port, hides it, or there are better ways."""
-        if remote is None or not remote.port:
+        if not source.port:
             raise HandoffFailed("the source has no port")
-        if not (remote.is_elsewhere or self._anywhere):
+        if not (source.is_elsewhere or self._anywhere):
             raise HandoffFailed("the source is on this host: only --kv-transport tcp takes it")
         cut = BlockCut.of(piece, self._block_bytes)
-        carrier = _TcpCarrier(incarnation, remote, cut, self._make_bytes(cut), self._wrap)
-        return RemoteWindow(incarnation, carrier, cut)
+        carrier = _TcpCarrier(source, cut, self._make_bytes(cut), self._wrap)
+        return RemoteWindow(source.name, carrier, cut)
 
 
 class _TcpCarrier:
@@ -149,13 +147,12 @@ class _TcpCarrier:
 
     def __init__(
         self,
-        incarnation: str,
-        remote: RemotePool,
+        source: RemotePool,
         cut: BlockCut,
         blocks: BlockBytes,
         wrap: WrapSocket,
     ) -> None:
-        self._incarnation, self._remote = incarnation, remote
+        self._source = source
         self._cut = cut
         self._blocks = blocks
         self._wrap = wrap
@@ -165,9 +162,7 @@ class _TcpCarrier:
         self._staging: Bytes = np.empty(self.max_request_blocks * cut.piece_bytes, np.uint8)
 
     def connect(self, deadline: Deadline | None = None) -> DataClient:
-        return connect(
-            self._incarnation, self._remote, self._cut, wrap=self._wrap, deadline=deadline
-        )
+        return connect(self._source, self._cut, wrap=self._wrap, deadline=deadline)
 
     def receive(
         self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline

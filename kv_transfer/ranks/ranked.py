@@ -50,11 +50,10 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SourcePiece:
-    """A pool of a source, the piece of its blocks to pull, and how it is reached from afar."""
+    """A pool of a source, and the piece of its blocks to pull."""
 
-    pool: str
+    pool: RemotePool
     piece: BlockPiece
-    remote: RemotePool | None = None
 
 
 def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) -> PoolWindow:
@@ -62,7 +61,7 @@ def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) 
     windows: list[PoolWindow] = []
     try:
         for each in pieces:
-            windows.append(open_window(transports, each.pool, each.piece, each.remote))
+            windows.append(open_window(transports, each.pool, each.piece))
     except HandoffFailed:
         for window in windows:
             window.close()
@@ -262,22 +261,21 @@ class WindowOpener:
 
     def _plan(self, source: OpenWindow) -> list[list[SourcePiece]]:
         """For each of our ranks, the pools of the source that it reads, and what of them."""
-        incarnation = source.incarnation
         if source.access is None:
             raise HandoffFailed("the source has not sent how its pools are reached")
-        remote = source.access.at(source.host, self._here, self._parts[0].pool)
+        remote = source.access.at(source.incarnation, source.host, self._here, self._parts[0].pool)
         if remote.port:
-            described = describe_remote(incarnation, remote, self._wrap)
+            described = describe_remote(remote, self._wrap)
         elif remote.is_elsewhere:
             raise HandoffFailed("the source is on another host, and has no port")
         else:
-            described = describe(incarnation, remote)
+            described = describe(remote)
         theirs = described.parts
 
         def locate(piece: BlockPiece, mine: PoolPart) -> SourcePiece:
             there = theirs[piece.source_rank]
-            at = remote.of_rank(there.host, there.port, is_apart=bool(mine.host))
-            return SourcePiece(there.pool, piece, at)
+            pool = remote.of_rank(there.pool, there.host, there.port, is_apart=bool(mine.host))
+            return SourcePiece(pool, piece)
 
         return [
             [locate(piece, mine) for piece in pieces_of(theirs, mine, rank)]

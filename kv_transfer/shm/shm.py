@@ -60,17 +60,15 @@ class ShmTransport:
         """`pool` is where blocks are copied to; it must outlive the windows."""
         self._pool = pool
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> ShmWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> ShmWindow:
         """Raises HandoffFailed: nobody exports it, another user does, or its memory does not fit.
 
         Blocks for up to a second if the exporter hangs.
         """
-        description, fds = receive(incarnation, remote)
+        description, fds = receive(source)
         try:
             cut = BlockCut.of(piece, self._pool.block_bytes)
-            description.require(incarnation, cut.source_block_bytes)
+            description.require(source.name, cut.source_block_bytes)
             if description.cuda is not None:
                 raise HandoffFailed("its pool lies on a GPU")
             return ShmWindow(description, fds, self._pool, cut)

@@ -36,9 +36,9 @@ class PoolAccess:
     port: Annotated[int, Meta(ge=0, lt=1 << 16)]
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)] = field(repr=False)
 
-    def at(self, host: str, here: bytes, puller: str) -> RemotePool:
-        """As `puller`, on the host of id `here`, reaches it: its link was dialled at `host`."""
-        return RemotePool(host, self.port, self.key, self.host_id != here, puller)
+    def at(self, name: str, host: str, here: bytes, puller: str) -> RemotePool:
+        """Rank 0's pool as `puller`, on the host of id `here`, reaches it at `host`."""
+        return RemotePool(name, host, self.port, self.key, self.host_id != here, puller)
 
     def of_puller(self, puller: str) -> PoolAccess:
         """The source's own, whose key never leaves it, for this puller."""
@@ -47,11 +47,14 @@ class PoolAccess:
 
 @dataclass(frozen=True, slots=True)
 class RemotePool:
-    """One rank's pool as `puller` reaches it, with a key of its own.
+    """One rank's pool as `puller` reaches it, with a key of its own. `name`: rank 0's is that of
+    its engine's incarnation.
 
-    `is_elsewhere`: its memory cannot be shared with this process.
+    `port` is 0 where it is not reached over a network, `is_elsewhere` if its memory cannot be
+    shared with this process.
     """
 
+    name: str
     host: str
     port: int
     key: bytes
@@ -63,8 +66,9 @@ class RemotePool:
         """Where it is dialled over a network."""
         return f"{self.host}:{self.port}"
 
-    def of_rank(self, host: str, port: int, *, is_apart: bool) -> RemotePool:
+    def of_rank(self, name: str, host: str, port: int, *, is_apart: bool) -> RemotePool:
         """Another rank's pool of the same engine; `host`: if not on rank 0's. `is_apart`: the rank
         that reads it is not on the host of its own engine's rank 0."""
         is_elsewhere = self.is_elsewhere or bool(host) or is_apart
-        return replace(self, host=host or self.host, port=port, is_elsewhere=is_elsewhere)
+        host = host or self.host
+        return replace(self, name=name, host=host, port=port, is_elsewhere=is_elsewhere)

@@ -3,7 +3,7 @@
 A transport opens a window onto one source's pool; a window copies blocks into the local pool on the
 side. Knows no transfer, no lease and no message.
 
-    connect(incarnation) ──► PoolWindow ── start_pull(pairs) ──► PullHandle
+    connect(source) ──► PoolWindow ── start_pull(pairs) ──► PullHandle
                                                └── on_done(outcome), exactly once
 """
 
@@ -95,22 +95,16 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> PoolWindow:
-        """Open the pool of exactly this incarnation, to copy that piece of its blocks, or all.
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> PoolWindow:
+        """Open exactly this pool, to copy that piece of its blocks, or all.
 
-        `remote`: how it is reached over a network, if it can be. Raises HandoffFailed with the
-        reason.
+        Raises HandoffFailed with the reason.
         """
         ...
 
 
 def open_window(
-    transports: Sequence[Transport],
-    incarnation: str,
-    piece: BlockPiece | None = None,
-    remote: RemotePool | None = None,
+    transports: Sequence[Transport], source: RemotePool, piece: BlockPiece | None = None
 ) -> PoolWindow:
     """The window of the first transport that connects, best first; each that does not is logged.
 
@@ -119,16 +113,16 @@ def open_window(
     reasons = []
     for transport in transports:
         try:
-            return transport.connect(incarnation, piece, remote)
+            return transport.connect(source, piece)
         except HandoffFailed as error:
-            _log.warning("source %s: no %s: %s", incarnation, transport.name, error.message)
+            _log.warning("source %s: no %s: %s", source.name, transport.name, error.message)
             reasons.append(f"{transport.name}: {error.message}")
         except Exception as error:
             # The caller would wait for ever for an answer that does not come.
-            _log.exception("source %s: no %s", incarnation, transport.name)
+            _log.exception("source %s: no %s", source.name, transport.name)
             reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
     tried = "; ".join(reasons) or "none is configured"
-    raise HandoffFailed(f"no transport reaches source {incarnation}: {tried}")
+    raise HandoffFailed(f"no transport reaches source {source.name}: {tried}")
 
 
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -9,6 +9,7 @@ PULLER = "cd" * 16
 
 
 def access(
+    name: str,
     port: int = 0,
     *,
     is_elsewhere: bool = False,
@@ -16,4 +17,4 @@ def access(
     host: str = "127.0.0.1",
 ) -> RemotePool:
     """What a source's Hello to the puller gives, and where the puller dialled."""
-    return RemotePool(host, port, pair_key(engine_key, PULLER), is_elsewhere, PULLER)
+    return RemotePool(name, host, port, pair_key(engine_key, PULLER), is_elsewhere, PULLER)

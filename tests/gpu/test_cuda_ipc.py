@@ -59,7 +59,7 @@ def window_onto(incarnation: str, kv: CudaKvMemory, method: str | None = None) -
 
     staged = method == "staged"
     transport = CudaStagedTransport(kv) if staged else CudaIpcTransport(kv, method)
-    window = transport.connect(incarnation, None, access())
+    window = transport.connect(access(incarnation))
     try:
         yield window
     finally:
@@ -297,7 +297,7 @@ def test_without_peer_access_blocks_are_staged_and_it_is_told(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     with caplog.at_level("INFO"):
         window = open_window(
-            [CudaIpcTransport(kv), CudaStagedTransport(kv)], source.incarnation, None, access()
+            [CudaIpcTransport(kv), CudaStagedTransport(kv)], access(source.incarnation)
         )
     pair = source.pair(9, 4)
     assert window.transport == "cuda_staged"

@@ -66,8 +66,8 @@ def window_onto(
     transport_name, _, method = name.partition(" ")
     config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")
     (transport,) = transports(kv, config, None)
-    remote = access(int(source.said))
-    window = transport.connect(source.incarnation, piece, remote)
+    remote = access(source.incarnation, int(source.said))
+    window = transport.connect(remote, piece)
     try:
         yield window
     finally:

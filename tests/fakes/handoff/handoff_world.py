@@ -228,7 +228,7 @@ class PullerNode:
         try:
             if not is_good:
                 raise HandoffFailed("no transport")
-            window = self.transport.connect(opening.incarnation)
+            window = self.transport.open(opening)
         except HandoffFailed as error:
             self.feed(WindowFailed(opening.incarnation, opening.link, error))
             return

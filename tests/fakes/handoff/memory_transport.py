@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from fakes.access import access
 from fakes.handoff.block_pairs import BlockPair, split
 
 from baton.core.errors import HandoffFailed
@@ -128,16 +129,14 @@ class MemoryTransport:
         self._pool = pool
         self._sources = sources
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> MemoryWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
         """Whole blocks alone. Raises HandoffFailed."""
         assert piece is None or piece.is_whole
-        source = self._sources.get(incarnation)
-        if source is None:
-            raise HandoffFailed(f"no pool of {incarnation} in this process")
-        return MemoryWindow(source, self._pool)
+        pool = self._sources.get(source.name)
+        if pool is None:
+            raise HandoffFailed(f"no pool of {source.name} in this process")
+        return MemoryWindow(pool, self._pool)
 
     def open(self, source: OpenWindow) -> MemoryWindow:
         """As an engine's opener does."""
-        return self.connect(source.incarnation)
+        return self.connect(access(source.incarnation))

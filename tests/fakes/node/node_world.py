@@ -256,10 +256,8 @@ class _Transport(MemoryTransport):
         super().__init__(pool, sources)
         self.windows = windows
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> MemoryWindow:
-        self.windows.append(super().connect(incarnation))
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
+        self.windows.append(super().connect(source))
         return self.windows[-1]
 
 

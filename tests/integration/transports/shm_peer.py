@@ -53,7 +53,7 @@ def pull(incarnation: str, seconds: float, fd: int) -> None:
     """Print how often each outcome came, and how many pulls ended OK with wrong bytes."""
     published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
     pool = HostPool("d" * 32, NUM_BLOCKS, BLOCK_BYTES)
-    window = ShmTransport(pool).connect(incarnation, None, access())
+    window = ShmTransport(pool).connect(access(incarnation))
     counts: collections.Counter[str] = collections.Counter()
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     until_s = time.monotonic() + seconds

@@ -20,7 +20,8 @@ from fakes.host_pool import HostPool
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.export.pool_address import PoolPart
-from baton.kv_transfer.ranks.ranked import SourcePiece, open_pieces
+from baton.kv_transfer.protocol.events import OpenWindow
+from baton.kv_transfer.ranks.ranked import SourcePiece, WindowOpener, open_pieces
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.window.block_pieces import pieces_of
 from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
@@ -90,7 +91,7 @@ def exported(source: Engine, dense: np.ndarray) -> Iterator[None]:
 @contextlib.contextmanager
 def window(source: Engine, puller: Engine, rank: int) -> Iterator[PoolWindow]:
     pieces = pieces_of(source.parts, puller.parts[rank], rank)
-    named = [SourcePiece(source.parts[piece.source_rank].pool, piece, access()) for piece in pieces]
+    named = [SourcePiece(access(source.parts[piece.source_rank].pool), piece) for piece in pieces]
     opened = open_pieces([ShmTransport(puller.pools[rank])], named)
     try:
         yield opened
@@ -135,14 +136,20 @@ def test_a_generation_that_moved_makes_every_rank_s_pull_stale(there: int, here:
                 assert pull(opened, pairs) is PullOutcome.STALE
 
 
+def test_a_source_that_has_not_said_where_its_pools_are() -> None:
+    opener = WindowOpener([], [part((0, 4))], None, bytes(16))
+    with pytest.raises(HandoffFailed, match="has not sent how its pools are reached"):
+        opener.open(OpenWindow("f" * 32, 1))
+
+
 def test_one_rank_that_cannot_be_reached_fails_the_whole() -> None:
     dense = np.zeros((NUM_BLOCKS, NUM_ROWS, 4, HEAD_BYTES), np.uint8)
     with engine(4, 4) as source, engine(1, 4) as puller, exported(source, dense):
         pieces = pieces_of(source.parts, puller.parts[0], 0)
         named = [
-            SourcePiece(source.parts[piece.source_rank].pool, piece, access()) for piece in pieces
+            SourcePiece(access(source.parts[piece.source_rank].pool), piece) for piece in pieces
         ]
-        named[-1] = SourcePiece("f" * 32, pieces[-1], access())
+        named[-1] = SourcePiece(access("f" * 32), pieces[-1])
         with pytest.raises(HandoffFailed, match="f" * 32):
             open_pieces([ShmTransport(puller.pools[0])], named)
 
@@ -153,5 +160,5 @@ def test_heads_of_another_size_are_refused() -> None:
         other = HostPool(secrets.token_hex(16), NUM_BLOCKS, 2 * NUM_ROWS * 4 * HEAD_BYTES)
         pieces = pieces_of(source.parts, part((0, 4)), 0)
         with pytest.raises(HandoffFailed, match="a block has"):
-            ShmTransport(other).connect(source.parts[0].pool, pieces[0], access())
+            ShmTransport(other).connect(access(source.parts[0].pool), pieces[0])
         other.close()

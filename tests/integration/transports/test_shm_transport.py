@@ -110,7 +110,7 @@ def exporter(source: HostPool) -> Iterator[PoolExporter]:
 
 @contextlib.contextmanager
 def window_onto(incarnation: str, destination: HostPool) -> Iterator[ShmWindow]:
-    window = ShmTransport(destination).connect(incarnation, None, access())
+    window = ShmTransport(destination).connect(access(incarnation))
     try:
         yield window
     finally:
@@ -248,7 +248,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
             assert pull(window, canary) is PullOutcome.OK
             start_s = time.monotonic()
             with pytest.raises(HandoffFailed, match="no exporter"):
-                ShmTransport(destination).connect(SOURCE, None, access())
+                ShmTransport(destination).connect(access(SOURCE))
             assert time.monotonic() - start_s < AT_ONCE_S
     assert SOURCE not in Path("/proc/net/unix").read_text()
 
@@ -262,17 +262,14 @@ def test_one_incarnation_is_exported_once(source: HostPool) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        access(engine_key=bytes(32)),
-        dataclasses.replace(access(), puller="ee" * 16),  # another puller's key
-        None,
+        access(SOURCE, engine_key=bytes(32)),
+        dataclasses.replace(access(SOURCE), puller="ee" * 16),  # another puller's key
     ],
 )
 @pytest.mark.usefixtures("exporter")
-def test_who_was_given_no_key_gets_no_memory(
-    destination: HostPool, wrong: RemotePool | None
-) -> None:
+def test_who_was_given_no_key_gets_no_memory(destination: HostPool, wrong: RemotePool) -> None:
     with pytest.raises(HandoffFailed):
-        ShmTransport(destination).connect(SOURCE, None, wrong)
+        ShmTransport(destination).connect(wrong)
 
 
 @pytest.mark.parametrize("said", [b"", b"x", bytes(OPENING_BYTES), b"\xff" * 4096])
@@ -294,7 +291,7 @@ def test_an_exporter_that_does_not_hold_the_key_is_not_believed(
         connection.send(os.urandom(CHALLENGE_BYTES))
 
     with exporter_that(answer), pytest.raises(HandoffFailed, match="does not hold the key"):
-        ShmTransport(destination).connect(SOURCE, None, access())
+        ShmTransport(destination).connect(access(SOURCE))
 
 
 @pytest.mark.usefixtures("exporter")
@@ -312,7 +309,7 @@ def test_who_says_nothing_keeps_nobody_waiting(destination: HostPool) -> None:
 def test_peers_of_another_shape_are_refused() -> None:
     other = HostPool(PULLER, NUM_BLOCKS, 4096)
     with pytest.raises(HandoffFailed, match="a block has"):
-        ShmTransport(other).connect(SOURCE, None, access())
+        ShmTransport(other).connect(access(SOURCE))
     other.close()
 
 
@@ -321,14 +318,14 @@ def test_peers_of_another_shape_are_refused() -> None:
 )
 def test_a_peer_cannot_choose_what_is_connected_to(destination: HostPool, incarnation: str) -> None:
     with pytest.raises(HandoffFailed, match="32 hex digits"):
-        ShmTransport(destination).connect(incarnation, None, access())
+        ShmTransport(destination).connect(access(incarnation))
 
 
 def test_a_pool_on_a_gpu_is_refused(source: HostPool, destination: HostPool) -> None:
     on_gpu = PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS, CudaMemory(bytes(16), bytes(64)))
     exporter = PoolExporter(on_gpu, [source.generations.fd], ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="on a GPU"):
-        ShmTransport(destination).connect(SOURCE, None, access())
+        ShmTransport(destination).connect(access(SOURCE))
     exporter.close()
 
 
@@ -421,7 +418,7 @@ def test_an_exporter_that_lies_is_refused(
         socket.send_fds(connection, [packed], fds)
 
     with exporter_that(answer), pytest.raises(HandoffFailed):
-        ShmTransport(destination).connect(SOURCE, None, access())
+        ShmTransport(destination).connect(access(SOURCE))
     for fd in own:
         os.close(fd)
 
@@ -431,7 +428,7 @@ def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
     impostor.block(CANARY_BLOCK)[BLOCK_BYTES - 1] ^= 1
     exporter = export_host_pool(SOURCE, impostor, impostor.generations.fd, ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="canary"):
-        ShmTransport(destination).connect(SOURCE, None, access())
+        ShmTransport(destination).connect(access(SOURCE))
     exporter.close()
     impostor.close()
 
@@ -441,7 +438,7 @@ def test_generations_of_another_process_are_refused(
 ) -> None:
     exporter = export_host_pool(SOURCE, source, destination.generations.fd, ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="generation page"):
-        ShmTransport(destination).connect(SOURCE, None, access())
+        ShmTransport(destination).connect(access(SOURCE))
     exporter.close()
 
 
@@ -450,7 +447,7 @@ def test_an_exporter_that_hangs_is_given_up(destination: HostPool) -> None:
     start_s = time.monotonic()
     with exporter_that(lambda _: is_over.wait()):
         with pytest.raises(HandoffFailed, match="timed out"):
-            ShmTransport(destination).connect(SOURCE, None, access())
+            ShmTransport(destination).connect(access(SOURCE))
         is_over.set()
     assert time.monotonic() - start_s < 3
 
@@ -470,4 +467,4 @@ def test_another_users_memory_is_not_taken(destination: HostPool) -> None:
     with peer_process("squat", str(os.geteuid()), SOURCE) as process:
         assert read_line(process) == "ready"
         with pytest.raises(HandoffFailed, match=f"user {peer.NOBODY}"):
-            ShmTransport(destination).connect(SOURCE, None, access())
+            ShmTransport(destination).connect(access(SOURCE))

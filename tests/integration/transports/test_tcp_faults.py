@@ -66,7 +66,7 @@ class World:
     committed: list[int] = field(default_factory=list)  # blocks of ours, as they were written
 
     def remote(self) -> RemotePool:
-        return access(self.proxy.port, is_elsewhere=True)
+        return access(SOURCE, self.proxy.port, is_elsewhere=True)
 
     @contextlib.contextmanager
     def window(self) -> Iterator[RemoteWindow]:
@@ -83,7 +83,7 @@ class World:
             anywhere=False,
             **({} if self.tls is None else {"wrap": self.tls[1].puller_wrap()}),
         )
-        window = transport.connect(SOURCE, None, self.remote())
+        window = transport.connect(self.remote())
         window._carrier.max_request_blocks = CHUNK_BLOCKS
         try:
             yield window
@@ -221,7 +221,7 @@ def test_a_window_opens_over_a_connection_that_is_reset(world: World) -> None:
         with world.window() as window:
             assert pull(window, world.pairs())[0] is PullOutcome.OK
     world.proxy.cut_after(10, BACK)
-    assert describe_remote(SOURCE, world.remote()).num_blocks == NUM_BLOCKS
+    assert describe_remote(world.remote()).num_blocks == NUM_BLOCKS
 
 
 def test_a_rewrite_between_two_connections_is_stale(world: World) -> None:

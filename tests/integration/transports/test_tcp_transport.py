@@ -90,7 +90,7 @@ def served(block_bytes: int) -> Iterator[Served]:
     description = PoolDescription(SOURCE, block_bytes, pool.num_blocks, parts=PARTS)
     reader = GenerationsReader(pool.generations.fd, pool.num_blocks, SOURCE)
     server.start(ServedPool(description, reader, ENGINE_KEY))
-    yield Served(pool, server, access(server.port, is_elsewhere=True), sabotage)
+    yield Served(pool, server, access(SOURCE, server.port, is_elsewhere=True), sabotage)
     server.close()
     wait_for_threads("newcomer")
     reader.close()
@@ -129,7 +129,7 @@ def transport_to(pool: HostPool, *, anywhere: bool = False) -> TcpTransport:
 def window_onto(
     served: Served, destination: HostPool, piece: BlockPiece | None = None
 ) -> Iterator[RemoteWindow]:
-    window = transport_to(destination).connect(SOURCE, piece, served.remote)
+    window = transport_to(destination).connect(served.remote, piece)
     try:
         yield window
     finally:
@@ -171,7 +171,7 @@ def test_copies_heads_to_where_they_belong(served: Served, block_bytes: int) -> 
 
 
 def test_the_description_tells_of_all_ranks(served: Served) -> None:
-    assert describe_remote(SOURCE, served.remote).parts == PARTS
+    assert describe_remote(served.remote).parts == PARTS
 
 
 def test_a_reallocated_block_is_stale(served: Served, destination: HostPool) -> None:
@@ -291,12 +291,12 @@ def test_who_passes_on_the_handshake_from_another_port_is_refused(
     """As a process would that took the port of a source that died."""
     relay = Relay(served.server.port)
     with contextlib.closing(relay), pytest.raises(HandoffFailed):
-        connect(SOURCE, replace(served.remote, port=relay.port), None)
+        connect(replace(served.remote, port=relay.port), None)
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
 def test_who_guesses_generations_gets_no_byte(served: Served, destination: HostPool) -> None:
-    client = connect(SOURCE, served.remote, BlockCut.of(None, BLOCK_BYTES))
+    client = connect(served.remote, BlockCut.of(None, BLOCK_BYTES))
     served.pool.generations.bump([5])
     for guess in (0, 1, 2, served.pool.generations.read(5) ^ 1):
         ids, generations = np.array([5]), np.array([guess], np.uint64)
@@ -322,21 +322,21 @@ class TestWhoIsLetIn:
 
     @pytest.mark.parametrize("which", ["key", "pool", "port"])
     def test_a_puller_that_is_wrong_is_refused(self, served: Served, which: str) -> None:
-        remote, pool = served.remote, SOURCE
+        remote = served.remote
         if which == "key":
             remote = replace(remote, key=bytes(32))
         elif which == "pool":
-            pool = "7" * 32
+            remote = replace(remote, name="7" * 32)
         else:
             with socket.create_server(("127.0.0.1", 0)) as unused:
                 remote = replace(remote, port=unused.getsockname()[1])
         with pytest.raises(HandoffFailed):
-            connect(pool, remote, BlockCut.of(None, BLOCK_BYTES))
+            connect(remote, BlockCut.of(None, BLOCK_BYTES))
 
     def test_a_source_that_does_not_know_the_key_is_refused(self, served: Served) -> None:
         """Somebody else took the port."""
         with pytest.raises(HandoffFailed):
-            connect(SOURCE, replace(served.remote, key=bytes(32)), None)
+            connect(replace(served.remote, key=bytes(32)), None)
 
     @pytest.mark.parametrize(
         "cut",
@@ -351,7 +351,7 @@ class TestWhoIsLetIn:
         ids, generations = np.array([3]), np.zeros(1, np.uint64)
         with (
             pytest.raises(HandoffFailed),
-            contextlib.closing(connect(SOURCE, served.remote, cut)) as client,
+            contextlib.closing(connect(served.remote, cut)) as client,
         ):
             client.request(ids, generations)
 
@@ -402,7 +402,7 @@ class TestWhoIsLetIn:
 
     @pytest.mark.parametrize("num_blocks", [0, wire.MAX_REQUEST_BLOCKS + 1, 2**32 - 1])
     def test_a_request_of_any_size_is_not_taken(self, served: Served, num_blocks: int) -> None:
-        client = connect(SOURCE, served.remote, BlockCut.of(None, BLOCK_BYTES))
+        client = connect(served.remote, BlockCut.of(None, BLOCK_BYTES))
         stream: Stream = client.stream
         stream._socket.sendall(struct.pack("<4sII", b"PULL", num_blocks, 0))
         begin_s = time.monotonic()
@@ -441,17 +441,17 @@ def test_with_certificates_only_a_puller_s_gets_through(
         anywhere=False,
         wrap=tls_of(certificates, "decode").puller_wrap(),
     )
-    window = transport.connect(SOURCE, None, remote)
+    window = transport.connect(remote)
     assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
     window.close()
     window.join()
     assert destination.block(3) == served.pool.block(5)
     with pytest.raises(HandoffFailed):  # knows the key, and is a gateway
-        describe_remote(SOURCE, remote, tls_of(certificates, "gateway").puller_wrap())
+        describe_remote(remote, tls_of(certificates, "gateway").puller_wrap())
     with pytest.raises(HandoffFailed):  # knows the key, and speaks plainly
-        describe_remote(SOURCE, remote)
+        describe_remote(remote)
     with pytest.raises(HandoffFailed, match="no TLS"):  # a source that is none
-        describe_remote(SOURCE, served.remote, tls_of(certificates, "decode").puller_wrap())
+        describe_remote(served.remote, tls_of(certificates, "decode").puller_wrap())
     server.close()
 
 
@@ -478,7 +478,7 @@ def test_certificates_are_renewed_one_file_after_the_other(
             seen.append(wrapped.getpeercert(binary_form=True))
             return wrapped
 
-        describe_remote(SOURCE, remote, noted)
+        describe_remote(remote, noted)
 
     puller = tls_of(live, "decode").puller_wrap()
     for name in ("prefill.crt", "decode.crt"):
@@ -505,17 +505,17 @@ def test_certificates_are_renewed_one_file_after_the_other(
 def test_on_one_host_it_is_taken_only_when_told(served: Served, destination: HostPool) -> None:
     here = replace(served.remote, is_elsewhere=False)
     with pytest.raises(HandoffFailed, match="on this host"):
-        transport_to(destination).connect(SOURCE, None, here)
-    window = transport_to(destination, anywhere=True).connect(SOURCE, None, here)
+        transport_to(destination).connect(here)
+    window = transport_to(destination, anywhere=True).connect(here)
     window.close()
     window.join()
     with pytest.raises(HandoffFailed, match="no port"):
-        transport_to(destination).connect(SOURCE, None, access(is_elsewhere=True))
+        transport_to(destination).connect(access(SOURCE, is_elsewhere=True))
 
 
 def test_a_pool_is_at_the_directory_s_host_and_the_hello_s_port() -> None:
     data = PoolAccess(bytes(16), 5, bytes(32))
-    apart = data.at("10.0.0.2", host_id(), PULLER)
-    assert apart == RemotePool("10.0.0.2", 5, bytes(32), True, PULLER)
-    here = replace(data, host_id=host_id()).at("10.0.0.2", host_id(), PULLER)
-    assert here == RemotePool("10.0.0.2", 5, bytes(32), False, PULLER)
+    apart = data.at(SOURCE, "10.0.0.2", host_id(), PULLER)
+    assert apart == RemotePool(SOURCE, "10.0.0.2", 5, bytes(32), True, PULLER)
+    here = replace(data, host_id=host_id()).at(SOURCE, "10.0.0.2", host_id(), PULLER)
+    assert here == RemotePool(SOURCE, "10.0.0.2", 5, bytes(32), False, PULLER)

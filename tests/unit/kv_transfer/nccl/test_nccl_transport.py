@@ -112,7 +112,7 @@ class World:
             )
 
         transport = NcclTransport(open_lane, self.ours.block_bytes, self.fabric.new_id)
-        window = transport.connect(SOURCE, piece, self.remote)
+        window = transport.connect(self.remote, piece)
         try:
             yield window
         finally:
@@ -138,7 +138,7 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.NCCL: nccl_outlet(open_outlet)})
     reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)
     server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
-    yield World(fabric, source, ours, access(server.port))
+    yield World(fabric, source, ours, access(SOURCE, server.port))
     server.close()
     while any(thread.name == "newcomer" for thread in threading.enumerate()):
         pass

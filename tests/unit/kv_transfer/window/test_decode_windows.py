@@ -70,10 +70,8 @@ class Transport(MemoryTransport):
         super().__init__(pool, sources)
         self.all: list[MemoryWindow] = []
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> MemoryWindow:
-        self.window = super().connect(incarnation)
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
+        self.window = super().connect(source)
         self.all.append(self.window)
         return self.window
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from fakes.access import access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair
 from fakes.handoff.handoff import SOURCE
@@ -26,18 +27,14 @@ class Broken:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> MemoryWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
         raise HandoffFailed(f"{self.name} is out of order")
 
 
 class Crashing(Broken):
     """A transport that meets what it has no words for: this process is out of descriptors, say."""
 
-    def connect(
-        self, incarnation: str, piece: BlockPiece | None = None, remote: RemotePool | None = None
-    ) -> MemoryWindow:
+    def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
         raise OSError("too many open files")
 
 
@@ -50,14 +47,17 @@ def transport() -> MemoryTransport:
 
 
 def test_the_first_transport_that_connects_is_taken(transport: MemoryTransport) -> None:
-    assert open_window([Broken("nvlink"), transport, Broken("tcp")], SOURCE).transport == "memory"
+    assert (
+        open_window([Broken("nvlink"), transport, Broken("tcp")], access(SOURCE)).transport
+        == "memory"
+    )
 
 
 def test_a_transport_that_crashes_is_one_that_does_not_connect(transport: MemoryTransport) -> None:
     """Who waits for a window is answered in any case."""
-    assert open_window([Crashing("nvlink"), transport], SOURCE).transport == "memory"
+    assert open_window([Crashing("nvlink"), transport], access(SOURCE)).transport == "memory"
     with pytest.raises(HandoffFailed, match="nvlink: OSError"):
-        open_window([Crashing("nvlink")], SOURCE)
+        open_window([Crashing("nvlink")], access(SOURCE))
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_no_transport_names_all_that_were_tried(
     transports: Sequence[Broken], words: list[str]
 ) -> None:
     with pytest.raises(HandoffFailed) as raised:
-        open_window(transports, SOURCE)
+        open_window(transports, access(SOURCE))
     assert all(word in raised.value.message for word in words)
 
 
 def test_memory_knows_only_its_own_sources(transport: MemoryTransport) -> None:
     with pytest.raises(HandoffFailed, match="no pool"):
-        transport.connect("6" * 32)
+        transport.connect(access("6" * 32))
 
 
 def test_memory_copies_as_far_as_it_is_told(transport: MemoryTransport) -> None:
-    window = transport.connect(SOURCE)
+    window = transport.connect(access(SOURCE))
     outcomes: list[PullOutcome] = []
     pull = window.start_pull(block_pairs.join(*PAIRS), outcomes.append)
     pull.advance(3)
@@ -97,7 +97,7 @@ def test_memory_copies_as_far_as_it_is_told(transport: MemoryTransport) -> None:
 def test_memory_finds_a_rewrite_wherever_the_copy_stands(
     transport: MemoryTransport, num_bytes: int
 ) -> None:
-    window = transport.connect(SOURCE)
+    window = transport.connect(access(SOURCE))
     outcomes: list[PullOutcome] = []
     pull = window.start_pull(block_pairs.join(*PAIRS), outcomes.append)
     for _ in range(num_bytes):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes.access import access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair
 from hypothesis import given
@@ -170,6 +171,6 @@ def test_memory_is_unmapped_if_no_way_to_copy_can_be_made(
     kv = SimpleNamespace(tensor=tensor, block_bytes=64, layout=layout)
     opened = getattr(cuda_ipc, transport)(kv)
     with pytest.raises(MemoryError, match="no room"):
-        opened.connect(SOURCE)
+        opened.connect(access(SOURCE))
     assert closed == [7]
     generations.close()
