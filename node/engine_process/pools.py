@@ -29,7 +29,7 @@ from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 from ...kv_transfer.device_transports import outlets
-from ...kv_transfer.export.pool_address import PoolDescription, PoolExporter, PoolPart
+from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
 from ...kv_transfer.network.data_server import DataServer, ServedPool
 from ...kv_transfer.shm.shm import export_host_pool
 from ...kv_transfer.window.network_address import KEY_BYTES, PoolAccess
@@ -115,9 +115,8 @@ class Offer:
         self._runner = runner
         self._key = key
         self._by_memory = node.kv_transport in _BY_MEMORY
-        self._exporter: PoolExporter | None = None
         self._server: DataServer | None = None
-        self._is_serving = False
+        self._begun = contextlib.ExitStack()
         if is_spread and node.kv_transport not in ("auto", "tcp"):
             raise StartupFailed(
                 f"--kv-transport {node.kv_transport} is not for engines on several hosts",
@@ -141,21 +140,19 @@ class Offer:
         runner.write_canary(name)
         if self._by_memory:
             if isinstance(runner.kv, CpuKvMemory):
-                self._exporter = export_host_pool(name, runner.kv, generations_fd, key, parts)
+                exporter = export_host_pool(name, runner.kv, generations_fd, key, parts)
             else:
-                self._exporter = export_cuda_pool(name, runner.kv, generations_fd, key, parts)
+                exporter = export_cuda_pool(name, runner.kv, generations_fd, key, parts)
+            self._begun.callback(exporter.close)
         if self._server is not None:
             kv = runner.kv
             described = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
             generations = GenerationsReader(generations_fd, kv.num_blocks, parts[0].pool)
             self._server.start(ServedPool(described, generations, key))
-            self._is_serving = True
+            self._begun.callback(self._server.close)
 
     def close(self) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
-        if self._server is not None and self._is_serving:
-            self._server.close()
+        self._begun.close()
 
 
 def _needs_port(runner: ModelRunner, node: NodeConfig) -> bool:
