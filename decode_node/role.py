@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
-from ..core.request.token_ids import BlockHash, block_hashes, root_hash
+from ..core.request.token_ids import BlockHash
 from ..engine.execution.batch import SampledToken
 from ..engine.scheduling.outputs import Reservation
 from ..kv_transfer.protocol.events import (
@@ -47,7 +47,6 @@ class DecodeRole(EngineRole[_Intent]):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         parts.puller.handoffs = self
-        self._fingerprint = parts.fingerprint
         self._block_bytes = parts.block_bytes
         # By transfer, and when it was made: that is when a hand-off's time begins.
         self._reservations: dict[str, tuple[Reservation, float]] = {}
@@ -64,8 +63,7 @@ class DecodeRole(EngineRole[_Intent]):
         if any(sample.key in self._handoffs for sample in samples):
             raise InvalidRequest(f"request {entry.key} waits for its KV already")
         request, limits = entry.request, self._engine.limits
-        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
-        hashes = block_hashes(root, request.known_token_ids, limits.block_size)
+        hashes = self._engine.block_hashes(request)
         intent = _Intent(ticket, samples, hashes)
         self._handoffs.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)

@@ -167,6 +167,10 @@ class Engine:
             self._scheduler.add(sequence)
         self._num_prompts += 1
 
+    def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
+        """Of the full blocks of its known tokens, or of the first `num_tokens` of them."""
+        return self._sequences.block_hashes(request, num_tokens)
+
     def reserve(
         self, request: Request, block_hashes: Collection[BlockHash] = ()
     ) -> Reservation | None:

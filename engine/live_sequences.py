@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.request import FinishReason, Request
-from ..core.request.token_ids import root_hash
+from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
 from .execution.batch import Runner
 from .execution.constraints import Constraints
@@ -55,7 +55,7 @@ class LiveSequences:
             if request.sampling.use_beam_search:
                 raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
         self._num_arrivals += 1
-        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
+        root = self._root_of(request)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
         if request.sampling.use_beam_search:
             if not is_held:
@@ -69,6 +69,14 @@ class LiveSequences:
         if state is SequenceState.RESERVED:  # told where they are computed
             sequence.next_prompt_logprob = len(request.prompt_token_ids)
         return sequence
+
+    def _root_of(self, request: Request) -> BlockHash:
+        return root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
+
+    def block_hashes(self, request: Request, num_tokens: int | None) -> list[BlockHash]:
+        """See Engine."""
+        tokens = request.known_token_ids[:num_tokens]
+        return block_hashes(self._root_of(request), tokens, self._limits.block_size)
 
     def keep(self, sequence: Sequence) -> None:
         """It has its place: found by its key from here on, or those of its search."""

@@ -34,7 +34,6 @@ from ...engine.execution.runner import ModelRunner
 from ...engine.first_steps import BUDGET_S
 from ...engine.hosts.head import ClusterTrust
 from ...engine.kv.generations import SharedGenerations
-from ...engine.model import fingerprint
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.messages import Hello
@@ -191,7 +190,6 @@ def _serve(
         clock,
         SystemEntropy(),
         incarnation=incarnation,
-        fingerprint=fingerprint.short(runner.fingerprint),
         block_bytes=block_bytes,
     )
     role = plan.build(
@@ -209,7 +207,6 @@ def _serve(
                 fetches,
             ),
             clock=clock,
-            fingerprint=fingerprint.short(runner.fingerprint),
             block_bytes=block_bytes,
         )
     )

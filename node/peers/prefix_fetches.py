@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from ...core.errors import NodeLost
 from ...core.ports import Clock, Entropy
 from ...core.request.request import Request, Ticket
-from ...core.request.token_ids import block_hashes, root_hash
 from ...engine.engine import Engine
 from ...engine.kv.lent_prefixes import BorrowedPrefix
 from ...kv_transfer.protocol.events import Complete, Failed, Intended, Reserved
@@ -42,14 +41,12 @@ class PrefixFetches:
         entropy: Entropy,
         *,
         incarnation: str,
-        fingerprint: str,
         block_bytes: int,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._entropy = entropy
         self._incarnation = incarnation
-        self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self.by_transfer: dict[str, _Fetch] = {}
         self.counts = node_pb2.Counters()
@@ -65,10 +62,8 @@ class PrefixFetches:
         source, size = request.prefix_source, self._engine.limits.block_size
         if source is None or request.sampling.prompt_logprobs is not None:
             return None
-        tokens = request.known_token_ids
-        num_blocks = min(source.num_blocks, (len(tokens) - 1) // size)
-        root = root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
-        hashes = block_hashes(root, tokens[: num_blocks * size], size)
+        num_blocks = min(source.num_blocks, (request.num_known_tokens - 1) // size)
+        hashes = self._engine.block_hashes(request, num_blocks * size)
         prefix = self._engine.prefixes.borrow(hashes)
         if prefix is None:
             return None

@@ -55,7 +55,6 @@ class EngineParts:
     source: SourceSide
     puller: PullerSide
     clock: Clock
-    fingerprint: str
     block_bytes: int
 
 

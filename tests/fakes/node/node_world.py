@@ -151,7 +151,7 @@ class Node:
         source = Source(hello, self.clock, lease_s)
         fetches = PrefixFetches(
             self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
-            fingerprint="toy", block_bytes=self.pool.block_bytes,
+            block_bytes=self.pool.block_bytes,
         )  # fmt: skip
         puller = Puller(hello, self.clock, LINK_WAIT_S)
         return (
@@ -297,7 +297,6 @@ class NodeWorld:
     def _parts(self, node: Node, transport: _Transport) -> EngineParts:
         return EngineParts(
             *(node.engine, node.desk, node.outbox, *node.sides(transport, LEASE_S), self.clock),
-            fingerprint="toy",
             block_bytes=node.pool.block_bytes,
         )
 
