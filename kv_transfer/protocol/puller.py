@@ -47,7 +47,7 @@ from .events import (
 )
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pair, Pairs, PairState, Tombstones
-from .puller_transfer import ManifestSequence, PullerState, PullerTransfer, Renewals, ReserveQueue
+from .puller_transfer import PullerState, PullerTransfer, Renewals, ReserveQueue
 
 
 class Puller:
@@ -149,7 +149,6 @@ class Puller:
         link_by_s = self._clock.monotonic_s() + self._link_wait_s
         transfer = PullerTransfer(
             intent,
-            ManifestSequence(intent.block_hashes, intent.num_blocks),
             PullerState.WAITING,
             expires_s=min(link_by_s, intent.deadline_s),
             reservation=intent.reserved,
@@ -278,7 +277,7 @@ class Puller:
             pair = self._pairs.get(source)
             if manifest.step and not (pair and pair.sees_steps):
                 raise HandoffFailed("a chunk was announced before its end, which is not seen here")
-            if not transfer.manifests.accept(manifest):
+            if not transfer.accept(manifest):
                 return
         except HandoffFailed as error:
             self._give_up(transfer_id, error)
@@ -311,7 +310,7 @@ class Puller:
         for transfer_id, transfer in list(self._transfers.items()):
             if transfer.source != source:
                 continue
-            if transfer.state is PullerState.PULLING and transfer.manifests.is_complete:
+            if transfer.state is PullerState.PULLING and transfer.handoff is not None:
                 transfer.is_orphaned = True
                 self._renewals.stop(source, transfer_id)
             else:
@@ -335,7 +334,7 @@ class Puller:
     # ---- the ends
 
     def _complete_if_done(self, transfer: PullerTransfer) -> None:
-        state = transfer.manifests.state
+        state = transfer.handoff
         if state is None or transfer.in_flight or transfer.state is not PullerState.PULLING:
             return
         transfer_id, key = transfer.intent.ticket.transfer_id, transfer.intent.key

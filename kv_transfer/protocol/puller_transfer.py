@@ -7,68 +7,12 @@ Plain bookkeeping: what an event changes is decided in puller.py.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
 from ...core.fair_queue import FairQueue
-from ...core.request.token_ids import BlockHash
 from .events import Intended, Reserved
 from .messages import HandoffState, Manifest
-
-
-class ManifestSequence:
-    """The manifests of one transfer: in order, gap-free, of the prompt that the puller knows.
-
-    `block_hashes` are those of the full blocks; `num_blocks` counts the partial last one too.
-    """
-
-    def __init__(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> None:
-        self._block_hashes = block_hashes
-        self._num_blocks = num_blocks
-        self._next_seq = 0
-        self._next_index = 0
-        self.state: HandoffState | None = None  # set by the last manifest
-
-    @property
-    def is_complete(self) -> bool:
-        return self.state is not None
-
-    def accept(self, manifest: Manifest) -> bool:
-        """Take in the next manifest; False for a double of an earlier one, which changes nothing.
-
-        Raises HandoffFailed on a gap, on another prompt's blocks, or if the end does not fit.
-        """
-        if manifest.seq < self._next_seq:
-            return False
-        if self.is_complete:
-            raise HandoffFailed(f"manifest {manifest.seq} came after the last one")
-        if manifest.seq > self._next_seq:
-            raise HandoffFailed(f"manifest {manifest.seq} came where {self._next_seq} was due")
-        for index, ref in enumerate(manifest.blocks, start=self._next_index):
-            if ref.index != index or index >= self._num_blocks:
-                raise HandoffFailed(f"block {ref.index} was announced where {index} was due")
-            if ref.hash != self._expected_hash(index):
-                raise HandoffFailed(f"block {index} holds another prompt's KV")
-        self._check_end(manifest)
-        self._next_seq += 1
-        self._next_index += len(manifest.blocks)
-        self.state = manifest.state
-        return True
-
-    def _expected_hash(self, index: int) -> BlockHash | None:
-        return self._block_hashes[index] if index < len(self._block_hashes) else None
-
-    def _check_end(self, manifest: Manifest) -> None:
-        state = manifest.state
-        if state is None:
-            return
-        announced = self._next_index + len(manifest.blocks)
-        if not announced == state.num_blocks == self._num_blocks:
-            raise HandoffFailed(
-                f"{announced} blocks were announced and {state.num_blocks} promised, "
-                f"but the prompt has {self._num_blocks}"
-            )
 
 
 class PullerState(enum.Enum):
@@ -95,12 +39,17 @@ class PullerState(enum.Enum):
 
 @dataclass(slots=True)
 class PullerTransfer:
-    """`expires_s` is on the monotonic clock, as all times here."""
+    """Its manifests come in order, gap-free, and are of the prompt that the puller knows.
+
+    `expires_s` is on the monotonic clock, as all times here.
+    """
 
     intent: Intended
-    manifests: ManifestSequence
     state: PullerState
     expires_s: float | None  # None when ending: the fence lasts as long as the copies
+    next_seq: int = 0
+    next_index: int = 0  # of a block
+    handoff: HandoffState | None = None  # set by the last manifest
     unpulled: list[Manifest] = field(default_factory=list)  # announced before there was memory
     reservation: Reserved | None = None
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
@@ -110,6 +59,40 @@ class PullerTransfer:
     @property
     def source(self) -> str:
         return self.intent.ticket.source_incarnation
+
+    def accept(self, manifest: Manifest) -> bool:
+        """Take in the next manifest; False for a double of an earlier one, which changes nothing.
+
+        Raises HandoffFailed on a gap, on another prompt's blocks, or if the end does not fit.
+        """
+        if manifest.seq < self.next_seq:
+            return False
+        if self.handoff is not None:
+            raise HandoffFailed(f"manifest {manifest.seq} came after the last one")
+        if manifest.seq > self.next_seq:
+            raise HandoffFailed(f"manifest {manifest.seq} came where {self.next_seq} was due")
+        hashes, num_blocks = self.intent.block_hashes, self.intent.num_blocks
+        for index, ref in enumerate(manifest.blocks, start=self.next_index):
+            if ref.index != index or index >= num_blocks:
+                raise HandoffFailed(f"block {ref.index} was announced where {index} was due")
+            if ref.hash != (hashes[index] if index < len(hashes) else None):
+                raise HandoffFailed(f"block {index} holds another prompt's KV")
+        self._check_end(manifest)
+        self.next_seq += 1
+        self.next_index += len(manifest.blocks)
+        self.handoff = manifest.state
+        return True
+
+    def _check_end(self, manifest: Manifest) -> None:
+        state = manifest.state
+        if state is None:
+            return
+        announced = self.next_index + len(manifest.blocks)
+        if not announced == state.num_blocks == self.intent.num_blocks:
+            raise HandoffFailed(
+                f"{announced} blocks were announced and {state.num_blocks} promised, "
+                f"but the prompt has {self.intent.num_blocks}"
+            )
 
     def ledger(self, now_s: float) -> dict[str, object]:
         """JSON-able."""

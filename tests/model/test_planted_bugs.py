@@ -28,7 +28,7 @@ from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.protocol.pairing import Tombstones
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.puller_transfer import ManifestSequence, Renewals, ReserveQueue
+from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.shm.shm import _SourceMapping
 from baton.node.peers.windows import Windows
@@ -197,22 +197,22 @@ BUGS = [
     Bug(
         "a gap in the manifests is ignored",
         "a request starts without the blocks of the lost chunk",
-        ManifestSequence.accept,
+        PullerTransfer.accept,
         [
-            ("if self.is_complete:", "if False:"),
-            ("if manifest.seq > self._next_seq:", "if False:"),
-            ("if ref.index != index or index >= self._num_blocks:", "if False:"),
-            ("if ref.hash != self._expected_hash(index):", "if False:"),
-            ("self._next_seq += 1", "self._next_seq = manifest.seq + 1"),
+            ("if self.handoff is not None:", "if False:"),
+            ("if manifest.seq > self.next_seq:", "if False:"),
+            ("if ref.index != index or index >= num_blocks:", "if False:"),
+            ("if ref.hash != (hashes[index] if index < len(hashes) else None):", "if False:"),
+            ("self.next_seq += 1", "self.next_seq = manifest.seq + 1"),
         ],
         partial(search, "swap"),
-        also={ManifestSequence._check_end: [("if state is None:", "if True:")]},
+        also={PullerTransfer._check_end: [("if state is None:", "if True:")]},
         shows="block 0 holds 0000",
     ),
     Bug(
         "a doubled manifest is pulled twice",
         "the second copy overlaps the request's own writes",
-        ManifestSequence.accept,
+        PullerTransfer.accept,
         [("return False", "return True")],
         partial(search, "double"),
         shows="pulled twice",
@@ -220,8 +220,8 @@ BUGS = [
     Bug(
         "the hashes of a manifest are not compared",
         "a source that mixed up two prompts passes one off as the other",
-        ManifestSequence.accept,
-        [("if ref.hash != self._expected_hash(index):", "if False:")],
+        PullerTransfer.accept,
+        [("if ref.hash != (hashes[index] if index < len(hashes) else None):", "if False:")],
         checks.another_prompt_s_blocks_are_refused,
         shows="pulled",
     ),
