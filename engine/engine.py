@@ -34,6 +34,7 @@ from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
+from .scheduling.decode_batch import DecodeBatch
 from .scheduling.outputs import Load, Reservation, SpeculationCounts, StepOutput, Totals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
@@ -140,6 +141,7 @@ class Engine:
             self._tables,
             self._sequences,
             results,
+            DecodeBatch(limits.block_size),
             host=self._host,
             constraints=constraints,
             speculator=self._speculator,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from collections.abc import Sequence as Row
 from functools import partial
 from math import isnan
 
@@ -38,6 +40,32 @@ class StepResults:
         self._estimator = estimator
         self._step_record = step_record
         self._speculator = speculator
+
+    def advance_clear(
+        self,
+        clear: Row[Sequence],
+        sampled: Row[SampledToken | None],
+        here: Container[Sequence],
+        output: StepOutput,
+    ) -> None:
+        """As `advance`, of the decodes that were clear, as far as they are still `here`: the tokens
+        of few are anything but the next."""
+        eos, store, tell = self._sequences.eos_token_ids, self._tables.store, output.tokens.append
+        for sequence, token in zip(clear, sampled, strict=True):
+            if sequence not in here:
+                continue
+            assert token is not None
+            token_id, logprob, top, *_ = token
+            if token_id in eos or sequence.sampling.stop_token_ids or isnan(logprob):
+                self.advance(sequence, 1, token, output)
+                continue
+            token_ids = sequence.token_ids
+            index = len(token_ids) - sequence.num_prompt_tokens
+            tell(_token_output((sequence.key, index, token_id, logprob, None, top)))
+            token_ids.append(token_id)
+            sequence.num_awaited_tokens -= 1
+            sequence.num_computed_tokens += 1
+            store(sequence)
 
     def advance(
         self,

@@ -19,11 +19,12 @@ from typing import TypeAlias
 from ..core.errors import InvalidRequest
 from ..core.ports import Clock
 from ..core.step_cost import StepShape
-from .execution.batch import Runner
+from .execution.batch import Runner, StepBatch
 from .execution.constraints import Constraints, Mask
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
+from .scheduling.decode_batch import DecodeBatch
 from .scheduling.outputs import StepOutput
 from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
@@ -51,6 +52,7 @@ class Stepper:
         tables: BlockTables,
         sequences: LiveSequences,
         results: StepResults,
+        decodes: DecodeBatch,
         *,
         host: HostTier | None,
         constraints: Constraints | None,
@@ -71,6 +73,7 @@ class Stepper:
         self._step_costs = step_costs
         self._step_record = step_record
         self._clock = clock
+        self._decodes = decodes
         self._last_shape = StepShape()
         self._ended_s = 0.0  # when the last step that was collected had ended
         self._seen_s = 0.0  # and when it was collected
@@ -192,9 +195,9 @@ class Stepper:
             again = partial(self._launch, previous, output, is_waited_for=is_waited_for)
             return again() if schedule.failed else None
         masks = self._masks(schedule.scheduled, output)
-        planned = schedule.scheduled
         if output.failed:
-            planned = [one for one in planned if one.sequence.key in self._sequences.by_key]
+            schedule.drop_preempted()
+        clear, others, planned = schedule.clear, schedule.others, schedule.scheduled
         if not planned:
             # All have failed: there may be room for others.
             return self._launch(previous, output, is_waited_for=is_waited_for)
@@ -203,11 +206,10 @@ class Stepper:
             sequence.has_started = True
             keys = self._sequences.keys_of(sequence)
             output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
-        shape = step_shape(planned)
-        eos = self._sequences.eos_token_ids
-        batch = launch_slices(
-            planned, {} if previous is None else previous.fence.places, masks, eos
-        )
+        shape = step_shape(clear, others)
+        places = {} if previous is None else previous.fence.places
+        known = (places, masks, self._sequences.eos_token_ids)
+        batch = StepBatch(self._decodes.launch(clear, *known), launch_slices(others, *known))
         fence = self._tables.open_step({one: place for place, (one, _) in enumerate(planned)})
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
@@ -226,20 +228,20 @@ class Stepper:
         self._launching_s[shape.num_prompt_tokens > 0] = launching_s
         num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))
         step = StepInFlight(
-            *(planned, fence, launched, shape, launched_s, launching_s, promise_s),
+            *(clear, planned, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=num_in_flight,
             hid_end=previous is not None and previous.launched.has_completed(),
         )
         self._last_shape = shape
         if shape.num_rows > len(planned):
-            for sequence, num_tokens in planned:
+            for sequence, num_tokens in others:
                 if num_tokens > 1:
                     self._tables.prepare_store(sequence)
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
         if step.launched.number:
-            output.launched += launched_chunks(planned, step.launched.number)
+            output.launched += launched_chunks(others, step.launched.number)
         return step
 
     def poll_host(self) -> bool:
@@ -276,10 +278,11 @@ class Stepper:
         for index, logprobs in prompts.items():
             if (sequence := step.scheduled[index].sequence) in here:
                 output.tell_prompt(sequence, logprobs)
-        advance = self._results.advance
-        for (sequence, num_tokens), sampled in zip(step.scheduled, results, strict=True):
+        n = len(step.clear)
+        self._results.advance_clear(step.clear, results[:n], here, output)
+        for (sequence, num_tokens), sampled in zip(step.scheduled[n:], results[n:], strict=True):
             if sequence in here:
-                advance(sequence, num_tokens, sampled, output)
+                self._results.advance(sequence, num_tokens, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()
 

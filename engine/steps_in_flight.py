@@ -16,12 +16,14 @@ from ..core.step_cost import StepShape
 from .execution.batch import LaunchedStep
 from .scheduling.block_tables import StepFence
 from .scheduling.schedule import ScheduledSequence
+from .scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step: its results are parallel to `scheduled`."""
+    """A launched step: its results are parallel to `scheduled`, the first of which are `clear`."""
 
+    clear: list[Sequence]
     scheduled: list[ScheduledSequence]
     fence: StepFence
     launched: LaunchedStep

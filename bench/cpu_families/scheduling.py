@@ -26,13 +26,8 @@ from baton.client.messages import build_request
 from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import SampledToken, SequenceSlice
-from baton.engine.execution.step_parts import (
-    SampledRows,
-    decode_arrays,
-    has_extras,
-    metadata_of,
-)
+from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
+from baton.engine.execution.step_parts import SampledRows, decode_arrays, has_extras, metadata_of
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -40,7 +35,6 @@ from baton.gateway.validation.served_model import ServedModel
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.kernels.attention.attention import join_tables
 from baton.kernels.attention.decode_shares import divide
-from baton.kernels.sampling.sample_spec import special_rows
 from baton.offline.local_calls import LocalCalls
 
 from ..floors.figures import Figure, time_s
@@ -74,11 +68,11 @@ class HostRunner:
     runs_ahead = True
 
     def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
+        batch = StepBatch.of(batch)
         rows = SampledRows.of(batch)
-        assert rows.is_decode or any(piece.is_prompt for piece in batch)
-        decode_arrays(batch, _BLOCK_SIZE, rows.specs)
-        assert not special_rows(rows.specs)
-        assert not has_extras(batch, rows)
+        assert rows.is_decode or any(piece.is_prompt for piece in batch.others)
+        decode_arrays(batch, _BLOCK_SIZE, rows, sum(batch.query_lens))
+        assert not (rows.special or has_extras(batch, rows))
         metadata = metadata_of(batch, torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
         join_tables(metadata.block_tables)
@@ -87,7 +81,7 @@ class HostRunner:
 
     def results(self, num_slices: int, rows: SampledRows) -> list[SampledToken | None]:
         """Token 7 for everybody."""
-        n = len(rows.specs)
+        n = len(rows)
         ids, logprobs = torch.full((n,), 7), torch.zeros(n)
         tokens = SampledToken.many(ids.tolist(), logprobs.tolist())
         return rows.results(num_slices, tokens)

@@ -191,6 +191,12 @@ class SamplingParams:
         return self.has_penalties or self.constraint is not None
 
     @property
+    def needs_more_than_noise(self) -> bool:
+        """Whether temperature and noise are not all there is to a token, whatever came before."""
+        has_filters = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return bool(self.logit_bias) or (has_filters and not self.is_greedy)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 

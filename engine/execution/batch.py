@@ -4,18 +4,25 @@ where a step makes hundreds: a frozen dataclass takes three times as long to mak
 A step is a flat batch: the slices' tokens lie behind each other, no padding. Slice i computes
 positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table has
 it, and attention sees positions 0..start+len-1 through the same table.
+
+    | decodes that differ in numbers alone, in columns | the other decodes | chunks of prompts |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from ...core.request.request import TokenLogprobs
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.request.request import SamplingParams, TokenLogprobs
 from ...kernels.sampling.sample_spec import SampleSpec
+
+Int64s = NDArray[np.int64]
 
 
 class SequenceSlice(NamedTuple):
@@ -50,6 +57,91 @@ class SequenceSlice(NamedTuple):
     @property
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeColumns:
+    """Slices of one token, behind which one is sampled as parameters and a key say, in parallel
+    columns; `blocks` are those that the tokens lie in, `follows` is -1 where a token is known.
+
+    Rows that are `special` need more than a temperature, those that are `asking` alternatives. To
+    those with `specs` their sequences add something.
+    """
+
+    token_ids: Int64s
+    starts: Int64s
+    blocks: Int64s
+    follows: Int64s
+    keys: NDArray[np.uint64]
+    temperatures: NDArray[np.float64]
+    params: Sequence[SamplingParams] = ()
+    block_tables: Sequence[Sequence[int]] = ()
+    adapter_slots: Sequence[int | None] = ()
+    special: Sequence[int] = ()
+    asking: Sequence[int] = ()
+    specs: Mapping[int, SampleSpec] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def spec(self, row: int) -> SampleSpec:
+        return self.specs.get(row) or SampleSpec(self.params[row], int(self.keys[row]))
+
+    def slice(self, row: int) -> SequenceSlice:
+        """For runners that have no use for columns."""
+        follows = int(self.follows[row])
+        return SequenceSlice(
+            (int(self.token_ids[row]),),
+            int(self.starts[row]),
+            self.block_tables[row],
+            self.spec(row),
+            None if follows < 0 else follows,
+            adapter_slot=self.adapter_slots[row],
+        )
+
+
+_NO_NUMBERS = np.zeros(0, np.int64)
+NO_DECODES = DecodeColumns(
+    *(_NO_NUMBERS,) * 4, _NO_NUMBERS.view(np.uint64), _NO_NUMBERS.view(np.float64)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch(Sequence[SequenceSlice]):
+    """All slices of a step: `decodes`, and behind them `others` in the order of any batch."""
+
+    decodes: DecodeColumns
+    others: Sequence[SequenceSlice]
+
+    @classmethod
+    def of(cls, batch: Sequence[SequenceSlice]) -> StepBatch:
+        return batch if isinstance(batch, StepBatch) else cls(NO_DECODES, batch)
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.others)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._slices[index]
+
+    @cached_property
+    def _slices(self) -> list[SequenceSlice]:
+        return [*map(self.decodes.slice, range(len(self.decodes))), *self.others]
+
+    def followed_by(self, padding: Sequence[SequenceSlice]) -> StepBatch:
+        return StepBatch(self.decodes, [*self.others, *padding])
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        return [1] * len(self.decodes) + [len(piece.token_ids) for piece in self.others]
+
+    @cached_property
+    def seq_lens(self) -> list[int]:
+        ends = [piece.start + len(piece.token_ids) for piece in self.others]
+        return [*(self.decodes.starts + 1).tolist(), *ends]
+
+    @property
+    def adapter_slots(self) -> list[int | None]:
+        return [*self.decodes.adapter_slots, *(piece.adapter_slot for piece in self.others)]
 
 
 class Candidate(NamedTuple):

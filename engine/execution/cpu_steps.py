@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
 from ..lora.rank_adapters import RankAdapters
-from .batch import CompletedStep, SampledToken, SequenceSlice
+from .batch import CompletedStep, SampledToken, SequenceSlice, StepBatch
 from .extras import compute_extras
 from .step_model import StepHead, StepModel
 from .step_parts import SampledRows, flatten, has_extras, metadata_of, padded, plan_adapters
@@ -39,6 +39,7 @@ class CpuSteps:
         """A CPU has none."""
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
+        batch = StepBatch.of(batch)
         pieces = padded(batch)
         hidden = self._forward(pieces)
         if not self._is_last_stage:
@@ -47,16 +48,15 @@ class CpuSteps:
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> CompletedStep:
         """A step of decodes whose hidden states are there already."""
+        batch = StepBatch.of(batch)
         return self._sample(batch, batch, hidden)
 
-    def _sample(
-        self, batch: Sequence[SequenceSlice], pieces: Sequence[SequenceSlice], hidden: Tensor
-    ) -> CompletedStep:
+    def _sample(self, batch: StepBatch, pieces: StepBatch, hidden: Tensor) -> CompletedStep:
         rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
         token_ids = torch.empty(0, dtype=torch.int64)
-        if rows.specs:
+        if len(rows):
             logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
-            token_ids, logprobs = sample(logits, rows.specs)
+            token_ids, logprobs = sample(logits, [*map(rows.spec, range(len(rows)))])
             tokens = SampledToken.many(token_ids.tolist(), logprobs.tolist())
         if self.head is not None:
             assert self.model.kept is not None
@@ -69,7 +69,7 @@ class CpuSteps:
         extras.add_to(tokens)
         return CompletedStep(rows.results(len(batch), tokens), extras.prompt_logprobs())
 
-    def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
+    def _forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [tokens, hidden]."""
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
         self._attention.plan(metadata_of(batch, slots))

@@ -18,7 +18,7 @@ from ...core.request.request import TokenLogprobs
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
-from .batch import Candidate, SampledToken, SequenceSlice
+from .batch import Candidate, SampledToken, StepBatch
 from .step_parts import SampledRows, has_extras
 
 WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
@@ -87,7 +87,7 @@ class Extras:
 
 
 def compute_extras(
-    batch: Sequence[SequenceSlice],
+    batch: StepBatch,
     rows: SampledRows,
     logits: Tensor | None,
     hidden: Tensor | None,
@@ -102,10 +102,10 @@ def compute_extras(
     """
     if not has_extras(batch, rows):
         return None
-    forks = [row for row, spec in enumerate(rows.specs) for _ in spec.fork_keys]
-    tops = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.params.logprobs)]
-    beams = [(row, n) for row, spec in enumerate(rows.specs) if (n := spec.num_candidates)]
-    prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
+    asking = [(row, rows.spec(row)) for row in rows.asking]
+    forks = [row for row, spec in asking for _ in spec.fork_keys]
+    tops = [(row, n) for row, spec in asking if (n := spec.params.logprobs)]
+    beams = [(row, n) for row, spec in asking if (n := spec.num_candidates)]
 
     def whole(wanted: Sequence[int]) -> Tensor:
         assert logits is not None
@@ -113,13 +113,13 @@ def compute_extras(
 
     fork_tokens = top_tokens = found = None
     if forks:
-        fork_tokens = _sample_forks(rows.specs, forks, whole)
+        fork_tokens = _sample_forks([spec for _, spec in asking], forks, whole)
     if tops:
         top_tokens = _find_tops([row for row, _ in tops], whole, max(n for _, n in tops))
     if beams:
         places = [row for row, _ in beams]
-        found = _find_candidates(places, [rows.specs[row] for row in places], whole)
-    parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
+        found = _find_candidates(places, [*map(rows.spec, places)], whole)
+    parts, prompt_tokens = _score_prompts(batch, hidden, project)
     return Extras(
         forks,
         tops,
@@ -157,20 +157,21 @@ def _find_candidates(
 
 
 def _score_prompts(
-    batch: Sequence[SequenceSlice],
-    asking: list[int],
+    batch: StepBatch,
     hidden: Tensor | None,
     project: Callable[[Tensor], Tensor],
 ) -> tuple[list[_PromptPart], tuple[Tensor, ...] | None]:
+    first_other = len(batch.decodes)
+    asking = [i for i, piece in enumerate(batch.others, first_other) if piece.prompt_targets]
     if not asking:
         return [], None
     assert hidden is not None, "a step of decodes has no prompt"
-    begins = np.cumsum([0, *(piece.num_scheduled_tokens for piece in batch)]).tolist()
+    begins = np.cumsum([0, *batch.query_lens]).tolist()
     parts: list[_PromptPart] = []
     rows: list[int] = []
     targets: list[int] = []
     for index in asking:
-        piece = batch[index]
+        piece = batch.others[index - first_other]
         num_top = piece.num_prompt_top
         parts.append(_PromptPart(index, len(rows), len(piece.prompt_targets), num_top))
         first = begins[index] + piece.first_prompt_target

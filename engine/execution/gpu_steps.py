@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
 from ...kernels.results_triton import fill_in, write_results
-from ...kernels.sampling.sample_spec import special_rows
 from ...kernels.sampling.sampling import sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
@@ -35,7 +34,7 @@ from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
 from ..kv.limits import decode_graph_rows
 from ..lora.rank_adapters import RankAdapters
-from .batch import SequenceSlice
+from .batch import SequenceSlice, StepBatch
 from .cuda_graphs import (
     ProductTimes,
     StepGraph,
@@ -55,8 +54,8 @@ from .step_parts import (
     metadata_of,
     num_decodes,
     plan_adapters,
-    prefill_arrays,
     sampling_arrays,
+    token_arrays,
 )
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
@@ -126,9 +125,10 @@ class GpuSteps:
         for room, graphs in self.prefill_graphs.items():
             for size in reversed(graphs.sizes):
                 inputs, padding = graphs.inputs(size), self._padding(size)
-                arrays = prefill_arrays([], self._block_size, size)
+                arrays = token_arrays(StepBatch.of([]), self._block_size, size)
                 upload_into(inputs.flatten(), arrays.ravel())
-                metadata = metadata_of([padding], inputs[2], graph_decodes=min(room, size))
+                batch = StepBatch.of([padding])
+                metadata = metadata_of(batch, inputs[2], graph_decodes=min(room, size))
                 self._attention.plan(metadata)
                 graphs.capture(size, partial(self._forward, inputs), times.library(size))
 
@@ -139,9 +139,10 @@ class GpuSteps:
 
     def _capture_decodes(self, graphs: StepGraphs, times: ProductTimes) -> None:
         for size in reversed(graphs.sizes):
-            batch = [PADDING_SLICE] * size
+            batch = StepBatch.of([PADDING_SLICE] * size)
             inputs = graphs.inputs(size)
-            upload_into(inputs.flatten(), decode_arrays(batch, self._block_size, []).ravel())
+            arrays = decode_arrays(batch, self._block_size, SampledRows([], []), size)
+            upload_into(inputs.flatten(), arrays.ravel())
             self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
             if graphs is self._adapter_graphs and self._adapters is not None:
                 self._adapters.plan([], [], size)
@@ -183,11 +184,12 @@ class GpuSteps:
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
+            batch = StepBatch.of(batch)
             rows = SampledRows.of(batch)
-            slots = () if self._adapters is None else [piece.adapter_slot for piece in batch]
+            slots = () if self._adapters is None else batch.adapter_slots
             has_adapters = any(slot is not None for slot in slots)
             graphs = self._adapter_graphs if has_adapters else self.graphs
-            graph = graphs.find(len(rows.specs)) if rows.is_decode else None
+            graph = graphs.find(len(rows)) if rows.is_decode else None
             if graph is not None:
                 if has_adapters:
                     plan_adapters(self._adapters, batch, graph.size)
@@ -197,23 +199,22 @@ class GpuSteps:
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> GpuStep:
         """A step of decodes whose hidden states are there already."""
         with device_errors(), torch.inference_mode():
+            batch = StepBatch.of(batch)
             return self._sample(0, batch, SampledRows.of(batch), hidden)
 
     # -- decodes alone ----------------------------------------------------------------------------
 
-    def _launch_graph(
-        self, graph: StepGraph, batch: Sequence[SequenceSlice], rows: SampledRows
-    ) -> GpuStep:
-        padded = [*batch, *[PADDING_SLICE] * (graph.size - len(rows.specs))]
+    def _launch_graph(self, graph: StepGraph, batch: StepBatch, rows: SampledRows) -> GpuStep:
+        padded = batch.followed_by([PADDING_SLICE] * (graph.size - len(rows)))
         inputs = self.graphs.inputs(graph.size)
-        arrays = decode_arrays(padded, self._block_size, rows.specs)
+        arrays = decode_arrays(batch, self._block_size, rows, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         self._graphed.replay(graph)
         number = self._mark()
         if not self.model.range.is_last:
             return self._passed_on(number, len(batch))
-        at = range(len(rows.specs))
+        at = range(len(rows))
         self._resample(rows, at, graph.output)
         number = self._let_head_follow(number, batch, rows, at)
         extras = self._extras(batch, rows, graph.output, None)
@@ -240,38 +241,33 @@ class GpuSteps:
 
     # -- anything else ----------------------------------------------------------------------------
 
-    def _hidden(self, batch: Sequence[SequenceSlice]) -> Tensor:
+    def _hidden(self, batch: StepBatch) -> Tensor:
         """The hidden states of the batch's tokens, others behind them."""
-        num_tokens = sum(piece.num_scheduled_tokens for piece in batch)
+        num_tokens = sum(batch.query_lens)
         has_adapters = plan_adapters(self._adapters, batch, num_tokens)
         found = None if has_adapters else self._find_prefill_graph(batch)
         if found is None:
-            arrays = prefill_arrays(batch, self._block_size, num_tokens)
+            arrays = token_arrays(batch, self._block_size, num_tokens)
             inputs = upload(arrays, self._device)
             self._attention.plan(metadata_of(batch, inputs[2]))
             return self.model.forward(*self._filled(inputs), self._attention)
         room, graph = found
         inputs = self.prefill_graphs[room].inputs(graph.size)
-        arrays = prefill_arrays(batch, self._block_size, graph.size)
+        arrays = token_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
         padding = [self._padding(graph.size - num_tokens)] if num_tokens < graph.size else []
-        metadata = metadata_of(
-            [*batch, *padding],
-            inputs[2],
-            graph_decodes=min(room, graph.size),
-        )
-        self._attention.plan(metadata)
+        padded, decodes = batch.followed_by(padding), min(room, graph.size)
+        self._attention.plan(metadata_of(padded, inputs[2], graph_decodes=decodes))
         self._graphed.replay(graph)
         return graph.output
 
-    def _find_prefill_graph(self, batch: Sequence[SequenceSlice]) -> tuple[int, StepGraph] | None:
+    def _find_prefill_graph(self, batch: StepBatch) -> tuple[int, StepGraph] | None:
         """(how many tokens of decodes its graph has room for, the graph)."""
-        lens = [piece.num_scheduled_tokens for piece in batch]
-        num_slices = num_decodes(batch)
+        lens, num_slices = batch.query_lens, num_decodes(batch)
         num_rows, num_tokens = sum(lens[:num_slices]), sum(lens)
         if not 0 < len(batch) - num_slices < MAX_GRAPH_SLICES:
             return None
-        is_long = max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
+        is_long = max(batch.seq_lens) > _MAX_PROMPT_CONTEXT
         for room in sorted(room for room in self.prefill_graphs if room >= num_rows):
             most = self.mixed_tokens if room else 0 if is_long else _MAX_PROMPT_TOKENS
             graph = self.prefill_graphs[room].find(num_tokens)
@@ -283,24 +279,22 @@ class GpuSteps:
         table = array("i", [PADDING_BLOCK]) * -(-num_tokens // self._block_size)
         return SequenceSlice((0,) * num_tokens, start=0, block_table=table, sample=None)
 
-    def _launch_eagerly(self, batch: Sequence[SequenceSlice], rows: SampledRows) -> GpuStep:
+    def _launch_eagerly(self, batch: StepBatch, rows: SampledRows) -> GpuStep:
         hidden = self._hidden(batch)
         number = self._mark()  # its KV is written: pullers need not wait for the sampler
         if not self.model.range.is_last:
             return self._passed_on(number, len(batch))
         return self._sample(number, batch, rows, hidden)
 
-    def _sample(
-        self, number: int, batch: Sequence[SequenceSlice], rows: SampledRows, hidden: Tensor
-    ) -> GpuStep:
-        if not rows.specs:
+    def _sample(self, number: int, batch: StepBatch, rows: SampledRows, hidden: Tensor) -> GpuStep:
+        if not len(rows):
             number = self._let_head_follow(number, batch, rows, ())
             extras = self._extras(batch, rows, None, hidden)
             return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
         # A step behind this one finds the tokens by slice; behind one with drafts there is none.
-        num_rows = len(rows.specs)
+        num_rows = len(rows)
         at = range(num_rows) if has_drafts(batch) else rows.slices
-        arrays = np.vstack([np.array(at), np.array(rows.tokens), sampling_arrays(rows.specs)])
+        arrays = np.vstack([np.array(at), np.array(rows.tokens), sampling_arrays(rows)])
         places, tokens, keys, temperatures = upload(arrays, self._device)
         logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
         sampled, logprobs = self.sampled.new_empty(num_rows), self._logprobs[:num_rows]
@@ -322,7 +316,7 @@ class GpuSteps:
         return 0 if self._count is None or self.head is not None else self._count.mark()
 
     def _let_head_follow(
-        self, number: int, batch: Sequence[SequenceSlice], rows: SampledRows, at: Sequence[int]
+        self, number: int, batch: StepBatch, rows: SampledRows, at: Sequence[int]
     ) -> int:
         """Launch the head's part, if there is one, behind the samples, which lie `at` these places.
         The number of the step, so far `number`."""
@@ -346,12 +340,12 @@ class GpuSteps:
     def _resample(self, rows: SampledRows, at: Sequence[int], logits: Tensor) -> None:
         """Sample again what needs filters or changed logits, into the places `at`. This rank's
         logits are parallel to `rows`; of those rows, all ranks' are gathered."""
-        special = special_rows(rows.specs)
+        special = rows.special
         if special:
             places = np.array([special, [at[index] for index in special]], np.int64)
             index, place = upload(places, self._device)
             whole = self.model.lm_head.gather(logits.index_select(0, index))
-            token_ids, logprobs = sample(whole, [rows.specs[index] for index in special])
+            token_ids, logprobs = sample(whole, [*map(rows.spec, special)])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)
@@ -360,7 +354,7 @@ class GpuSteps:
 
     def _extras(
         self,
-        batch: Sequence[SequenceSlice],
+        batch: StepBatch,
         rows: SampledRows,
         logits: Tensor | None,
         hidden: Tensor | None,
@@ -370,7 +364,7 @@ class GpuSteps:
 
     def _passed_on(self, number: int, num_slices: int) -> GpuStep:
         """A step whose tokens are sampled on the last stage."""
-        rows = SampledRows([], [], [])
+        rows = SampledRows([], [])
         return self._bring_back(number, num_slices, rows, self.sampled, self._logprobs, None)
 
     def _bring_back(
@@ -384,7 +378,7 @@ class GpuSteps:
     ) -> GpuStep:
         """The results of `rows` go to the host, behind all that was launched. Every step with some
         is collected: until then it keeps the memory that they go to."""
-        n = len(rows.specs)
+        n = len(rows)
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
         write_results(token_ids, logprobs, host_ids, host_logprobs)

@@ -44,7 +44,7 @@ from ..model.model_config import read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
-from .batch import LaunchedStep, SequenceSlice
+from .batch import LaunchedStep, SequenceSlice, StepBatch
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .drafting.draft_model import DraftModel
@@ -352,8 +352,9 @@ class ModelRunner:
         """See `batch.Runner`."""
         try:
             with torch.inference_mode():
+                batch = StepBatch.of(batch)
                 if self._draft_steps is not None:
-                    self._draft_steps.compute_prompts(batch)
+                    self._draft_steps.compute_prompts(batch.others)
                 return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error

@@ -18,7 +18,7 @@ from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.layers import Product
 from ..model.stages import LayerRange
-from .batch import Drafter, SequenceSlice
+from .batch import Drafter, StepBatch
 from .cuda_graphs import StepGraph, load_products
 from .step_parts import SampledRows
 
@@ -71,7 +71,7 @@ class StepHead(Drafter, Protocol):
 
     def follow(
         self,
-        batch: Sequence[SequenceSlice],
+        batch: StepBatch,
         features: Tensor,
         rows: SampledRows,
         sampled: Tensor,

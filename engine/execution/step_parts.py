@@ -5,57 +5,50 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 from ..kv.block_pool import PADDING_BLOCK
 from ..lora.rank_adapters import RankAdapters
-from .batch import SampledToken, SequenceSlice
-
-Int64s = NDArray[np.int64]
+from .batch import (
+    NO_DECODES,
+    DecodeColumns,
+    Int64s,
+    SampledToken,
+    SequenceSlice,
+    StepBatch,
+)
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
 PADDING_SLICE = SequenceSlice((0,), 0, block_table=array("i", [PADDING_BLOCK]), sample=None)
 
 
-def padded(batch: Sequence[SequenceSlice]) -> Sequence[SequenceSlice]:
+def padded(batch: StepBatch) -> StepBatch:
     """With a slice behind it that is nobody's, if it is a single row."""
-    is_alone = len(batch) == 1 and batch[0].num_scheduled_tokens == 1
-    return (*batch, PADDING_SLICE) if is_alone else batch
+    return batch.followed_by([PADDING_SLICE]) if batch.query_lens == [1] else batch
 
 
-def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
+def flatten(batch: StepBatch, block_size: int) -> Int64s:
     """[3, tokens] int64: token ids, positions, slots (block_id * block_size + offset)."""
-    lens = [len(piece.token_ids) for piece in batch]
-    arrays = np.empty((3, sum(lens)), np.int64)
-    token_ids, positions, slots = arrays
-    first = len(batch)
-    if sum(lens) > first:
-        first = next(index for index, n in enumerate(lens) if n > 1)
-    if first:  # the decodes before the first chunk, all at once
-        singles, mine = batch[:first], slice(first)
-        token_ids[mine] = [piece.token_ids[0] for piece in singles]
-        positions[mine] = [piece.start for piece in singles]
-        places, offsets = np.divmod(positions[mine], block_size)
-        at = zip(singles, places.tolist(), strict=True)
-        slots[mine] = [piece.block_table[place] for piece, place in at]
-        slots[mine] *= block_size
-        slots[mine] += offsets
-    if first < len(batch):
-        _flatten_chunks(batch[first:], lens[first:], arrays[:, first:], block_size)
+    decodes, n = batch.decodes, len(batch.decodes)
+    arrays = np.empty((3, sum(batch.query_lens)), np.int64)
+    offsets = decodes.starts % block_size
+    arrays[:, :n] = decodes.token_ids, decodes.starts, decodes.blocks * block_size + offsets
+    if batch.others:
+        _flatten_chunks(batch.others, batch.query_lens[n:], arrays[:, n:], block_size)
     return arrays
 
 
 def _flatten_chunks(
     chunks: Sequence[SequenceSlice], lens: Sequence[int], arrays: Int64s, block_size: int
 ) -> None:
-    """The same of several tokens each, all at once too: decodes with drafts are many."""
+    """The same of slices of any length, all at once too: decodes with drafts are many."""
     token_ids, positions, slots = arrays
     blocks: list[int] = []
     block_offsets = []  # from a position's block to its place in `blocks`
@@ -76,34 +69,53 @@ def _flatten_chunks(
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Where a step samples, as parallel lists: a slice with drafts has several rows, one by one."""
+    """Where a step samples, as parallel lists: a slice with drafts has several rows, one by one.
+    The first rows are those of `decodes`, the others have `specs`."""
 
     slices: list[int]
     tokens: list[int]  # of the step
-    specs: list[SampleSpec]
+    decodes: DecodeColumns = NO_DECODES
+    specs: list[SampleSpec] = field(default_factory=list)
     is_decode: bool = False  # decodes alone, all of which sample
 
     @classmethod
-    def of(cls, batch: Sequence[SequenceSlice]) -> SampledRows:
-        specs = [piece.sample for piece in batch if piece.sample is not None]
-        num_tokens = sum([len(piece.token_ids) for piece in batch])
-        if len(specs) == num_tokens:  # nearly always
-            return cls([*range(num_tokens)], [*range(num_tokens)], specs, is_decode=True)
-        is_decode = len(specs) == len(batch) and num_decodes(batch) == len(batch)
-        found, end = cls([], [], [], is_decode), 0
-        for index, piece in enumerate(batch):
+    def of(cls, batch: StepBatch) -> SampledRows:
+        n = len(batch.decodes)
+        is_decode = num_decodes(batch) == len(batch)
+        is_decode = is_decode and all(piece.sample is not None for piece in batch.others)
+        found, end = cls([*range(n)], [*range(n)], batch.decodes, [], is_decode), n
+        for index, piece in enumerate(batch.others, n):
             end += len(piece.token_ids)
             if piece.sample is None:
                 continue
-            drafts = piece.draft_samples
-            if drafts:
-                found.slices.extend([index] * len(drafts))
-                found.tokens.extend(range(end - 1 - len(drafts), end - 1))
-                found.specs.extend(drafts)
-            found.slices.append(index)
-            found.tokens.append(end - 1)
-            found.specs.append(piece.sample)
+            num_rows = 1 + len(piece.draft_samples)
+            found.slices.extend([index] * num_rows)
+            found.tokens.extend(range(end - num_rows, end))
+            found.specs.extend((*piece.draft_samples, piece.sample))
         return found
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def spec(self, row: int) -> SampleSpec:
+        """How the row is sampled."""
+        n = len(self.decodes)
+        return self.decodes.spec(row) if row < n else self.specs[row - n]
+
+    @property
+    def special(self) -> list[int]:
+        """Rows for which temperature and noise are not all there is to their tokens."""
+        specs = chain(self.decodes.specs.items(), enumerate(self.specs, len(self.decodes)))
+        return [*self.decodes.special, *(row for row, one in specs if one.needs_more_than_noise)]
+
+    @property
+    def asking(self) -> list[int]:
+        """Rows that ask for more than a token."""
+        n, asking = len(self.decodes), list(self.decodes.asking)
+        for row, spec in enumerate(self.specs, n):
+            if spec.fork_keys or spec.params.logprobs or spec.num_candidates:
+                asking.append(row)
+        return asking
 
     def results(self, num_slices: int, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
         """`tokens` of the rows, by slice."""
@@ -121,35 +133,22 @@ class SampledRows:
         return results
 
 
-def has_extras(batch: Sequence[SequenceSlice], rows: SampledRows) -> bool:
+def has_extras(batch: StepBatch, rows: SampledRows) -> bool:
     """Whether anybody asks for more than a token a row: see extras.py."""
-    if [piece for piece in batch if piece.prompt_targets]:
-        return True
-    some = [one for one in rows.specs if one.fork_keys or one.params.logprobs or one.num_candidates]
-    return bool(some)
+    return bool(rows.asking) or any(piece.prompt_targets for piece in batch.others)
 
 
-def sampling_arrays(specs: Sequence[SampleSpec]) -> Int64s:
+def sampling_arrays(rows: SampledRows) -> Int64s:
     """[2, rows]: keys, and the bits of the temperatures in float64."""
-    keys = np.array([spec.key for spec in specs], np.uint64)
-    temperatures = np.array([spec.params.temperature for spec in specs], np.float64)
-    return np.stack([keys.view(np.int64), temperatures.view(np.int64)])
-
-
-def decode_arrays(
-    batch: Sequence[SequenceSlice], block_size: int, specs: Sequence[SampleSpec]
-) -> Int64s:
-    """[6, rows]: what `flatten`, `awaited_places` and `sampling_arrays` give. Rows behind `specs`
-    are padding, and greedy."""
-    flat = flatten(batch, block_size)
-    arrays = np.zeros((6, flat.shape[1]), np.int64)
-    arrays[:3] = flat
-    arrays[3] = awaited_places(batch)
-    arrays[4:, : len(specs)] = sampling_arrays(specs)
+    decodes, specs, n = rows.decodes, rows.specs, len(rows.decodes)
+    arrays = np.empty((2, len(rows)), np.int64)
+    arrays[:, :n] = decodes.keys.view(np.int64), decodes.temperatures.view(np.int64)
+    arrays[0, n:] = np.array([spec.key for spec in specs], np.uint64).view(np.int64)
+    arrays[1, n:] = np.array([spec.params.temperature for spec in specs]).view(np.int64)
     return arrays
 
 
-def prefill_arrays(batch: Sequence[SequenceSlice], block_size: int, num_tokens: int) -> Int64s:
+def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
     """[4, num_tokens]: what `flatten` and `awaited_places` give. Tokens behind them are padding."""
     flat = flatten(batch, block_size)
     arrays, n = np.zeros((4, num_tokens), np.int64), flat.shape[1]
@@ -158,68 +157,68 @@ def prefill_arrays(batch: Sequence[SequenceSlice], block_size: int, num_tokens: 
     return arrays
 
 
+def decode_arrays(batch: StepBatch, block_size: int, rows: SampledRows, num_tokens: int) -> Int64s:
+    """[6, num_tokens]: what `token_arrays` and `sampling_arrays` give. Padding is greedy."""
+    arrays = np.zeros((6, num_tokens), np.int64)
+    arrays[:4] = token_arrays(batch, block_size, num_tokens)
+    arrays[4:, : len(rows)] = sampling_arrays(rows)
+    return arrays
+
+
 def metadata_of(
-    batch: Sequence[SequenceSlice],
+    batch: StepBatch,
     slots: Tensor,
     *,
     is_graph: bool = False,
     graph_decodes: int | None = None,
 ) -> AttentionMetadata:
     """What attention plans a step by; `slots` [tokens] lie on the device."""
-    query_lens = [len(piece.token_ids) for piece in batch]
-    is_single = sum(query_lens) == len(batch)  # decodes without drafts, nearly always
     return AttentionMetadata(
-        query_lens=query_lens,
-        seq_lens=[piece.start + n for piece, n in zip(batch, query_lens, strict=True)],
-        block_tables=[piece.block_table for piece in batch],
+        query_lens=batch.query_lens,
+        seq_lens=batch.seq_lens,
+        block_tables=[*batch.decodes.block_tables, *(piece.block_table for piece in batch.others)],
         slot_mapping=slots,
-        num_decodes=len(batch) if is_single else num_decodes(batch),
+        num_decodes=num_decodes(batch),
         is_graph=is_graph,
         graph_decodes=graph_decodes,
     )
 
 
-def num_decodes(batch: Sequence[SequenceSlice]) -> int:
+def num_decodes(batch: StepBatch) -> int:
     """Slices at the beginning that are decodes: one token, and drafts behind it."""
-    for index, piece in enumerate(batch):
+    for index, piece in enumerate(batch.others, len(batch.decodes)):
         if len(piece.token_ids) != 1 + len(piece.draft_samples):
             return index
     return len(batch)
 
 
-def has_drafts(batch: Sequence[SequenceSlice]) -> bool:
-    return any(piece.draft_samples for piece in batch)
+def has_drafts(batch: StepBatch) -> bool:
+    return any(piece.draft_samples for piece in batch.others)
 
 
-def awaited_places(batch: Sequence[SequenceSlice]) -> Int64s:
+def awaited_places(batch: StepBatch) -> Int64s:
     """[tokens]: where among the samples of the step before a token that is not known yet will be;
     -1 for those that are known."""
-    follows = [piece.follows for piece in batch]
-    lens = [len(piece.token_ids) for piece in batch]
-    num_tokens = sum(lens)
-    if num_tokens == len(batch):  # decodes, nearly always
-        return np.array([-1 if place is None else place for place in follows], np.int64)
-    at, places, end = list[int](), list[int](), 0
-    for piece, place, n in zip(batch, follows, lens, strict=True):
-        end += n
-        if place is not None:
+    at, places, end = list[int](), list[int](), len(batch.decodes)
+    found = np.full(sum(batch.query_lens), -1, np.int64)
+    found[:end] = batch.decodes.follows
+    for piece in batch.others:
+        end += len(piece.token_ids)
+        if piece.follows is not None:
             num_awaited = 1 + len(piece.draft_samples)
             at += range(end - num_awaited, end)
-            places += range(place, place + num_awaited)
-    found = np.full(num_tokens, -1, np.int64)
+            places += range(piece.follows, piece.follows + num_awaited)
     found[at] = places
     return found
 
 
-def plan_adapters(
-    adapters: RankAdapters | None, batch: Sequence[SequenceSlice], num_rows: int
-) -> bool:
+def plan_adapters(adapters: RankAdapters | None, batch: StepBatch, num_rows: int) -> bool:
     """Let the next step of so many rows compute with its slices' adapters; whether it has any."""
     if adapters is None:
         return False
-    slots = [piece.adapter_slot for piece in batch]
+    slots = batch.adapter_slots
     if all(slot is None for slot in slots):
         adapters.rest()
         return False
-    adapters.plan((piece.num_scheduled_tokens for piece in batch), slots, num_rows)
+    adapters.plan(batch.query_lens, slots, num_rows)
     return True

@@ -7,8 +7,9 @@ All ranks sample the same token from the same bits, so a step that follows anoth
 token from rank 0. That this rank's step has completed means that every rank has done its part of it
 as far as KV goes: its last sum over the ranks lacked no rank.
 
-A step is sent as MessagePack: a list of slices, each the fields of a SequenceSlice. Tokens and
-targets are bytes of uint32, block ids of int32. Decoding trusts the sender: both ends are one
+A step is sent as MessagePack: the columns of its decodes, and a list of the other slices, each the
+fields of a SequenceSlice. Columns are bytes of their numbers, tokens and targets of uint32, block
+ids of int32. Decoding trusts the sender: both ends are one
 engine.
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -26,8 +29,16 @@ from numpy.typing import NDArray
 
 from ...core.errors import EngineFailed
 from ...core.request.request import SAMPLING, SamplingParams, TokenLogprobs
+from ...kernels.attention.attention import join_tables
 from ...kernels.sampling.sample_spec import SampleSpec
-from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
+from ..execution.batch import (
+    DecodeColumns,
+    LaunchedStep,
+    Runner,
+    SampledToken,
+    SequenceSlice,
+    StepBatch,
+)
 from .rank_channel import MessageKind
 from .rank_group import RankGroup
 
@@ -107,25 +118,35 @@ class _SentCounts:
 
 def encode(batch: Sequence[SequenceSlice]) -> bytes:
     """The message of one step; the counts of penalties are copied."""
-    return _encoder.encode(
-        [
-            (
-                array("I", piece.token_ids),
-                piece.start,
-                array("i", piece.block_table),
-                None if piece.sample is None else _sent(piece.sample),
-                piece.follows,
-                array("I", piece.prompt_targets),
-                piece.first_prompt_target,
-                piece.num_prompt_top,
-                piece.adapter_slot,
-                list(map(_sent, piece.draft_samples)),
-                piece.is_prompt,
-                piece.next_token_id,
-            )
-            for piece in batch
-        ]
-    )
+    batch = StepBatch.of(batch)
+    others = [
+        (
+            array("I", piece.token_ids),
+            piece.start,
+            array("i", piece.block_table),
+            None if piece.sample is None else _sent(piece.sample),
+            piece.follows,
+            array("I", piece.prompt_targets),
+            piece.first_prompt_target,
+            piece.num_prompt_top,
+            piece.adapter_slot,
+            list(map(_sent, piece.draft_samples)),
+            piece.is_prompt,
+            piece.next_token_id,
+        )
+        for piece in batch.others
+    ]
+    return _encoder.encode((_sent_columns(batch.decodes), others))
+
+
+def _sent_columns(decodes: DecodeColumns) -> tuple[Any, ...]:
+    numbers = (decodes.token_ids, decodes.starts, decodes.blocks, decodes.follows, decodes.keys)
+    few = {*decodes.special, *decodes.asking}  # of the others the temperature is all
+    params = [(row, _values_of(decodes.params[row])) for row in few]
+    tables = join_tables(decodes.block_tables)
+    specs = [(row, _sent(spec)) for row, spec in decodes.specs.items()]
+    few_rows = (params, decodes.special, decodes.asking, specs)
+    return (*numbers, decodes.temperatures, *tables, decodes.adapter_slots, *few_rows)
 
 
 def _sent(spec: SampleSpec) -> tuple[Any, ...]:
@@ -142,9 +163,10 @@ def _sent(spec: SampleSpec) -> tuple[Any, ...]:
     )
 
 
-def decode(message: memoryview) -> list[SequenceSlice]:
+def decode(message: memoryview) -> StepBatch:
     """The batch again, its sequences as views of bytes."""
-    return [
+    columns, slices = _decoder.decode(message)
+    others = [
         SequenceSlice(
             memoryview(tokens).cast("I"),
             start,
@@ -165,8 +187,43 @@ def decode(message: memoryview) -> list[SequenceSlice]:
             drafts,
             is_prompt,
             next_token_id,
-        ) in _decoder.decode(message)
+        ) in slices
     ]
+    return StepBatch(_received_columns(*columns), others)
+
+
+def _received_columns(*columns: Any) -> DecodeColumns:
+    *numbers, keys, temperatures, indptr, indices, slots, params, special, asking, specs = columns
+    token_ids, starts, blocks, follows = (np.frombuffer(one, np.int64) for one in numbers)
+    temperatures = np.frombuffer(temperatures, np.float64)
+    of_rows = [*map(_of_temperature, temperatures.tolist())]
+    for row, values in params:
+        of_rows[row] = _params(values)
+    tables, ends = memoryview(indices).cast("i"), np.frombuffer(indptr, np.int32).tolist()
+    return DecodeColumns(
+        *(token_ids, starts, blocks, follows),
+        np.frombuffer(keys, np.uint64),
+        temperatures,
+        of_rows,
+        [tables[begin:end] for begin, end in pairwise(ends)],
+        slots,
+        special,
+        asking,
+        {row: _received(*spec) for row, spec in specs},
+    )
+
+
+@lru_cache
+def _of_temperature(temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature)
+
+
+def _params(values: list[Any]) -> SamplingParams:
+    if len(values) == 1:
+        return _of_temperature(values[0])
+    *numbers, bias = values
+    given = dict(zip(_PARAMETERS, numbers, strict=False))
+    return SamplingParams(**given, logit_bias=tuple(map(tuple, bias)))
 
 
 def _received(
@@ -178,15 +235,8 @@ def _received(
     allowed: bytes | None,
     num_candidates: int,
 ) -> SampleSpec:
-    if len(values) == 1:
-        params = SamplingParams(temperature=values[0])
-    else:
-        *numbers, bias = values
-        params = SamplingParams(
-            **dict(zip(_PARAMETERS, numbers, strict=False)), logit_bias=tuple(map(tuple, bias))
-        )
     return SampleSpec(
-        params,
+        _params(values),
         key,
         tuple(forbidden_ids),
         None if counts is None else _SentCounts(*(np.frombuffer(one, np.int64) for one in counts)),

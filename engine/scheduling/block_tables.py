@@ -224,11 +224,7 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""
-        return self.grow_to(sequence, sequence.num_slots)
-
-    def grow_to(self, sequence: Sequence, num_slots: int) -> bool:
-        """The same for so many slots."""
-        num_missing = -(-num_slots // self._block_size) - len(sequence.block_ids)
+        num_missing = -(-sequence.num_slots // self._block_size) - len(sequence.block_ids)
         if num_missing <= 0:
             return True
         fresh = self._pool.allocate(num_missing)
@@ -268,7 +264,7 @@ class BlockTables:
         self._pool.release(sequence.block_ids)
         sequence.block_ids = array("i")
         sequence.num_stored_blocks = sequence.num_computed_tokens = 0
-        sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
+        sequence.num_launched_tokens = sequence.num_awaited_tokens = sequence.num_clear_tokens = 0
         sequence.draft_token_ids = ()
 
     def open_step(self, places: dict[Sequence, int]) -> StepFence:

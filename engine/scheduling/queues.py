@@ -20,7 +20,7 @@ from ..kv.block_pool import BlockPool
 from ..kv.host_tier import Load
 from ..kv.limits import EngineLimits
 from .admission import distinct_blocks
-from .schedule import ScheduledSequence, step_shape
+from .schedule import step_shape
 from .sequence import Sequence, SequenceGroup, SequenceState
 
 
@@ -94,7 +94,9 @@ class Queues:
     def has_prompts_to_launch(self) -> bool:
         """Whether the next step may have tokens of a prompt."""
         has_next = self.next_to_admit is not None
-        return has_next or any(one.is_prefilling for one in reversed(self.running))
+        return has_next or any(
+            one.num_launched_tokens < one.num_prefill_tokens for one in reversed(self.running)
+        )
 
     @property
     def next_to_admit(self) -> Sequence | None:
@@ -107,9 +109,7 @@ class Queues:
 
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""
-        shape = step_shape(
-            ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
-        )
+        shape = step_shape([one for one in self.running if not one.is_prefilling])
         return self._share_of(shape.num_decodes, shape.keys)
 
     def step_with(self, request: Request, num_coming: int) -> StepShape:

@@ -17,8 +17,10 @@ times as long. Who is asked first, and that long prompts get on all the same, is
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 from ...core.errors import BatonError
@@ -58,6 +60,7 @@ class Schedule:
     num_small_tokens: int = 0
     num_prompt_tokens: int = 0
     prompt_callers: set[int] = field(default_factory=set)
+    clear: list[Sequence] = field(default_factory=list)  # in front of the others in `scheduled`
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
@@ -78,8 +81,22 @@ class Schedule:
         self.num_budget_tokens = budget - num_tokens if num_tokens < budget else 0
         self.num_chunk_tokens = chunk - num_tokens if num_tokens < chunk else 0
 
+    def take_clear(self, sequences: list[Sequence]) -> None:
+        """Have a token of each of these, as many as there is room for, in front of all others."""
+        assert not self.clear
+        self.clear = clear = sequences[: self.num_budget_tokens]
+        self.scheduled[:0] = map(_scheduled, zip(clear, repeat(1)))
+        self.num_budget_tokens -= len(clear)
+        self.num_chunk_tokens = max(0, self.num_chunk_tokens - len(clear))
+
+    @property
+    def others(self) -> list[ScheduledSequence]:
+        """Behind those that are clear."""
+        return self.scheduled[len(self.clear) :]
+
     def drop_preempted(self) -> None:
-        """Leave out what was preempted since it was planned."""
+        """Leave out what was preempted, or has ended, since it was planned."""
+        self.clear = [one for one in self.clear if one.state is SequenceState.RUNNING]
         self.scheduled = [s for s in self.scheduled if s.sequence.state is SequenceState.RUNNING]
 
     def limit_prompts(self, num_tokens: int) -> None:
@@ -121,10 +138,11 @@ class Schedule:
         return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left
 
 
-def step_shape(scheduled: Iterable[ScheduledSequence]) -> StepShape:
-    """What a step of these, not launched yet, has in it."""
-    num_prompt_tokens = pairs = num_decodes = keys = 0
-    for sequence, num_tokens in scheduled:
+def step_shape(clear: Row[Sequence], others: Iterable[ScheduledSequence] = ()) -> StepShape:
+    """What a step of these, not launched yet, has in it: a token of those that are `clear`."""
+    num_prompt_tokens = pairs = 0
+    num_decodes, keys = len(clear), sum([one.num_launched_tokens + 1 for one in clear])
+    for sequence, num_tokens in others:
         num_launched = sequence.num_launched_tokens
         if num_launched < sequence.num_prefill_tokens:
             num_prompt_tokens += num_tokens

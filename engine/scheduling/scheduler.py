@@ -187,38 +187,48 @@ class Scheduler:
         return schedule
 
     def _plan_decodes(self, schedule: Schedule) -> None:
-        """One token of each running sequence, for no more is unlaunched, and its drafts. Hundreds a
-        step: what is asked of each is written out here, `_has_its_last` too."""
-        max_model_len, one_at_a_time = self._limits.max_model_len, self._limits.num_stages > 1
-        block_size = self._limits.block_size
-        num_decodes = self._share_of_decodes()
-        for sequence in [*self.queues.running]:
-            is_full = one_at_a_time and len(schedule.scheduled) == num_decodes
-            if is_full or schedule.num_budget_tokens == 0:
+        """One token of each running sequence, for no more is unlaunched, and its drafts. Nearly all
+        of hundreds are clear (see Sequence): only the others are looked at one by one."""
+        running, most = self.queues.running, self._share_of_decodes()
+        for sequence in [s for s in running if s.num_launched_tokens >= s.num_clear_tokens]:
+            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == most:
                 break
-            num_launched = sequence.num_launched_tokens
-            is_prefilling = num_launched < sequence.num_prefill_tokens
-            if is_prefilling or sequence.state is not SequenceState.RUNNING:
-                continue  # not yet its turn, or preempted by one before it
-            num_awaited = sequence.num_awaited_tokens
-            if num_awaited and (
-                one_at_a_time or sequence.needs_history or sequence.draft_token_ids
-            ):
-                continue  # the host has to know the token that a step in flight samples
-            num_tokens = len(sequence.token_ids) + num_awaited
-            if num_tokens >= sequence.most_tokens or num_tokens >= max_model_len:
-                continue  # a step in flight computes the last token that it can have here
-            if sequence.draft_token_ids:
-                self.preemption.fit_drafts(sequence, schedule)
-                num_tokens += len(sequence.draft_token_ids)
-            if num_tokens == num_launched:
-                continue  # held behind its first token
-            has_room = sequence.group is None and (
-                num_tokens <= len(sequence.block_ids) * block_size
-                or self._tables.grow_to(sequence, num_tokens)
-            )
-            if has_room or self.preemption.make_room(sequence, schedule):
-                schedule.take(sequence, num_tokens - num_launched)
+            self._plan_decode(sequence, schedule)
+        clear = [s for s in running if s.num_launched_tokens < s.num_clear_tokens]
+        if most is not None:
+            clear = [s for s in clear if not s.num_awaited_tokens]
+            clear = clear[: most - len(schedule.scheduled)]
+        schedule.take_clear(clear)
+
+    def _plan_decode(self, sequence: Sequence, schedule: Schedule) -> None:
+        """Of a sequence that is not clear: it becomes so, for this step at least, or is taken. What
+        is asked is written out, for some are asked in each step."""
+        num_launched, limits = sequence.num_launched_tokens, self._limits
+        is_prefilling = num_launched < sequence.num_prefill_tokens
+        if is_prefilling or sequence.state is not SequenceState.RUNNING:
+            return  # not yet its turn, or preempted by one before it
+        num_awaited, needs_history = sequence.num_awaited_tokens, sequence.needs_history
+        if num_awaited and (limits.num_stages > 1 or needs_history or sequence.draft_token_ids):
+            return  # the host has to know the token that a step in flight samples
+        num_tokens = len(sequence.token_ids) + num_awaited
+        num_left = min(sequence.most_tokens, limits.max_model_len) - num_tokens
+        if num_left <= 0:
+            return  # a step in flight computes the last token that it can have here
+        if sequence.draft_token_ids:
+            self.preemption.fit_drafts(sequence, schedule)
+            num_tokens += len(sequence.draft_token_ids)
+        num_tokens -= num_launched
+        if not num_tokens:
+            return  # held behind its first token
+        has_room = sequence.group is None and self._tables.grow(sequence)
+        if not has_room and not self.preemption.make_room(sequence, schedule):
+            return
+        if num_tokens > 1 or num_left == 1 or sequence.group is not None:
+            schedule.take(sequence, num_tokens)
+        else:
+            num_slots = len(sequence.block_ids) * limits.block_size
+            most = 1 if needs_history else num_left - 1
+            sequence.num_clear_tokens = min(num_slots, num_launched + most)
 
     def _share_prompts(self, schedule: Schedule) -> None:
         """Leave prompts for the steps that follow: one stage computes while the others wait, unless

@@ -82,6 +82,10 @@ class Sequence:
     theirs, and none of what counts tokens counts them. `drafted` is for the draft model, if there
     is one: its KV reaches over so many tokens, and as far as these follow.
 
+    A decode is clear while fewer than `num_clear_tokens` of its tokens are launched: the next one
+    has room in its blocks, and what it samples is not the last token that it can have. Where it
+    needs its history it is so for one step at a time.
+
     A beam asks for `num_candidates` in place of a token. It awaits none, and stands still until its
     `group` has decided which of them follows; a held one has no group.
     """
@@ -106,6 +110,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_prefill_tokens: int = 0
     num_stored_blocks: int = 0
+    num_clear_tokens: int = 0
     has_started: bool = False
     was_preempted: bool = False
     forks: tuple[Request, ...] = ()

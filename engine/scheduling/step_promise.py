@@ -58,7 +58,7 @@ class StepPromise:
         if cost is not None and target_s is not None:
             context = prefills[0].num_launched_tokens if prefills else 0
             most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
-            beside = step_shape(schedule.scheduled)
+            beside = step_shape(schedule.clear, schedule.others)
             num_tokens = self._tokens_within(target_s, cost, beside, context, most)
         schedule.limit_prompts(num_tokens)
 

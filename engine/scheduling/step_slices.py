@@ -1,13 +1,10 @@
-"""From what the scheduler planned to what the runner launches: one SequenceSlice a sequence."""
+"""From what the scheduler planned to what the runner launches: one SequenceSlice a sequence that
+is not among the columns of decode_batch.py."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
-from functools import partial
-from typing import Any
-
-import numpy as np
 
 from ...core.errors import InvalidRequest
 from ...core.request.request import key_at, token_key
@@ -19,8 +16,6 @@ from .schedule import ScheduledSequence
 from .sequence import Sequence
 
 _AWAITED = (0,)  # stands for the token that is not known yet
-# Not by their constructors, which take half as long again: a step makes hundreds.
-_new_slice, _new_spec = partial(tuple.__new__, SequenceSlice), partial(tuple.__new__, SampleSpec)
 
 
 def launch_slices(
@@ -35,23 +30,20 @@ def launch_slices(
     `masks` has the tokens that may be sampled, if not all may, behind each draft too.
     """
     slices = []
-    for (sequence, num_tokens), key in zip(planned, _keys_behind(planned), strict=True):
+    for sequence, num_tokens in planned:
         if sequence.draft_token_ids:
             slices.append(_verifying_slice(sequence, masks.get(sequence, ()), eos_token_ids))
             continue
         start, num_known = sequence.num_launched_tokens, len(sequence.token_ids)
-        end, num_candidates = start + num_tokens, sequence.num_candidates
+        end = start + num_tokens
         is_prompt = start < sequence.num_prefill_tokens
         is_awaited = start == num_known
         token_ids = _AWAITED if is_awaited else sequence.token_ids[start:end]
         follows = previous[sequence] if is_awaited else None
         sample = next_token_id = None
         if end == num_known + sequence.num_awaited_tokens:
-            if sequence.adds_to_specs or sequence.forks or num_candidates:
-                sample = _sample_spec(sequence, end, masks.get(sequence, ()), eos_token_ids)
-            else:  # nearly always
-                sample = _new_spec((sequence.sampling, key, (), None, (), None, 0))
-            sequence.num_awaited_tokens += not (sequence.is_held or num_candidates)
+            sample = sample_spec(sequence, end, masks.get(sequence, ()), eos_token_ids)
+            sequence.num_awaited_tokens += sequence.awaits_tokens
         elif end < num_known:
             next_token_id = sequence.token_ids[end]
         sequence.num_launched_tokens = end
@@ -63,39 +55,21 @@ def launch_slices(
             first_target = first - start - 1
             num_top = sequence.sampling.prompt_logprobs or 0
         slices.append(
-            _new_slice(
-                (
-                    token_ids,
-                    start,
-                    sequence.block_ids,
-                    sample,
-                    follows,
-                    targets,
-                    first_target,
-                    num_top,
-                    sequence.adapter_slot,
-                    (),
-                    is_prompt,
-                    next_token_id,
-                )
+            SequenceSlice(
+                token_ids,
+                start,
+                sequence.block_ids,
+                sample,
+                follows,
+                targets,
+                first_target,
+                num_top,
+                sequence.adapter_slot,
+                is_prompt=is_prompt,
+                next_token_id=next_token_id,
             )
         )
     return slices
-
-
-def _keys_behind(planned: Row[ScheduledSequence]) -> list[int]:
-    """The key of what is sampled behind each one's tokens; 0 where none is drawn."""
-    keys = [one.sample_key for one, _ in planned if one.sample_key is not None]
-    ends = [one.num_launched_tokens + n for one, n in planned if one.sample_key is not None]
-    if not keys:
-        return [0] * len(planned)
-    words: list[Any] = [np.array(keys, np.uint64), np.array(ends, np.uint64)]
-    found: Any = key_at(*words)
-    drawn: list[int] = found.tolist()
-    if len(drawn) == len(planned):
-        return drawn
-    rest = iter(drawn)
-    return [0 if one.sample_key is None else next(rest) for one, _ in planned]
 
 
 def _verifying_slice(
@@ -105,7 +79,7 @@ def _verifying_slice(
     start, drafts = sequence.num_launched_tokens, sequence.draft_token_ids
     assert start == sequence.num_tokens - 1, "drafts follow a token that is known"
     specs = [
-        _sample_spec(sequence, start + 1 + place, masks, eos_token_ids, drafts[:place])
+        sample_spec(sequence, start + 1 + place, masks, eos_token_ids, drafts[:place])
         for place in range(len(drafts) + 1)
     ]
     sequence.num_awaited_tokens += 1
@@ -143,7 +117,7 @@ def constrained_masks(
     return {sequence: mask for (sequence, _), mask in zip(samples, masks, strict=True)}
 
 
-def _sample_spec(
+def sample_spec(
     sequence: Sequence,
     position: int,
     masks: Row[Mask],

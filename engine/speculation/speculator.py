@@ -104,7 +104,7 @@ class Speculator:
             found = [(one, drafts[:length]) for (one, drafts), length in pairs]
         for sequence, drafts in found:
             if drafts:
-                sequence.draft_token_ids = drafts
+                sequence.draft_token_ids, sequence.num_clear_tokens = drafts, 0
                 self._drafted.append(sequence)
         if not self._runs_ahead:
             self.waited(self._clock.monotonic_s() - began_s)

@@ -49,19 +49,7 @@ class SampleSpec(NamedTuple):
         has_sparse = bool(forbidden_ids or params.logit_bias)
         return has_sparse or counts is not None or allowed is not None
 
-
-def special_rows(specs: Sequence[SampleSpec]) -> list[int]:
-    """Those for which temperature and noise are not all there is to their tokens. Asked of hundreds
-    at once: by a property, as `changes_logits` is, it would take twice as long."""
-    return [
-        row
-        for row, (params, _, forbidden_ids, counts, _, allowed, _) in enumerate(specs)
-        if forbidden_ids
-        or counts is not None
-        or allowed is not None
-        or params.logit_bias
-        or (
-            (params.top_k is not None or params.top_p < 1 or params.min_p > 0)
-            and params.temperature > 0
-        )
-    ]
+    @property
+    def needs_more_than_noise(self) -> bool:
+        """Whether temperature and noise are not all there is to the token."""
+        return self.changes_logits or self.params.needs_more_than_noise

@@ -20,7 +20,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.cuda_memory import CudaAllocation
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
@@ -108,7 +108,7 @@ def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
         runner.launch([piece(index, 0, context)]).collect()
     lens = [*[1] * num_decodes, *prompts]
     batch = [piece(index, contexts[index], n) for index, n in enumerate(lens)]
-    assert steps._find_prefill_graph(batch) is not None
+    assert steps._find_prefill_graph(StepBatch.of(batch)) is not None
     with_graph = runner.launch(batch).collect()
     steps.prefill_graphs.clear()
     without = runner.launch(batch).collect()

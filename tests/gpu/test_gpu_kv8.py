@@ -17,7 +17,7 @@ from baton.client import Client
 from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.kernels.sampling.sample_spec import SampleSpec
@@ -114,7 +114,7 @@ def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(folder: Path,
     execute(runner, [piece(n, 0, 30 + n) for n in range(9)])
     mixed = [piece(n, 30 + n, 1) for n in range(7)] + [piece(7, 37, 70), piece(8, 38, 3)]
     steps: Any = runner._steps
-    assert steps._find_prefill_graph(mixed) is not None
+    assert steps._find_prefill_graph(StepBatch.of(mixed)) is not None
     by_graph = execute(runner, mixed)
     steps.prefill_graphs.clear()
     by_kernel = execute(runner, mixed)

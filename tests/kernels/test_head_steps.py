@@ -4,13 +4,14 @@ played: events, and graphs, which run their step again at each replay."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fakes.combinations.decode_columns import columns_of
 from fakes.communicator import ThreadGroup
 from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, requests
 from kernels.test_steps_by_ranks import Event, Graph
@@ -22,7 +23,7 @@ pytest.importorskip("triton")
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution import gpu_steps
-from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
@@ -168,3 +169,28 @@ def test_two_ranks_draft_what_one_does(
     with ThreadPoolExecutor(2) as threads:
         found = [*threads.map(by_gpu_steps, ThreadGroup(2).ranks())]
     assert found == [drafts(alone)] * 2 and all(len(each) == MOST for each in found[0])
+
+
+def test_decodes_in_columns_leave_the_head_what_slices_do(on_gpu: ModelRunner) -> None:
+    spec, draw = SampleSpec(SamplingParams(temperature=0.0), key=1), torch.Generator()
+    prompts = [torch.randint(3, 64, (n,), generator=draw.manual_seed(n)).tolist() for n in (20, 7)]
+    batch = [
+        SequenceSlice(prompt, 0, [2 + 3 * index, 3 + 3 * index], spec)
+        for index, prompt in enumerate(prompts)
+    ]
+
+    def behind(pieces: list[SequenceSlice], step: Sequence[SequenceSlice]) -> list[SequenceSlice]:
+        found = []
+        for piece, token in zip(pieces, on_gpu.launch(step).collect(), strict=True):
+            assert token is not None
+            start = piece.start + len(piece.token_ids)
+            found.append(piece._replace(token_ids=[token.token_id], start=start))
+        return found
+
+    drafts = []
+    for as_columns in (False, True):
+        decodes = behind(batch, batch)
+        step = StepBatch(columns_of(decodes, 16), ()) if as_columns else decodes
+        drafting = [one._replace(draft_samples=(spec,) * MOST) for one in behind(decodes, step)]
+        drafts.append((drafting, on_gpu.draft(drafting)))
+    assert drafts[0] == drafts[1] and all(len(each) == MOST for each in drafts[0][1])

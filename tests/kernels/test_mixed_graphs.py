@@ -14,10 +14,12 @@ from kernels.test_steps_by_ranks import Event, Graph
 
 pytest.importorskip("triton")
 
+from fakes.combinations.decode_columns import columns_of
+
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution import gpu_steps
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.cuda_graphs import ProductTimes
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
@@ -62,7 +64,8 @@ def steps_of(runner: ModelRunner, *, has_graphs: bool, max_drafts: int = 0) -> G
     for room, graphs in steps.prefill_graphs.items():
         for size in graphs.sizes:
             inputs, padding = graphs.inputs(size), [steps._padding(size)]
-            attention.plan(metadata_of(padding, inputs[2], graph_decodes=min(room, size)))
+            batch = StepBatch.of(padding)
+            attention.plan(metadata_of(batch, inputs[2], graph_decodes=min(room, size)))
             graph = Graph(size, partial(steps._forward, inputs))
             graphs._graphs[size] = graph  # type: ignore[assignment]
     return steps
@@ -90,7 +93,7 @@ def test_the_tokens_are_those_of_a_step_without_padding(
     pieces = [piece(i, c, c + n) for i, (c, n) in enumerate(zip(contexts, lens, strict=True))]
     pieces[-1] = pieces[-1]._replace(sample=None)  # not its last chunk
     padded = steps_of(runner, has_graphs=True)
-    assert padded._find_prefill_graph(pieces) is not None
+    assert padded._find_prefill_graph(StepBatch.of(pieces)) is not None
     found = padded.launch(pieces).collect()
     expected = runner.launch(pieces).collect()
     assert found[-1] is None
@@ -106,6 +109,42 @@ SPECS = [
     SampleSpec(SamplingParams(temperature=0.9, top_k=20, top_p=0.8), key=8),
     SampleSpec(SamplingParams(temperature=0.0, logit_bias=((3, 2.0),), logprobs=3), key=9),
 ]
+
+
+@pytest.mark.parametrize("way", ["graph", "graph beside a prompt", "no graph"])
+def test_decodes_in_columns_have_the_tokens_of_slices(runner: ModelRunner, way: str) -> None:
+    rng = random.Random(5)
+    contexts = [rng.randrange(1, 60) for _ in range(6)]
+    ids = [[rng.randrange(3, 200) for _ in range(64)] for _ in contexts]
+    tables = [range(2 + 8 * index, 10 + 8 * index) for index in range(len(contexts))]
+    for context, tokens, table in zip(contexts, ids, tables, strict=True):
+        runner.launch([SequenceSlice(tokens[:context], 0, table, PLAIN)]).collect()
+    pieces = [
+        SequenceSlice(tokens[context : context + 1], context, table, SPECS[index % len(SPECS)])
+        for index, (context, tokens, table) in enumerate(zip(contexts, ids, tables, strict=True))
+    ]
+    prompts = [SequenceSlice(ids[0][:9], 0, range(60, 62), PLAIN)] if "prompt" in way else []
+    steps = steps_of(runner, has_graphs=way != "no graph")
+    if way == "graph":
+        for size in steps.graphs.sizes:
+            replayed = Graph(size, partial(steps._decode, steps.graphs.inputs(size)))
+            steps.graphs._graphs[size] = replayed  # type: ignore[assignment]
+    expected = steps.launch([*pieces, *prompts]).collect()
+    for num_others in (0, 2):
+        columns = columns_of(pieces[num_others:], 16)
+        batch = StepBatch(columns, [*pieces[:num_others], *prompts])
+        found = steps.launch(batch).collect()
+        n = len(columns)
+        assert [*found[n : n + num_others], *found[:n], *found[len(pieces) :]] == expected
+        known = [token.token_id for token in expected if token is not None]
+    behind = [one._replace(start=one.start + 1, follows=row) for row, one in enumerate(pieces)]
+    with_tokens = [
+        one._replace(token_ids=[token], follows=None)
+        for one, token in zip(behind, known, strict=False)
+    ]
+    expected = steps.launch(with_tokens).collect()
+    assert steps.launch(pieces).collect() is not None  # whose tokens those behind await
+    assert steps.launch(StepBatch(columns_of(behind, 16), ())).collect() == expected
 
 
 @pytest.mark.parametrize("way", ["graph", "graph beside a prompt", "no graph"])
@@ -130,7 +169,9 @@ def test_drafts_have_the_tokens_of_a_step_of_a_cpu(runner: ModelRunner, way: str
     if way == "graph beside a prompt":
         pieces.append(SequenceSlice(ids[0][:9], 0, range(60, 62), PLAIN))
     steps = steps_of(runner, has_graphs=True, max_drafts=3)
-    assert (steps._find_prefill_graph(pieces) is not None) == (len(pieces) > len(contexts))
+    assert (steps._find_prefill_graph(StepBatch.of(pieces)) is not None) == (
+        len(pieces) > len(contexts)
+    )
     if way == "graph":
         for size in steps.graphs.sizes:
             replayed = Graph(size, partial(steps._decode, steps.graphs.inputs(size)))
@@ -152,7 +193,7 @@ def test_other_steps_have_no_such_graph(runner: ModelRunner) -> None:
     decodes = [SequenceSlice([5], 3, [2], PLAIN)] * 17
 
     def fits(*more: SequenceSlice) -> bool:
-        return steps._find_prefill_graph([*decodes, *more]) is not None
+        return steps._find_prefill_graph(StepBatch.of([*decodes, *more])) is not None
 
     assert fits(SequenceSlice([5] * 64, 0, range(2, 6), None))
     assert not fits(), "decodes alone"
@@ -168,7 +209,8 @@ def test_prompts_alone_that_are_long_take_the_graphs_for_both(
 
     def room(start: int, num_tokens: int) -> int | None:
         table = range(2, 3 + (start + num_tokens) // 16)
-        found = steps._find_prefill_graph([SequenceSlice([5] * num_tokens, start, table, None)])
+        piece = SequenceSlice([5] * num_tokens, start, table, None)
+        found = steps._find_prefill_graph(StepBatch.of([piece]))
         return None if found is None else found[0]
 
     assert room(0, 60) == 0

@@ -15,6 +15,7 @@ part is launched behind the sampling, whose tokens it finds on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from ....kernels.upload import upload
 from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
-from ..batch import LaunchedStep, SequenceSlice
+from ..batch import DecodeColumns, LaunchedStep, SequenceSlice, StepBatch
 from ..cpu_steps import CpuSteps
 from ..step_parts import SampledRows, flatten
 from .draft_steps import DraftSteps
@@ -65,7 +66,7 @@ class HeadSteps(DraftSteps):
 
     def follow(
         self,
-        batch: Sequence[SequenceSlice],
+        batch: StepBatch,
         features: Tensor,
         rows: SampledRows,
         sampled: Tensor,
@@ -74,8 +75,8 @@ class HeadSteps(DraftSteps):
         """Behind a step of the model over `batch` that kept `features`; of its `rows` tokens were
         sampled, which lie in `sampled` `at` these places."""
         known = None if self._behind.runs_ahead else sampled.tolist()
-        pieces, first = list[SequenceSlice](), 0
-        for piece in batch:
+        pieces, first = list[SequenceSlice](), len(batch.decodes)
+        for piece in batch.others:
             # What is known of none is read by nobody: it is computed once more, or was the last.
             token_ids = [*piece.token_ids[1:], piece.next_token_id or 0]
             follows = None
@@ -87,10 +88,11 @@ class HeadSteps(DraftSteps):
                     token_ids[first - end :] = [known[place] for place in at[first:end]]
                 first = end
             pieces.append(piece._replace(token_ids=token_ids, follows=follows, adapter_slot=None))
-        arrays = flatten(pieces, self._block_size)
+        behind = StepBatch(_columns_behind(batch.decodes, at, known), pieces)
+        arrays = flatten(behind, self._block_size)
         num_tokens = arrays.shape[1]
         self._states[:num_tokens].copy_(self._head.fuse(features[:num_tokens]))
-        self._behind.launch(pieces)
+        self._behind.launch(behind)
         self._slots, self._tokens = arrays[2, rows.tokens].tolist(), rows.tokens
         self._sampled = (sampled, at)
 
@@ -150,6 +152,19 @@ def _states(model: Decoder, head: DraftHead, most_tokens: int) -> Tensor:
     model.keep(most_tokens)
     shape = (most_tokens, head.hidden_size)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+
+def _columns_behind(
+    decodes: DecodeColumns, at: Sequence[int], known: Sequence[int] | None
+) -> DecodeColumns:
+    """The same with the token that each has sampled, or awaits `at` its place."""
+    n = len(decodes)
+    places = np.array(at[:n], np.int64)
+    slots = [None] * n
+    if known is None:
+        return replace(decodes, token_ids=places, follows=places, adapter_slots=slots)
+    token_ids, follows = np.array(known, np.int64)[places], np.full(n, -1)
+    return replace(decodes, token_ids=token_ids, follows=follows, adapter_slots=slots)
 
 
 def _last(piece: SequenceSlice) -> SequenceSlice:

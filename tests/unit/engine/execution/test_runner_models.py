@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.cpu_steps import CpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.kernels.sampling.sample_spec import SampleSpec
@@ -97,7 +97,7 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
     steps = pair.ours._steps
     assert isinstance(steps, CpuSteps)
     with torch.inference_mode():
-        ours = steps.model.lm_head.project(steps._forward([piece]))
+        ours = steps.model.lm_head.project(steps._forward(StepBatch.of([piece])))
     theirs = pair.logits(token_ids)
     scale = float(theirs.abs().max())
     assert scale > 1  # the checkpoint says something

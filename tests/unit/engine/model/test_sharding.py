@@ -17,7 +17,7 @@ from fakes.communicator import ThreadGroup
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.cpu_steps import CpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.model.model_config import read_model_config
@@ -69,7 +69,7 @@ class Ranks:
             steps = runner._steps
             assert isinstance(steps, CpuSteps)
             with torch.inference_mode():
-                return steps.model.lm_head.project(steps._forward([piece]))
+                return steps.model.lm_head.project(steps._forward(StepBatch.of([piece])))
 
         return list(self._threads.map(compute, self.runners))
 

@@ -6,12 +6,13 @@ import dataclasses
 import math
 
 import numpy as np
+from fakes.combinations.decode_columns import decode_columns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.core.request.request import SAMPLING, SamplingParams
-from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.batch import DecodeColumns, SequenceSlice, StepBatch
 from baton.engine.execution.constraints import TokenCounts
 from baton.engine.parallel.parallel_runner import decode, encode
 from baton.kernels.sampling.sample_spec import SampleSpec
@@ -91,6 +92,16 @@ def plain_spec(spec: SampleSpec | None) -> list[object]:
 @given(st.lists(slices, min_size=1, max_size=4))
 def test_what_arrives_is_what_was_sent(batch: list[SequenceSlice]) -> None:
     assert [plain(piece) for piece in decode(memoryview(encode(batch)))] == list(map(plain, batch))
+
+
+@given(decode_columns(4), st.lists(slices, max_size=2))
+def test_columns_arrive_as_columns(decodes: DecodeColumns, others: list[SequenceSlice]) -> None:
+    batch = StepBatch(decodes, others)
+    received = decode(memoryview(encode(batch)))
+    assert len(received.decodes) == len(decodes)
+    assert [*map(plain, received)] == [*map(plain, batch)]
+    for name in ("blocks", "temperatures", "special", "asking"):
+        assert [*getattr(received.decodes, name)] == [*getattr(decodes, name)]
 
 
 def test_the_counts_may_change_once_they_are_encoded() -> None:

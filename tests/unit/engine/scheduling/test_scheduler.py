@@ -393,3 +393,27 @@ def test_a_started_reservation_runs_by_its_arrival() -> None:
     assert bench.scheduler.queues.running == [early, b]
     assert bench.step() == {"a": 1}
     assert b.state is SequenceState.WAITING
+
+
+def test_a_clear_decode_is_looked_at_when_it_needs_a_block_and_at_its_end() -> None:
+    bench = Bench()
+    a = bench.add(3)
+    bench.step()
+    a.most_tokens = 11
+    looked_at = []
+    while bench.step():
+        if a.num_clear_tokens <= a.num_launched_tokens:
+            looked_at.append(a.num_tokens)
+        assert a.num_launched_tokens <= len(a.block_ids) * BLOCK_SIZE
+    assert looked_at == [5, 9, 10, 11] and a.num_tokens == 11
+
+
+def test_a_clear_decode_that_is_preempted_begins_anew() -> None:
+    bench = Bench()
+    a, b = bench.add(3), bench.add(3, first_id=100)
+    bench.step()
+    assert bench.step() == {"a": 1, "b": 1} and b.num_clear_tokens
+    bench.scheduler.preemption.preempt(b)
+    assert not b.num_clear_tokens and a.num_clear_tokens
+    assert bench.step() == {"a": 1, "b": 1}, "the other tokens are cached"
+    assert b.num_launched_tokens == b.num_prefill_tokens and not b.num_clear_tokens

@@ -1,0 +1,97 @@
+"""Decodes in columns are what slices made of each sequence, one by one, are."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.request.request import Request, SamplingParams
+from baton.core.request.token_ids import BlockHash
+from baton.engine.execution.batch import SequenceSlice
+from baton.engine.scheduling.decode_batch import DecodeBatch
+from baton.engine.scheduling.schedule import ScheduledSequence
+from baton.engine.scheduling.sequence import Sequence
+from baton.engine.scheduling.step_slices import launch_slices
+
+BLOCK_SIZE = 4
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.7)),
+    seed=st.integers(0, 2**64 - 1),
+    top_k=st.none() | st.just(3),
+    logprobs=st.none() | st.just(2),
+    min_tokens=st.sampled_from((0, 4)),
+)
+
+
+def decoding(number: int, sampling: SamplingParams) -> Sequence:
+    """Its prompt is computed, and its first token is known."""
+    length = 1 + number * 3
+    sequence = Sequence(
+        Request(f"{number:032x}", 0, tuple(range(length)), sampling, sample_index=number),
+        number,
+        False,
+        BlockHash(b""),
+    )
+    sequence.token_ids.append(100 + number)
+    sequence.num_prefill_tokens = sequence.num_launched_tokens = length
+    sequence.block_ids = array("i", range(1000 * number, 1000 * number + 40))
+    sequence.adapter_slot = None if number % 2 else number
+    return sequence
+
+
+def comparable(piece: SequenceSlice) -> SequenceSlice:
+    return piece._replace(token_ids=[*piece.token_ids])
+
+
+def launch_both(
+    columns: DecodeBatch, pairs: list[tuple[Sequence, Sequence]], places: dict[int, int]
+) -> None:
+    """`places` of those that are in flight, by arrival."""
+    own, others = [one for one, _ in pairs], [one for _, one in pairs]
+    awaited = {one: places[one.arrival] for one in own if one.arrival in places}
+    launched = columns.launch(own, awaited, {}, frozenset((7,)))
+    awaited = {one: places[one.arrival] for one in others if one.arrival in places}
+    planned = [ScheduledSequence(one, 1) for one in others]
+    expected = launch_slices(planned, awaited, {}, frozenset((7,)))
+    found = map(launched.slice, range(len(launched)))
+    assert [*map(comparable, found)] == [*map(comparable, expected)]
+    offsets = launched.starts // BLOCK_SIZE
+    tables = [one.block_ids for one in others]
+    blocks = [table[place] for table, place in zip(tables, offsets.tolist(), strict=True)]
+    assert launched.blocks.tolist() == blocks
+    assert [*launched.special] == [i for i, one in enumerate(others) if is_filtered(one.sampling)]
+    assert [*launched.asking] == [i for i, one in enumerate(others) if one.sampling.logprobs]
+
+
+def is_filtered(sampling: SamplingParams) -> bool:
+    return not sampling.min_tokens and sampling.top_k is not None and sampling.temperature > 0
+
+
+@given(st.data(), st.lists(params, min_size=1, max_size=6))
+def test_columns_are_the_slices_of_each(data: st.DataObject, asked: list[SamplingParams]) -> None:
+    """Sequences come and go, and a step may be launched behind one in flight, or behind none."""
+    pairs = [(decoding(i, one), decoding(i, one)) for i, one in enumerate(asked)]
+    columns, in_flight = DecodeBatch(BLOCK_SIZE), list[int]()
+    chosen = [*range(len(pairs))]
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            chosen = sorted(data.draw(st.sets(st.integers(0, len(pairs) - 1))))
+        is_ahead = data.draw(st.booleans())
+        if not is_ahead:
+            collect(pairs, in_flight)
+        places = {} if not is_ahead else {index: place for place, index in enumerate(in_flight)}
+        launch_both(columns, [pairs[index] for index in chosen], places)
+        if is_ahead:
+            collect(pairs, in_flight)
+        in_flight = [*chosen]
+
+
+def collect(pairs: list[tuple[Sequence, Sequence]], in_flight: list[int]) -> None:
+    for one in (one for index in in_flight for one in pairs[index]):
+        one.num_awaited_tokens -= 1
+        one.num_computed_tokens += 1
+        one.token_ids.append(500 + one.num_tokens)
+    in_flight.clear()
