@@ -52,6 +52,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 EVERYTHING = {name: value for one in SAMPLINGS.values() for name, value in one.items()}
 
 
+TESTS = Path(__file__).parents[1]
+
+
 def config_of(folder: Path, device: str) -> EngineConfig:
     return EngineConfig(
         model=str(folder),
@@ -191,6 +194,8 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path, head_dim: int) -> None:
 
 _FAULT = """
 import sys
+sys.path.insert(0, sys.argv[2])
+from engines.steps import execute
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed
 from baton.core.request.request import SamplingParams
@@ -211,7 +216,7 @@ def test_a_fault_on_the_device_is_a_typed_error(tmp_path: Path) -> None:
     """A token id beyond the vocabulary stops the device: in a process of its own."""
     write_checkpoint(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", _FAULT, str(tmp_path)],
+        [sys.executable, "-c", _FAULT, str(tmp_path), str(TESTS)],
         capture_output=True,
         text=True,
         timeout=100,
