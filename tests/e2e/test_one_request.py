@@ -30,7 +30,7 @@ folder = Path(sys.argv[2])
 with Client(sys.argv[1]) as client:
     list(client.generate("once upon", max_tokens=4))
     (folder / "idle").touch()
-    time.sleep(1.5)
+    time.sleep(2.5)
     (folder / "start").touch()
     time.sleep(0.3)
     chunks = list(client.generate("one request", max_tokens=8))
