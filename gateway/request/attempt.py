@@ -87,9 +87,9 @@ class Attempt:
     @property
     def beside_decodes_since_s(self) -> float | None:
         """Since when one engine has had the prompt, to decode it too; None: there are tokens, or
-        this is not the first attempt."""
-        waits = self.route.is_local and not self.number and not self.has_tokens
-        return self.began_s if waits else None
+        may be, in a search, or this is not the first attempt."""
+        may_wait = self.route.is_local and not self.number and not self._is_search
+        return self.began_s if may_wait and not self.has_tokens else None
 
     @property
     def is_decoding(self) -> bool:

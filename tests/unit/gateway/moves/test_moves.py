@@ -108,10 +108,11 @@ class World:
             output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
             self.sessions.engine_outputs(name, [output] if is_streaming else [])
 
-    def session(self, request_id: str) -> Session:
+    def session(self, request_id: str, **sampling: object) -> Session:
+        params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         return Session(
             request_id,
-            ValidatedRequest((1,) * 1000, SamplingParams(max_tokens=500), "label"),
+            ValidatedRequest((1,) * 1000, params, "label"),
             deadline_s=1e3,
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(Letters(), ()),
@@ -244,3 +245,14 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
         world.clock.advance(1.0)
         world.mover.look()
         assert not prefill.dispatched and not world.table.moves
+
+
+async def test_a_search_is_not_begun_anew() -> None:
+    """Its tokens come at its end: that there are none says nothing of its prompt."""
+    world = World(num_requests=0)
+    search = world.session("search", use_beam_search=True, best_of=2)
+    world.sessions.start(search)
+    prefill = world.add_prefill_engine()
+    world.clock.advance(1.0)
+    world.mover.look()
+    assert not prefill.dispatched and not world.table.moves
