@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from ...core.membership import Role
@@ -83,12 +84,15 @@ class RequestMover:
 
     def _look_at_prompts(self, now_s: float) -> None:
         """Those that wait longer than they need to."""
-        takers = [e for e in self._table.engines.values() if _computes_prompts_alone(e)]
+        engines = self._table.engines.values()
+        sources = {name for e in engines if e.load and e.is_ready for name in e.load.links}
+        takers = [e for e in engines if e.incarnation in sources and _computes_prompts_alone(e)]
         if not takers:
             return
         for session, since_s in self._sessions.prompts_beside_decodes():
             waited_s, num_tokens = now_s - since_s, session.demand.num_tokens
-            soonest_s = min(engine.account.seconds_until(num_tokens) for engine in takers)
+            able = (engine.account for engine in takers if _served([session], by=[engine]))
+            soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)
             if waited_s >= max(_PATIENCE_S, _TIMES * soonest_s):
                 log.info("%s: its prompt is planned again after %.1f s", session.call_id, waited_s)
                 self._table.moves["planned_again"] += 1
@@ -112,14 +116,7 @@ class RequestMover:
     ) -> list[Session]:
         """Of those that decode there, what any engine of the model could go on with."""
         alike = [e for e in self._table.engines.values() if e.fingerprint == engine.fingerprint]
-        can_constrain = all(one.member.can_constrain for one in alike)
-        has_adapters = all(one.max_loras for one in alike)
-        return [
-            session
-            for session in movable.get(engine.incarnation, ())
-            if (can_constrain or session.request.sampling.constraint is None)
-            and (has_adapters or not session.request.adapter_digest)
-        ]
+        return _served(movable.get(engine.incarnation, ()), by=alike)
 
     @staticmethod
     def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
@@ -141,6 +138,18 @@ def _computes_prompts_alone(engine: LinkedEngine) -> bool:
     load = engine.load
     is_free = load is not None and engine.is_ready and not load.takes_whole
     return is_free and engine.member.role is Role.PREFILL
+
+
+def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[Session]:
+    """Those that all of these engines can serve: constraints and adapters may differ."""
+    can_constrain = all(engine.member.can_constrain for engine in by)
+    has_adapters = all(engine.max_loras for engine in by)
+    return [
+        session
+        for session in sessions
+        if (can_constrain or session.request.sampling.constraint is None)
+        and (has_adapters or not session.request.adapter_digest)
+    ]
 
 
 def _is_broken(engine: LinkedEngine) -> bool:

@@ -247,6 +247,24 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
         assert not prefill.dispatched and not world.table.moves
 
 
+async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
+    """An adapter that the quicker engine does not serve; and who decodes cannot pull from that."""
+    for has_adapter, links in ((True, frozenset("p")), (False, frozenset[str]())):
+        world = World(is_streaming=False)
+        (session,) = world.running
+        prefill = world.add_prefill_engine()
+        for name, engine in world.table.engines.items():
+            assert engine.load is not None
+            engine.max_loras = int(name != "p")
+            engine.receive_heartbeat(replace(engine.load, links=links))
+        if has_adapter:
+            session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))
+        world.clock.advance(1.0)
+        world.mover.look()
+        assert not prefill.dispatched and not world.table.moves
+        assert not any(link.cancelled for link in world.links.values())
+
+
 async def test_a_search_is_not_begun_anew() -> None:
     """Its tokens come at its end: that there are none says nothing of its prompt."""
     world = World(num_requests=0)
