@@ -199,6 +199,11 @@ def choose_plan(
         usable = [engine for engine in usable if engine.incarnation not in avoid.incarnations]
     if fingerprint is not None:
         usable = [engine for engine in usable if engine.fingerprint == fingerprint]
+    if avoid.pairs:  # an engine with itself: not alone
+        usable = [
+            e._replace(keeps_promise=False) if (e.incarnation,) * 2 in avoid.pairs else e
+            for e in usable
+        ]
     role = Role.PREFILL
     prefill = [engine for engine in usable if engine.role is role]
     decode = _linked([e for e in usable if e.role is not role], prefill, avoid)

@@ -2,7 +2,7 @@
 
     every PERIOD_S   heartbeats ─► choice.py ─► a route whose prefix comes from the old engine ─►
                                                 session (request/move.py)
-                     prompts that wait beside decodes ─► planned again, without that engine
+                     prompts that wait beside decodes ─► planned again, not there alone
 
 Running requests leave engines whose promise is broken. A prompt leaves one whose promise to its
 decodes has no room for it, where an engine that computes prompts alone would have it sooner than it

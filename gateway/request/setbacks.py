@@ -228,12 +228,12 @@ class Setbacks:
         if isinstance(error, TrialRefused):
             self._leave_out(incarnation, attempt.pair)
         else:
-            self._plan_without(incarnation)
+            self._plan_without(Avoid(frozenset({incarnation})))
 
     def plan_again(self, attempt: Attempt) -> None:
-        """Its engine does not get on with it: as if it had not taken it."""
+        """Its engine does not get on with it alone: as if it had not taken it."""
         self._take_back(attempt)
-        self._plan_without(attempt.pair[0])
+        self._plan_without(Avoid(pairs=frozenset({attempt.pair})))
 
     def _take_back(self, attempt: Attempt) -> None:
         self._give_up(attempt, "refused")
@@ -241,13 +241,15 @@ class Setbacks:
         self._session.num_taken -= 1
         self.num_refusals += 1
 
-    def _plan_without(self, incarnation: str) -> None:
+    def _plan_without(self, avoid: Avoid) -> None:
         """Once; then it waits in the queue as if it had never been dispatched."""
         session = self._session
         if self.num_refusals == 1:
             before = self._avoid, self._avoid_until_s
-            others = Avoid(self._avoid.incarnations | {incarnation}, self._avoid.pairs)
-            self._avoid, self._avoid_until_s = others, math.inf
+            self._avoid = Avoid(
+                self._avoid.incarnations | avoid.incarnations, self._avoid.pairs | avoid.pairs
+            )
+            self._avoid_until_s = math.inf
             session.try_dispatch()
             self._avoid, self._avoid_until_s = before
         if session.is_waiting:

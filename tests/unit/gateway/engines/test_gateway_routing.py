@@ -214,6 +214,15 @@ def test_one_engine_that_failed_is_avoided() -> None:
         choose_plan(engines, 33, avoid=Avoid(frozenset("de")))
 
 
+def test_an_engine_that_is_not_to_do_it_alone_may_still_do_a_part() -> None:
+    alone = Avoid(pairs=frozenset({("d", "d"), ("p", "p")}))
+    engines = [prefill("p", keeps_promise=True), decode("d", keeps_promise=True)]
+    assert choose_plan(engines, 33, avoid=alone) == ("p", "d")
+    assert choose_plan([*engines, decode("e", keeps_promise=True)], 33) != ("p", "d")
+    with pytest.raises(Unavailable):
+        choose_plan(engines[1:], 33, avoid=alone)
+
+
 loads = st.integers(0, 3)
 DRAWN = {"num_requests", "waiting_tokens", "free_blocks", "credit_blocks", "is_draining"}
 states = st.lists(

@@ -124,14 +124,14 @@ class World:
         )
 
     def add_prefill_engine(
-        self, *, waiting_tokens: int = 0, is_promising: bool = False
+        self, *, waiting_tokens: int = 0, is_promising: bool = False, **fields: object
     ) -> FakeLink:
         """`p`, which both others can pull from."""
         link = self.links["p"] = FakeLink("p")
         member = Member("p", Role.PREFILL, "p", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
         engine = LinkedEngine(member, link, clock=self.clock, max_num_seqs=64, block_bytes=2048)
         self.table.add(engine)
-        self.report(busy="", links=frozenset("p"))
+        self.report(busy="", links=frozenset("p"), **fields)
         assert engine.load is not None
         target_s = PROMISE_S if is_promising else None
         load = replace(engine.load, tbt_target_s=target_s, waiting_tokens=waiting_tokens)
@@ -245,6 +245,23 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
         world.clock.advance(1.0)
         world.mover.look()
         assert not prefill.dispatched and not world.table.moves
+
+
+async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
+    """Not to compute it after all, as its estimate is still the least."""
+    world = World(num_requests=0)
+    world.table.remove("b")
+    (session,) = world.running = [world.session("r0")]
+    world.sessions.start(session)
+    world.clock.advance(2.0)
+    prefill = world.add_prefill_engine(
+        waiting_tokens=5000, step_cost=replace(COST, row_s=(2e-5,) * 10)
+    )
+    world.mover.look()
+    assert [work for _, work, *_ in prefill.dispatched] == [Work.PREFILL]
+    works = [work for _, work, *_ in world.links["a"].dispatched]
+    assert works == [Work.LOCAL, Work.DECODE] and world.links["a"].cancelled == [0]
+    assert not world.table.decisions["unavailable"]
 
 
 async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
