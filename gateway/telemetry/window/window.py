@@ -62,7 +62,7 @@ class TelemetryWindow:
         self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
         self._last_minutes = Rows(1, span_s, KEPT)
         self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
-        # When it ended here or came from another gateway, by `now_us`, and the call.
+        # When it was counted here or came from another gateway, by `now_us`, and the call.
         self.recent: deque[tuple[int, EndedCall]] = deque(maxlen=max_recent)
 
     # --- writing ----------------------------------------------------------------------------------
@@ -73,9 +73,7 @@ class TelemetryWindow:
             return
         self._add((self._last_minutes, self._last_hour), number, tally)
         now_us = self.now_us()
-        self.recent.extend(
-            (min(now_us, self.from_unix_s(call.ended_unix_s)), call) for call in tally.ended
-        )
+        self.recent.extend((now_us, call) for call in tally.ended)
         if self.outbox is not None:
             own = self.outbox.setdefault(number, Tally())
             own.join(tally, KEPT)

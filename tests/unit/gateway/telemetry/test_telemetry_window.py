@@ -28,6 +28,26 @@ from baton.gateway.telemetry.window.window import LATENCIES, TelemetryWindow, co
 SPAN_S = 4
 
 
+@pytest.mark.parametrize("step_s", [-3600, -2, 2, 3600])
+def test_a_page_gets_every_call_though_the_wall_clock_is_set(step_s: int) -> None:
+    class WallClock(FakeClock):
+        step_s = 0
+
+        def unix_ns(self) -> int:
+            return super().unix_ns() + self.step_s * 10**9
+
+    clock = WallClock()
+    window, feed = watched(clock)
+    clock.advance(10)
+    since_unix_s = window_snapshot(window, SloTargets(1, 1))["now_unix_s"]
+    clock.step_s = step_s
+    call = PlayedCall(clock, feed)
+    clock.advance(0.5)
+    call.finish()
+    clock.advance(0.5)
+    assert len(window_snapshot(window, SloTargets(1, 1), since_unix_s)["recent"]) == 1
+
+
 @given(st.lists(st.floats(1e-6, 80_000), min_size=1, max_size=60), st.floats(0.1, 100))
 def test_percentiles_are_nearest_ranks_within_one_percent(samples: list[float], q: float) -> None:
     histogram = Histogram()
