@@ -89,7 +89,8 @@ class RequestMover:
         takers = [e for e in engines if e.incarnation in sources and _computes_prompts_alone(e)]
         if not takers:
             return
-        for session, since_s in self._sessions.prompts_beside_decodes():
+        waiting = [request_id for e in engines for request_id, _ in e.account.unanswered]
+        for session, since_s in self._sessions.prompts_beside_decodes(waiting):
             waited_s, num_tokens = now_s - since_s, session.demand.num_tokens
             able = (engine.account for engine in takers if _served([session], by=[engine]))
             soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)

@@ -323,12 +323,13 @@ class SessionTable:
                 found.setdefault(incarnation, []).append(session)
         return found
 
-    def prompts_beside_decodes(self) -> list[tuple[Session, float]]:
-        """Those that an engine is to compute beside its decodes, with since when."""
+    def prompts_beside_decodes(self, request_ids: Iterable[str]) -> list[tuple[Session, float]]:
+        """Of these, those that an engine is to compute beside its decodes, with since when."""
+        sessions = (self._sessions.get(request_id) for request_id in request_ids)
         return [
             (session, since_s)
-            for session in self._sessions.values()
-            if (since_s := session.beside_decodes_since_s) is not None
+            for session in sessions
+            if session and (since_s := session.beside_decodes_since_s) is not None
         ]
 
     def plan_again(self, session: Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
 from hypothesis import given
@@ -105,8 +106,10 @@ class World:
         for session in self.running:
             self.sessions.start(session)
             name = session.attempt.pair[1]  # type: ignore[union-attr]
-            output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
-            self.sessions.engine_outputs(name, [output] if is_streaming else [])
+            if is_streaming:
+                output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
+                self.table.engines[name].settle([output])
+                self.sessions.engine_outputs(name, [output])
 
     def session(self, request_id: str, **sampling: object) -> Session:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
@@ -245,6 +248,15 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
         world.clock.advance(1.0)
         world.mover.look()
         assert not prefill.dispatched and not world.table.moves
+
+
+async def test_requests_that_stream_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands, four times a second."""
+    world = World(num_requests=3)
+    world.add_prefill_engine()
+    looked = property(lambda session: pytest.fail(session.request_id))
+    monkeypatch.setattr(Session, "beside_decodes_since_s", looked)
+    world.mover.look()
 
 
 async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
