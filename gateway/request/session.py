@@ -333,6 +333,7 @@ class Session:
     def plan_again(self) -> None:
         """While `beside_decodes_since_s`: another engine is to compute the prompt."""
         if (attempt := self.attempt) is not None:
+            self._queue_until_s = self._clock.monotonic_s() + self._limits.max_queue_s
             self._setback().plan_again(attempt)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover
-from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.gateway.request.engine_link import Blocked, EngineOutput, Work
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
@@ -111,7 +112,9 @@ class World:
                 self.table.engines[name].settle([output])
                 self.sessions.engine_outputs(name, [output])
 
-    def session(self, request_id: str, **sampling: object) -> Session:
+    def session(
+        self, request_id: str, *, max_queue_s: float = math.inf, **sampling: object
+    ) -> Session:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         return Session(
             request_id,
@@ -123,7 +126,7 @@ class World:
             router=PromptRouter(self.table),
             clock=self.clock,
             entropy=FakeEntropy(),
-            limits=SessionLimits(),
+            limits=SessionLimits(max_queue_s=max_queue_s),
         )
 
     def add_prefill_engine(
@@ -274,6 +277,26 @@ async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
     works = [work for _, work, *_ in world.links["a"].dispatched]
     assert works == [Work.LOCAL, Work.DECODE] and world.links["a"].cancelled == [0]
     assert not world.table.decisions["unavailable"]
+
+
+async def test_a_prompt_that_finds_no_place_then_has_not_waited_for_one_before() -> None:
+    world = World(num_requests=0)
+    world.table.remove("b")
+    (session,) = world.running = [world.session("r0", max_queue_s=1.0)]
+    world.sessions.start(session)
+    world.clock.advance(2.0)
+    world.add_prefill_engine()
+    full = world.table.engines["a"]
+    assert full.load is not None
+    full.receive_heartbeat(replace(full.load, num_requests=64, room_blocks=0))
+    world.mover.look()
+    assert session.blocked is Blocked.PLACE and session.next_wakeup_s == 3.0
+    world.clock.advance(0.9)
+    session.tick()
+    assert not session.is_over
+    world.clock.advance(0.2)
+    session.tick()
+    assert session.is_over
 
 
 async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
