@@ -125,7 +125,7 @@ class Answer:
         token_ids = tuple([token_id for token_id, _ in shown])
         self.output_ids += token_ids
         logprobs = tuple([logprobs for _, logprobs in shown if logprobs is not None])
-        scores = () if index else self.prompt_scores.all()
+        scores = self.prompt_scores.all() if shown and not index else ()
         chunk = OutputChunk(
             piece.text, token_ids, index, None, self._sample_index, logprobs, scores
         )
@@ -146,6 +146,8 @@ class Answer:
         num_attempts: int,
     ) -> None:
         """The good end."""
+        if not self.output_ids:
+            chunk.prompt_logprobs = self.prompt_scores.all()
         if matched_stop is None:
             chunk.text += self.text.flush()
             ids = self.request.sampling.stop_token_ids

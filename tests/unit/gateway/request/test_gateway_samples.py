@@ -143,6 +143,27 @@ def test_logprobs_stay_with_their_tokens_whatever_overtakes() -> None:
     assert (last.text, last.logprobs, last.prompt_logprobs) == ("c", SCORES[2:3], ())
 
 
+def test_scores_of_a_prompt_are_copied_for_its_first_chunk_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They come by as many outputs as the prompt has chunks."""
+    copied: list[int] = []
+    all_scores = PromptScores.all
+
+    def counted(scores: PromptScores) -> tuple[TokenLogprobs, ...]:
+        found = all_scores(scores)
+        copied.append(len(found))
+        return found
+
+    monkeypatch.setattr(PromptScores, "all", counted)
+    rig = Rig(n=1, prompt_logprobs=1)
+    rig.send("p1", 0, prompt_logprobs=SCORES[:1], first_prompt_index=1)
+    rig.send("p1", 0, prompt_logprobs=SCORES[1:2], first_prompt_index=2)
+    rig.send("p1", 0, finish_reason=LENGTH)
+    (only,) = rig.chunks
+    assert only.prompt_logprobs == SCORES[:2] and copied == [2]
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_the_end_of_a_search_waits_for_the_scores_of_its_prompt(*, is_lost: bool) -> None:
     rig = Rig(n=2, use_beam_search=True, best_of=2, prompt_logprobs=1)
