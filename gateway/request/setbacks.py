@@ -184,9 +184,10 @@ class Setbacks:
 
     @property
     def until_s(self) -> float:
-        """When something of this is over."""
-        settled_s = math.inf if self._settle_until_s is None else self._settle_until_s
-        return min(settled_s, self._avoid_until_s) if self._avoid else settled_s
+        """When something of this is over; nothing is until all has settled."""
+        if self._settle_until_s is not None:
+            return self._settle_until_s
+        return self._avoid_until_s if self._avoid else math.inf
 
     def _settle(self) -> bool:
         """False: it may not try now."""

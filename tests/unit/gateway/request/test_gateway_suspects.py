@@ -311,6 +311,9 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
     else:
         while len(other.dispatched) < 2:
             cluster.step()
+            for session in cluster.sessions.values():
+                session.tick()
+                assert session.next_wakeup_s > cluster.clock.monotonic_s(), "not all the time"
         assert cluster.clock.monotonic_s() - began_s == pytest.approx(LATE_S, abs=0.05)
     cluster.run()
     assert not cluster.lost()
