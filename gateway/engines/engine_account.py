@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...core.ports import Clock
-from ...core.step_cost import PromptSpeed
+from ...core.step_cost import PromptSpeed, pairs_of
 from .reported_load import ReportedLoad
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
@@ -187,9 +187,12 @@ class EngineAccount:
         return max(0, ahead)
 
     def seconds_until(self, num_tokens: int) -> float:
-        """Until it had computed so many more; `inf` while its speed is not known."""
+        """Until it had computed a prompt of so many more; `inf` while its speed is not known."""
         speed = self.speed
-        return math.inf if speed is None else speed.seconds_of(self.tokens_ahead + num_tokens)
+        if speed is None:
+            return math.inf
+        pairs_s = speed.pair_s * pairs_of(num_tokens, 0)
+        return speed.seconds_of(self.tokens_ahead + num_tokens) + pairs_s
 
     def fair_tokens_ahead(
         self, caller_id: int, num_tokens: int, held: Mapping[int, float]

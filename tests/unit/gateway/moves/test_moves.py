@@ -253,6 +253,18 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
         assert not prefill.dispatched and not world.table.moves
 
 
+async def test_a_long_prompt_takes_long_anywhere() -> None:
+    """Each of its tokens sees all before it: half a second for these, where nothing else runs."""
+    world = World(is_streaming=False)
+    prefill = world.add_prefill_engine(step_cost=replace(COST, pair_s=1e-6))
+    world.clock.advance(0.9)
+    world.mover.look()
+    assert not prefill.dispatched
+    world.clock.advance(0.2)
+    world.mover.look()
+    assert prefill.dispatched
+
+
 async def test_requests_that_stream_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be thousands, four times a second."""
     world = World(num_requests=3)
