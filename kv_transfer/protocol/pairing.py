@@ -10,6 +10,7 @@ Compares fingerprints; sends nothing.
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from ...core.errors import BatonError, FingerprintMismatch, HandoffFailed
@@ -116,7 +117,8 @@ class Tombstones:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[float, BatonError]] = {}
+        # Not a dict: to find the oldest, that passes by all that were deleted before.
+        self._entries: OrderedDict[str, tuple[float, BatonError]] = OrderedDict()
 
     def add(self, transfer_id: str, error: BatonError, now_s: float) -> None:
         """Bury a transfer. The first burial counts."""

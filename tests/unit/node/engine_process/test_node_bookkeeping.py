@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,15 @@ class TestRequestBook:
         clock.advance(1)
         book.overdue()
         book.open(one)
+
+    def test_tens_of_thousands_that_are_over_cost_next_to_nothing(self) -> None:
+        clock = FakeClock()
+        book, start_s = RequestTable(clock), time.process_time()
+        for number in range(60_000):
+            book.close(str(number))
+        clock.advance(TOMBSTONE_S)
+        book.overdue()
+        assert time.process_time() - start_s < 1.0
 
     def test_close_of_a_key_that_never_came_refuses_it(self) -> None:
         book, one = RequestTable(FakeClock()), entry(1)
