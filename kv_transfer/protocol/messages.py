@@ -135,7 +135,7 @@ def decode(payload: bytes) -> Message | Refused:
     try:
         message: Message | Refused = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HandoffFailed(f"a peer sent no message: {error}") from error
+        raise HandoffFailed(f"a peer sent no message: {error}"[:MAX_TEXT_CHARS]) from error
     if isinstance(message, Manifest) and message.state is not None:
         _check_candidates(message.state.first)
     return message

@@ -187,6 +187,12 @@ def test_what_no_sane_peer_sends_is_a_typed_error(malformed: object) -> None:
         decode(msgspec.msgpack.encode(malformed))
 
 
+def test_what_a_peer_sent_is_not_all_told() -> None:
+    with pytest.raises(HandoffFailed) as refused:
+        decode(msgspec.msgpack.encode({"type": "x" * 1_000_000}))
+    assert len(refused.value.message) <= MAX_TEXT_CHARS
+
+
 def test_a_nest_without_end_is_a_typed_error() -> None:
     with pytest.raises(HandoffFailed):
         decode(b"\x91" * 1_000_000)
