@@ -36,7 +36,7 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
-PURPOSE = b"kv data 7"  # of the handshake; the number is the version of what is sent here
+PURPOSE = b"kv data 8"  # of the handshake; the number is the version of what is sent here
 _MODE = struct.Struct("<H")
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
 _LENGTH = struct.Struct("<I")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
@@ -33,7 +34,8 @@ from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.kv.generations import GenerationsReader
-from baton.kv_transfer.export.pool_address import PoolDescription, PoolPart
+from baton.kv_transfer.export import pool_address
+from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolPart
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_client import WrapSocket, connect, describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
@@ -172,6 +174,14 @@ def test_copies_heads_to_where_they_belong(served: Served, block_bytes: int) -> 
 
 def test_the_description_tells_of_all_ranks(served: Served) -> None:
     assert describe_remote(served.remote).parts == PARTS
+
+
+def test_descriptions_of_another_form_have_other_versions() -> None:
+    """Whoever changes one counts both up: it is sent by memory's exporters and by data ports."""
+    described = PoolDescription(SOURCE, 64, 5, CudaMemory(bytes(16), bytes(64)), PARTS[:1])
+    form = [[SOURCE, 64, 5, [bytes(16), bytes(64)], [[SOURCE, [0, 2], [0, 2], 1, ""]]]]
+    found = (msgspec.msgpack.decode(described.pack()), pool_address.PURPOSE, wire.PURPOSE)
+    assert found == (*form, b"pool 7", b"kv data 8")
 
 
 def test_a_reallocated_block_is_stale(served: Served, destination: HostPool) -> None:
