@@ -32,12 +32,7 @@ INVALID_REQUEST_CODES in place of its class's.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import ClassVar
-
-log = logging.getLogger(__name__)
 
 # What exactly is wrong with a request, for programs that want to know.
 INVALID_REQUEST_CODES = frozenset(
@@ -257,28 +252,3 @@ def from_grpc_status(status: str, message: str) -> BatonError:
     or a plain `BatonError`."""
     classes: list[type[BatonError]] = [BatonError, *BatonError.__subclasses__()]
     return next((cls for cls in classes if cls.grpc_status == status), BatonError)(message)
-
-
-# --- what compiled libraries raise (tokenizers, llguidance) ---------------------------------------
-
-_PANIC = "PanicException"  # pyo3's for a panic of Rust: made at run time, and no Exception
-
-
-def is_failure(error: BaseException) -> bool:
-    """A library's own: not the end of a task or of the process."""
-    return isinstance(error, Exception) or type(error).__name__ == _PANIC
-
-
-@contextmanager
-def refusing(what: str, param: str) -> Iterator[None]:
-    """Raise InvalidRequest(`what`) for a library's failure inside: the same input fails again, any
-    other may not. Typed errors pass."""
-    try:
-        yield
-    except BatonError:
-        raise
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        log.error("%s: %s: %s", what, type(error).__name__, error)
-        raise InvalidRequest(what, param, "invalid_value") from None

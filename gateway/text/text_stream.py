@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from ...core.errors import is_failure
+from .library_failures import is_failure
 
 _NUM_CONTEXT_TOKENS = 8
 _MAX_HELD_TOKENS = 32  # without a text that is whole; some vocabularies cut most characters

@@ -27,14 +27,9 @@ from typing import TypeVar
 
 import tokenizers
 
-from ...core.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    StartupFailed,
-    is_failure,
-    refusing,
-)
+from ...core.errors import ContextLengthExceeded, InvalidRequest, StartupFailed
 from .least_tokens import MOST_BYTES, LeastTokens, least_tokens
+from .library_failures import is_failure, refusing
 from .special_tokens import MarkedEncoder, Spans, specials_of
 from .text_stream import Detokenizer, TokenText, WholeTexts, token_text
 

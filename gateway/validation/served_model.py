@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ...constraints.grammars import Grammars
 from ...core.config import GatewayConfig
-from ...core.errors import InvalidRequest, Overloaded, StartupFailed, refusing
+from ...core.errors import InvalidRequest, Overloaded, StartupFailed
 from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ...core.request.request import Constraint
+from ..text.library_failures import refusing
 from ..text.no_tokenizer import NoTokenizer
 from ..text.tokenizer import Tokenizer
 from .validation import ModelLimits

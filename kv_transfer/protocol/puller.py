@@ -49,6 +49,8 @@ from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release,
 from .pairing import Pair, Pairs, PairState, Tombstones
 from .puller_transfer import PullerState, PullerTransfer, Renewals, ReserveQueue
 
+_COMPLETED = UnknownTransfer("the transfer is over: it completed")
+
 
 class Puller:
     """All transfers into one engine. One thread calls it; see the events for what to feed it.
@@ -341,7 +343,7 @@ class Puller:
         self._effects.append(Complete(transfer_id, key, state, transfer.num_pulled_blocks))
         if not transfer.is_orphaned:
             self._send(transfer.source, Release(transfer_id))
-        self._forget(transfer_id, UnknownTransfer("the transfer is over: it completed"))
+        self._forget(transfer_id, _COMPLETED)
         del self._transfers[transfer_id]
 
     def _give_up(self, transfer_id: str, error: BatonError | None, *, notify: bool = True) -> None:

@@ -40,6 +40,8 @@ from .events import (
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pairs, Tombstones
 
+_RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
+
 
 class SourceState(enum.Enum):
     """Of one transfer. Manifests go out once it is both attached and offered: of a chunk when it is
@@ -353,7 +355,7 @@ class Source:
     def _end(self, transfer_id: str, error: BatonError | None, *, notify: bool) -> None:
         """The only way out: blocks back if there are any, Revoked to the puller, a tombstone."""
         transfer = self._transfers.pop(transfer_id)
-        epitaph = error or UnknownTransfer("the transfer is over: its blocks were released")
+        epitaph = error or _RELEASED
         self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
         if transfer.offer is not None:
             self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))

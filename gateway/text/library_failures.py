@@ -1,0 +1,33 @@
+"""What compiled libraries raise (tokenizers, llguidance), where it is one caller's error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...core.errors import BatonError, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+_PANIC = "PanicException"  # pyo3's for a panic of Rust: made at run time, and no Exception
+
+
+def is_failure(error: BaseException) -> bool:
+    """A library's own: not the end of a task or of the process."""
+    return isinstance(error, Exception) or type(error).__name__ == _PANIC
+
+
+@contextmanager
+def refusing(what: str, param: str) -> Iterator[None]:
+    """Raise InvalidRequest(`what`) for a library's failure inside: the same input fails again, any
+    other may not. Typed errors pass."""
+    try:
+        yield
+    except BatonError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        log.error("%s: %s: %s", what, type(error).__name__, error)
+        raise InvalidRequest(what, param, "invalid_value") from None
