@@ -19,7 +19,8 @@ from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord
+from baton.gateway.telemetry.calls.call_record import CallRecord
+from baton.gateway.telemetry.calls.ended_call import STAGES
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
@@ -112,6 +113,8 @@ def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
         record.ended_s = clock.now_s
         for feed in feeds:
             feed.call_ended(record)
+    for feed in feeds:
+        feed.settle()
     ended_s = time.thread_time() - began_s
     return spent_s / NUM_STEPS / NUM_STREAMS, ended_s / NUM_STREAMS
 

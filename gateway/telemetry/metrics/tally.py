@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from ..calls.call_record import EndedCall
+from ..calls.ended_call import EndedCall
 from ..calls.slo import Judged
 from .metric_table import ALL, Metric
 
@@ -140,6 +140,11 @@ class Tally:
 
     def observe(self, metric: Metric, value: float, *labels: str) -> None:
         self.histograms[_key(metric.name, *labels)].observe(value)
+
+    def observe_all(self, metric: Metric, values: list[float]) -> None:
+        if values:
+            histogram = self.histograms[_key(metric.name)]
+            histogram.add(Counter(map(bucket_of, values)), sum(values))
 
     def add(self, other: Tally, metrics: Collection[str]) -> None:
         """Counts and histograms of these metrics, by name."""
