@@ -12,7 +12,8 @@ Errors are those of `baton.core.errors`, raised while reading the stream.
 from ..core.request.request import FinishReason, TokenLogprobs
 from .async_client import AsyncClient, AsyncGeneration
 from .client import Client, Generation
-from .messages import Chunk, ModelInfo, NodeInfo, Result
+from .messages import Chunk, Result
+from .unary_calls import ModelInfo, NodeInfo
 
 __all__ = [
     "AsyncClient",

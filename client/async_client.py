@@ -10,9 +10,10 @@ from typing import TypeVar, Unpack
 import grpc
 
 from ..core.errors import Cancelled
-from . import messages
+from . import unary_calls
 from .client import Connection, RunningStream
-from .messages import Call, Chunk, GenerateParams, ModelInfo, Result, translate
+from .messages import Chunk, GenerateParams, Result
+from .unary_calls import Call, ModelInfo, translate
 
 T = TypeVar("T")
 
@@ -88,16 +89,16 @@ class AsyncClient(Connection):
         return AsyncGeneration(*self._start(prompt, params))
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        return await self._unary(messages.tokenize_call(text))
+        return await self._unary(unary_calls.tokenize_call(text))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await self._unary(messages.detokenize_call(token_ids))
+        return await self._unary(unary_calls.detokenize_call(token_ids))
 
     async def model_info(self) -> ModelInfo:
-        return await self._unary(messages.model_info_call())
+        return await self._unary(unary_calls.model_info_call())
 
     async def abort(self, *ids: str) -> int:
-        return await self._unary(messages.abort_call(ids))
+        return await self._unary(unary_calls.abort_call(ids))
 
     async def close(self) -> None:
         """Cancel what is running and close the connection."""

@@ -15,8 +15,9 @@ from google.protobuf.message import Message
 
 from ..core.errors import BatonError, Cancelled, InvalidRequest
 from ..proto.v1 import inference_pb2_grpc
-from . import messages
-from .messages import Call, Chunk, Collector, GenerateParams, ModelInfo, Result, translate
+from . import messages, unary_calls
+from .messages import Chunk, Collector, GenerateParams, Result
+from .unary_calls import Call, ModelInfo, translate
 
 T = TypeVar("T")
 
@@ -162,19 +163,19 @@ class Client(Connection):
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a text as the gateway would tokenise a prompt."""
-        return self._unary(messages.tokenize_call(text))
+        return self._unary(unary_calls.tokenize_call(text))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of these ids."""
-        return self._unary(messages.detokenize_call(token_ids))
+        return self._unary(unary_calls.detokenize_call(token_ids))
 
     def model_info(self) -> ModelInfo:
         """The model that is served, and the nodes that do it."""
-        return self._unary(messages.model_info_call())
+        return self._unary(unary_calls.model_info_call())
 
     def abort(self, *ids: str) -> int:
         """Cancel requests by gateway id or label; returns how many were in flight."""
-        return self._unary(messages.abort_call(ids))
+        return self._unary(unary_calls.abort_call(ids))
 
     def close(self) -> None:
         """Cancel what is running and close the connection."""

@@ -1,8 +1,5 @@
-"""What a client sends and receives, whichever driver (client.py) does it.
-
-Builds requests, collects a stream's chunks into a Result, describes the unary calls, and turns gRPC
-failures into the errors of core/errors.py.
-"""
+"""What a client sends to generate and receives for it, whichever driver (client.py) does it: builds
+requests, collects a stream's chunks into a Result."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number, Real
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from google.protobuf.message import Message
 
-from ..core.errors import BatonError, InvalidRequest, from_code, from_grpc_status
+from ..core.errors import BatonError, InvalidRequest
 from ..core.metrics import TokenTimes
 from ..core.request.request import FinishReason, TokenLogprobs
 from ..core.request.timeline import Stamp
@@ -25,12 +22,11 @@ from ..core.request.token_ids import pack
 from ..proto import codec
 from ..proto.v1 import inference_pb2
 
-T = TypeVar("T")
-# A unary call: the stub's method, what to send, what to make of the answer.
-Call: TypeAlias = tuple[str, Message, Callable[[Any], T]]
-
 # Fields of a GenerateRequest that are no parameters by their own name.
 _SET_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
+
+_ONEOF = inference_pb2.GenerateRequest().sampling.DESCRIPTOR.oneofs_by_name["constraint"]
+_CONSTRAINTS = tuple(kind.name for kind in _ONEOF.fields)
 
 _MAX_TIMEOUT_S = 365 * 86400.0
 
@@ -126,32 +122,6 @@ class Result:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """One engine as the gateway sees it."""
-
-    name: str
-    role: str
-    incarnation: str
-    is_ready: bool
-    num_blocks: int
-    block_size: int
-    links: tuple[str, ...]  # incarnations of the engines that it can pull from
-    address: str  # host:port of its node
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The model that is served, and by whom."""
-
-    model: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    nodes: tuple[NodeInfo, ...]
-    version: str
-
-
 def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
@@ -164,34 +134,20 @@ def build_request(
     request = inference_pb2.GenerateRequest()
     for name in set(request.DESCRIPTOR.fields_by_name) - _SET_OTHERWISE:
         if (value := fields.pop(name, None)) is not None:
-            _set(request, name, value)
+            set_field(request, name, value)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if isinstance(is_early := fields.get("early_stopping"), bool):
         fields["early_stopping"] = json.dumps(is_early)
-    if isinstance(schema := fields.get("json_schema"), Mapping):
-        try:
-            fields["json_schema"] = json.dumps(schema)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise _cannot_be("json_schema", schema, error) from error
-    kinds = request.sampling.DESCRIPTOR.oneofs_by_name["constraint"].fields
-    constraints = [kind.name for kind in kinds if _is_given(fields.get(kind.name))]
-    if len(constraints) > 1:
-        message = f"a request has one constraint, not {' and '.join(constraints)}"
-        raise InvalidRequest(message, constraints[1])
-    if constraints:  # the others are empty
-        for kind in kinds:
-            if kind.name not in constraints:
-                fields.pop(kind.name, None)
-    if (choice := fields.pop("choice", None)) is not None:
-        _set(request.sampling.choice, "values", choice, param="choice")
+    if not fields.keys().isdisjoint(_CONSTRAINTS):
+        _set_constraint(request, fields)
     for name, value in fields.items():
         if value is not None:
-            _set(request.sampling, name, value)
+            set_field(request.sampling, name, value)
     if prompt is not None:
         if not isinstance(prompt, str):
             raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")
-        _set(request, "text", prompt, param="prompt")
+        set_field(request, "text", prompt, param="prompt")
     if isinstance(prompt_token_ids, bytes | bytearray):
         raise InvalidRequest("a prompt is text or token ids, no bytes", "prompt")
     if prompt_token_ids is not None:
@@ -200,6 +156,25 @@ def build_request(
         except (TypeError, OverflowError) as error:
             raise _cannot_be("prompt", prompt_token_ids, error) from error
     return request, timeout_s
+
+
+def _set_constraint(request: inference_pb2.GenerateRequest, fields: dict[str, Any]) -> None:
+    """What is left of it in `fields` goes as it is."""
+    if isinstance(schema := fields.get("json_schema"), Mapping):
+        try:
+            fields["json_schema"] = json.dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _cannot_be("json_schema", schema, error) from error
+    constraints = [name for name in _CONSTRAINTS if _is_given(fields.get(name))]
+    if len(constraints) > 1:
+        message = f"a request has one constraint, not {' and '.join(constraints)}"
+        raise InvalidRequest(message, constraints[1])
+    if constraints:  # the others are empty
+        for name in _CONSTRAINTS:
+            if name not in constraints:
+                fields.pop(name, None)
+    if (choice := fields.pop("choice", None)) is not None:
+        set_field(request.sampling.choice, "values", choice, param="choice")
 
 
 def timeout_of(value: Any) -> float | None:
@@ -216,7 +191,7 @@ def _is_given(constraint: Any) -> bool:
     return bool(constraint) or isinstance(constraint, Mapping)
 
 
-def _set(message: Message, name: str, value: Any, param: str | None = None) -> None:
+def set_field(message: Message, name: str, value: Any, param: str | None = None) -> None:
     """Set a field; a value of the wrong type or range is the caller's InvalidRequest."""
     if name not in message.DESCRIPTOR.fields_by_name:
         raise TypeError(f"generate() has no parameter {name!r}")
@@ -307,46 +282,3 @@ class Collector:
             logprobs=tuple(sample.logprobs),
             prompt_logprobs=tuple(sample.prompt_logprobs),
         )
-
-
-def tokenize_call(text: str) -> Call[tuple[int, ...]]:
-    request = inference_pb2.TokenizeRequest()
-    _set(request, "text", text)
-    return "Tokenize", request, lambda answer: tuple(answer.ids)
-
-
-def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
-    request = inference_pb2.DetokenizeRequest()
-    _set(request, "ids", token_ids)
-    return "Detokenize", request, lambda answer: str(answer.text)
-
-
-def abort_call(ids: Sequence[str]) -> Call[int]:
-    return "Abort", inference_pb2.AbortRequest(ids=ids), lambda answer: int(answer.num_aborted)
-
-
-def model_info_call() -> Call[ModelInfo]:
-    return "GetModelInfo", inference_pb2.GetModelInfoRequest(), _model_info
-
-
-def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
-    nodes = [codec.same_fields(n, NodeInfo) | {"links": tuple(n.links)} for n in wire.nodes]
-    fields = codec.same_fields(wire, ModelInfo) | {
-        "eos_token_ids": tuple(wire.eos_token_ids),
-        "nodes": tuple(NodeInfo(**node) for node in nodes),
-    }
-    return ModelInfo(**fields)
-
-
-def translate(error: Any) -> BatonError:
-    """The typed error of a failed call: by the gateway's own code, else by the gRPC status."""
-    metadata = dict(error.trailing_metadata() or ())
-    details = error.details() or error.code().name
-    if code := metadata.get("baton-error-code"):
-        typed = from_code(str(code), details, metadata.get("baton-error-param"))
-        if "retry-after-ms" in metadata:
-            typed.retry_after_s = int(metadata["retry-after-ms"]) / 1000
-        return typed
-    if "larger than max" in details:  # gRPC's own words, before anybody has read the message
-        return InvalidRequest(f"the request is too large: {details}")
-    return from_grpc_status(error.code().name, details)

@@ -25,8 +25,7 @@ from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from node_driver import CLUSTER, OUR_MARK, SECRET, members, session
 
 from baton.cli.cluster.survey import ask_ledgers
-from baton.client import AsyncClient
-from baton.client.messages import NodeInfo
+from baton.client import AsyncClient, NodeInfo
 from baton.cluster.entries import decode_entry
 from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls, Node
 from baton.cluster.redis_client import RedisClient

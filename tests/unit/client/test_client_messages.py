@@ -13,7 +13,8 @@ import pytest
 
 from baton.client import AsyncClient, Client, FinishReason
 from baton.client.client import Generation
-from baton.client.messages import Collector, GenerateParams, build_request, translate
+from baton.client.messages import Collector, GenerateParams, build_request
+from baton.client.unary_calls import translate
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,

@@ -1,0 +1,87 @@
+"""What a client asks beside generate, whichever driver (client.py) does it; how any call fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from ..core.errors import BatonError, InvalidRequest, from_code, from_grpc_status
+from ..proto import codec
+from ..proto.v1 import inference_pb2
+from .messages import set_field
+
+T = TypeVar("T")
+# A unary call: the stub's method, what to send, what to make of the answer.
+Call: TypeAlias = tuple[str, Message, Callable[[Any], T]]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One engine as the gateway sees it."""
+
+    name: str
+    role: str
+    incarnation: str
+    is_ready: bool
+    num_blocks: int
+    block_size: int
+    links: tuple[str, ...]  # incarnations of the engines that it can pull from
+    address: str  # host:port of its node
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that is served, and by whom."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    nodes: tuple[NodeInfo, ...]
+    version: str
+
+
+def tokenize_call(text: str) -> Call[tuple[int, ...]]:
+    request = inference_pb2.TokenizeRequest()
+    set_field(request, "text", text)
+    return "Tokenize", request, lambda answer: tuple(answer.ids)
+
+
+def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
+    request = inference_pb2.DetokenizeRequest()
+    set_field(request, "ids", token_ids)
+    return "Detokenize", request, lambda answer: str(answer.text)
+
+
+def abort_call(ids: Sequence[str]) -> Call[int]:
+    return "Abort", inference_pb2.AbortRequest(ids=ids), lambda answer: int(answer.num_aborted)
+
+
+def model_info_call() -> Call[ModelInfo]:
+    return "GetModelInfo", inference_pb2.GetModelInfoRequest(), _model_info
+
+
+def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
+    nodes = [codec.same_fields(n, NodeInfo) | {"links": tuple(n.links)} for n in wire.nodes]
+    fields = codec.same_fields(wire, ModelInfo) | {
+        "eos_token_ids": tuple(wire.eos_token_ids),
+        "nodes": tuple(NodeInfo(**node) for node in nodes),
+    }
+    return ModelInfo(**fields)
+
+
+def translate(error: Any) -> BatonError:
+    """The typed error of a failed call: by the gateway's own code, else by the gRPC status."""
+    metadata = dict(error.trailing_metadata() or ())
+    details = error.details() or error.code().name
+    if code := metadata.get("baton-error-code"):
+        typed = from_code(str(code), details, metadata.get("baton-error-param"))
+        if "retry-after-ms" in metadata:
+            typed.retry_after_s = int(metadata["retry-after-ms"]) / 1000
+        return typed
+    if "larger than max" in details:  # gRPC's own words, before anybody has read the message
+        return InvalidRequest(f"the request is too large: {details}")
+    return from_grpc_status(error.code().name, details)
