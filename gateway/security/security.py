@@ -13,7 +13,8 @@ from ...core.channels.addresses import host_id
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
 from .browser_sessions import BrowserSessions
-from .gate import Gate, KeyRing
+from .gate import Gate
+from .key_ring import KeyRing
 from .tenancy import Tenancy
 
 _PROTECTION = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}
