@@ -11,7 +11,7 @@ from ..core.model_dir import eos_token_ids
 from ..core.ports import SystemEntropy
 from ..core.process.event_loop import interruptible
 from ..core.request.request import Request, SamplingParams
-from ..gateway.text.tokenizer import Tokenizer
+from ..gateway.text.tokenizer_file import load_tokenizer
 
 
 async def run(
@@ -26,7 +26,7 @@ async def run(
         from ..engine.local import LocalEngine  # takes long, too
 
         local = LocalEngine.load(config, report)
-    tokenizer = Tokenizer.load(local.model_dir, eos_token_ids(local.model_dir))
+    tokenizer = load_tokenizer(local.model_dir, eos_token_ids(local.model_dir))
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     requests = [
         Request(SystemEntropy().new_id(), 0, await tokenizer.encode(prompt), sampling)

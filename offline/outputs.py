@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..core.request.request import TokenLogprobs
 from ..gateway.request.output_chunk import OutputChunk
-from ..gateway.text.text_stream import TokenText
+from ..gateway.text.token_text import TokenText
 from ..gateway.validation.validation import ValidatedRequest
 
 TokenOf = Callable[[int], TokenText]

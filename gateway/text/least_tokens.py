@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .text_stream import BYTE_TOKEN, byte_of_letter
+from .token_text import BYTE_TOKEN, byte_of_letter
 
 MOST_BYTES = 4  # of a character
 _SLICE_CHARS = 1 << 16

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import tokenizers
 
 from ...core.errors import BatonError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
+REPLACEMENT = "\ufffd"
 _PANIC = "PanicException"  # pyo3's for a panic of Rust: made at run time, and no Exception
 
 
@@ -31,3 +34,16 @@ def refusing(what: str, param: str) -> Iterator[None]:
             raise
         log.error("%s: %s: %s", what, type(error).__name__, error)
         raise InvalidRequest(what, param, "invalid_value") from None
+
+
+def decode_few(
+    library: tokenizers.Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """The text of a few tokens; U+FFFD for those that the library fails at."""
+    try:
+        text: str = library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return REPLACEMENT
+    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.errors import InvalidRequest
-from .text_stream import TokenText
+from .token_text import TokenText
 
 
 class NoTokenizer:

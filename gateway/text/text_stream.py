@@ -1,34 +1,20 @@
-"""Token ids to text: a request's tokens as they come, cut at a stop string; one token alone.
-
-What could be the beginning of a stop string is held back. The match that is complete first wins; of
-those that end at the same character, the longest. So the outcome does not depend on how the text
-was cut into pieces.
-
-    stop "END"     fed "a E"  ->  shown "a "   held "E"
-                   fed "N"    ->  shown ""     held "EN"
-                   fed "x D"  ->  shown "ENx D"
-"""
+"""Token ids to text: a request's tokens as they come, cut at a stop string."""
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import tokenizers
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
-from .library_failures import is_failure
+from .library_failures import REPLACEMENT, decode_few, is_failure
+from .stop_strings import StopMatcher
 
 _NUM_CONTEXT_TOKENS = 8
 _MAX_HELD_TOKENS = 32  # without a text that is whole; some vocabularies cut most characters
 _MAX_CHARACTER_BYTES = 4  # of UTF-8, so at most as many tokens
-_REPLACEMENT = "\ufffd"
-_WORD_START = "\u2581"  # how SentencePiece writes a leading space
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class Detokenize(Protocol):
@@ -66,14 +52,14 @@ class TextStream:
         if stop_ids and not includes_stop:
             hidden = frozenset(stop_ids)
             self.next = lambda token: "" if token in hidden else detokenizer.step(token)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops) if stops else None
         self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
         self._num_unsearched = min_tokens
         self._includes_stop = includes_stop
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens; those behind the one that completes a stop string do not count."""
-        if not self.is_searched:
+        if self._matcher is None:
             return TextPiece("".join(map(self.next, token_ids)), len(token_ids), None)
         shown: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
@@ -91,47 +77,7 @@ class TextStream:
 
     def flush(self) -> str:
         """The last of the text, once no more tokens come."""
-        return self._matcher.flush()
-
-
-@dataclass(slots=True)
-class StopMatcher:
-    """One request's matcher. After a match nothing more may be fed."""
-
-    stops: Sequence[str]
-    _held: str = ""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what can be shown now, and the stop string that matched."""
-        if not self.stops:
-            return text, None
-        buffer = self._held + text
-        found = [(buffer.find(stop), stop) for stop in self.stops]
-        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-        if ends:
-            _, start, stop = min(ends)
-            self._held = ""
-            return buffer[:start], stop
-        num_shown = len(buffer) - self._num_held(buffer)
-        self._held = buffer[num_shown:]
-        return buffer[:num_shown], None
-
-    def flush(self) -> str:
-        """The text ended: what was held back was no stop string after all."""
-        held, self._held = self._held, ""
-        return held
-
-    def _num_held(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
-        longest = max((len(stop) for stop in self.stops), default=0) - 1
-        for length in range(min(longest, len(buffer)), 0, -1):
-            end = buffer[-length:]
-            if any(stop.startswith(end) for stop in self.stops):
-                return length
-        return 0
-
-
-# --- one request's text, not cut ------------------------------------------------------------------
+        return "" if self._matcher is None else self._matcher.flush()
 
 
 class WholeTexts(dict[int, str | None]):
@@ -161,7 +107,7 @@ class WholeTexts(dict[int, str | None]):
         if not self._is_byte_level or token_id in self._added_ids:
             return None  # special ones are shown or not, as a request wants
         text = decode_few(self._library, [token_id])
-        return text if text and _REPLACEMENT not in text else None
+        return text if text and REPLACEMENT not in text else None
 
 
 class Detokenizer:
@@ -182,7 +128,7 @@ class Detokenizer:
         self._library = library
         self._whole_texts = whole_texts
         context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        if decode_few(library, context).endswith(_REPLACEMENT):
+        if decode_few(library, context).endswith(REPLACEMENT):
             context = []  # ends inside a character: the stream would repeat it as output
         self._skips_special_tokens = skips_special_tokens
         self._skipped_ids = whole_texts.special_ids if skips_special_tokens else frozenset()
@@ -220,7 +166,7 @@ class Detokenizer:
         self._held = self._held[-_MAX_CHARACTER_BYTES:]
         self._stream = self._stream_after(self._held)
         kept, begun = self._text_of_held(), self._num_shown
-        if not kept.endswith(_REPLACEMENT):
+        if not kept.endswith(REPLACEMENT):
             self._held, self._num_shown = [], 0
             return text[begun:]
         self._num_shown = len(kept) - 1  # the stream gives it again
@@ -237,77 +183,8 @@ class Detokenizer:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            return _REPLACEMENT
+            return REPLACEMENT
         return text
 
     def _stream_after(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=context, skip_special_tokens=self._skips_special_tokens)
-
-
-# --- one token alone -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes.
-
-    Texts of several tokens leave it out where it `is_special`, unless a request shows these, and in
-    any case where it `is_hidden`.
-    """
-
-    text: str
-    data: bytes
-    is_special: bool = False
-    is_hidden: bool = False
-
-    @property
-    def name(self) -> str:
-        """The text, or the bytes spelled out: no two tokens of other bytes have the same."""
-        if _REPLACEMENT not in self.text:
-            return self.text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
-
-
-def decode_few(
-    library: tokenizers.Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-) -> str:
-    """The text of a few tokens; U+FFFD for those that the library fails at."""
-    try:
-        text: str = library.decode(token_ids, skip_special_tokens=skip_special_tokens)
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        return _REPLACEMENT
-    return text
-
-
-def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
-    """Empty for an id that the tokenizer does not know: models may have more than it."""
-    piece = library.id_to_token(token_id)
-    if piece is None:
-        return TokenText("", b"")
-    text = decode_few(library, [token_id], skip_special_tokens=False)
-    if _REPLACEMENT in text:
-        return TokenText(text, _bytes_of(piece) or text.encode())
-    if piece.startswith(_WORD_START) and not text.startswith(" "):
-        text = f" {text}"  # a decoder strips the space of a text's first token
-    return TokenText(text, text.encode())
-
-
-def _bytes_of(piece: str) -> bytes | None:
-    """The bytes of a token that ends inside a character; None if it is not written as bytes."""
-    if match := BYTE_TOKEN.match(piece):
-        return bytes([int(match[1], 16)])
-    byte_of = byte_of_letter()
-    if all(letter in byte_of for letter in piece):
-        return bytes(byte_of[letter] for letter in piece)
-    return None
-
-
-@functools.cache
-def byte_of_letter() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, others for letters from U+0100."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    themselves = {letter: ord(letter) for letter in letters if ord(letter) < 256}
-    others = [byte for byte in range(256) if byte not in themselves.values()]
-    return themselves | dict(zip([c for c in letters if ord(c) >= 256], others, strict=True))

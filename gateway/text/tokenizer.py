@@ -1,4 +1,4 @@
-"""Text to tokens and back with the `tokenizers` library, from a model directory's tokenizer.json.
+"""Text to tokens and back with the `tokenizers` library.
 
 Owns the two directions, what is refused before they begin, that no failure of the library's is more
 than one caller's error, and where they run, so that long texts stop neither the event loop nor
@@ -16,24 +16,19 @@ the caller.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 import tokenizers
 
-from ...core.errors import ContextLengthExceeded, InvalidRequest, StartupFailed
-from .least_tokens import MOST_BYTES, LeastTokens, least_tokens
-from .library_failures import is_failure, refusing
-from .special_tokens import MarkedEncoder, Spans, specials_of
-from .text_stream import Detokenizer, TokenText, WholeTexts, token_text
-
-log = logging.getLogger(__name__)
+from ...core.errors import ContextLengthExceeded, InvalidRequest
+from .least_tokens import MOST_BYTES, LeastTokens
+from .library_failures import refusing
+from .special_tokens import MarkedEncoder, Spans
+from .text_stream import Detokenizer, WholeTexts
+from .token_text import TokenText, token_text
 
 INLINE_CHARS = 2000  # about a microsecond each
 LONG_CHARS = 1 << 16
@@ -79,52 +74,6 @@ class Tokenizer:
     hidden_ids: frozenset[int]
     refuses_special: bool = False
     _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
-
-    @classmethod
-    def load(
-        cls, model_dir: Path, hidden_ids: Iterable[int] = (), *, refuses_special: bool = False
-    ) -> Tokenizer:
-        """Read `model_dir`/tokenizer.json; raises StartupFailed where it is absent or broken."""
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise StartupFailed(
-                f"{model_dir} has no tokenizer.json",
-                hint="save it beside the weights: AutoTokenizer.from_pretrained(DIR)"
-                ".save_pretrained(DIR) writes one",
-            )
-        # A call has one text and its thread: the library's own threads would take all cores for it,
-        # and processes that fork would lose them.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        try:
-            text = path.read_text(encoding="utf-8")
-            library = tokenizers.Tokenizer.from_str(text)
-            spec = json.loads(text)
-        except BaseException as error:  # the library raises plain Exception, or panics
-            if not is_failure(error):
-                raise
-            raise StartupFailed(f"cannot read {path}: {error}") from error
-        library.no_truncation()
-        library.no_padding()
-        specials = specials_of(spec, model_dir)
-        marked = None
-        try:
-            marked = MarkedEncoder(spec, specials)
-        except Exception as error:  # plain ones again
-            log.error("no chats: special tokens of %s cannot be told from text: %s", path, error)
-        hidden = frozenset(hidden_ids)
-        unknown = spec["model"].get("unk_token")  # any text may have it
-        special_ids = {library.token_to_id(text) for text in specials if text != unknown}
-        return cls(
-            library,
-            WholeTexts(library, hidden),
-            TextLanes(),
-            least_tokens(spec),
-            marked,
-            frozenset(i for i in special_ids if i is not None),
-            frozenset(i for i, t in library.get_added_tokens_decoder().items() if t.special),
-            hidden,
-            refuses_special,
-        )
 
     async def encode(
         self,

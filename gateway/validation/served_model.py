@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...constraints.grammars import Grammars
 from ...core.config import GatewayConfig
-from ...core.errors import InvalidRequest, Overloaded, StartupFailed
+from ...core.errors import StartupFailed
 from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
-from ...core.request.request import Constraint
-from ..text.library_failures import refusing
 from ..text.no_tokenizer import NoTokenizer
 from ..text.tokenizer import Tokenizer
+from ..text.tokenizer_file import load_tokenizer
+from .constraints import ConstraintCheck
 from .validation import ModelLimits
-
-_MAX_WAITING = 64
-
-
-class ConstraintCheck:
-    """Judges constraints on a thread before anybody computes a token for one; belongs to the event
-    loop. Bounded in number, and in time by what the compiler takes: an endless grammar is refused.
-    """
-
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
-        self._num_waiting = 0
-
-    @property
-    def refusal(self) -> str | None:
-        """Why this model's outputs cannot be constrained by anybody here, or None."""
-        return self._grammars.refusal
-
-    async def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest with what is wrong, Overloaded."""
-        if self.refusal is not None:
-            raise InvalidRequest(self.refusal, "constraint", "unsupported_parameter")
-        if self._grammars.is_kept(constraint):
-            return
-        if self._num_waiting >= _MAX_WAITING:
-            raise Overloaded("too many new constraints at once")
-        self._num_waiting += 1
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._compile, constraint)
-        finally:
-            self._num_waiting -= 1
-
-    def _compile(self, constraint: Constraint) -> None:
-        with refusing("the constraint cannot be used", "constraint"):
-            self._grammars.compile(constraint)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +36,7 @@ class ServedModel:
         tokenizer = (
             NoTokenizer()
             if config.skip_tokenizer_init
-            else Tokenizer.load(
+            else load_tokenizer(
                 model_dir,
                 eos_ids,
                 refuses_special=config.special_tokens_in_prompts == "refuse",

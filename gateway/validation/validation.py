@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...constraints.grammars import MAX_CHOICES
 from ...core.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -34,8 +33,6 @@ from ...core.request.request import (
     OPTIONS,
     SAMPLING,
     Adapter,
-    Constraint,
-    ConstraintKind,
     RequestOptions,
     SamplingParams,
 )
@@ -46,6 +43,7 @@ from ..text.no_tokenizer import NoTokenizer, no_text
 from ..text.special_tokens import Spans
 from ..text.tokenizer import Tokenizer
 from .beams import OF_SEARCHES, complete_search
+from .constraints import check_constraint
 
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
@@ -249,7 +247,10 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
 def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
     given = _checked(given_sampling(wire), SAMPLING, vocab_size)
-    sampling = SamplingParams(**given, constraint=_constraint(wire))
+    constraint = constraint_from_wire(wire)
+    if constraint is not None:
+        check_constraint(constraint, wire)
+    sampling = SamplingParams(**given, constraint=constraint)
     if sampling.min_tokens and len(sampling.stop_token_ids) == vocab_size:
         raise InvalidRequest(
             "min_tokens leaves no token: all are stop ids", "min_tokens", "invalid_value"
@@ -267,24 +268,3 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """Raise InvalidRequest naming the first id that is not in the vocabulary."""
     if token_ids and np.max(token_ids) >= vocab_size:  # a column is read where it lies
         check_in_vocabulary(token_ids, vocab_size, param)
-
-
-def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
-    """Whether it can be compiled is for ConstraintCheck."""
-    constraint = constraint_from_wire(wire)
-    if constraint is None:
-        return None
-    if wire.ignore_eos:
-        message = "ignore_eos cannot go with a constraint: EOS ends what matches"
-        raise InvalidRequest(message, "ignore_eos", "invalid_value")
-    if constraint.kind is ConstraintKind.CHOICE:
-        values = wire.choice.values
-        if len(values) > MAX_CHOICES:
-            message = f"constraint has more than {MAX_CHOICES} choices"
-            raise InvalidRequest(message, "constraint", "array_too_long")
-        if not values or not all(values):
-            message = "constraint must have choices, and none of them empty"
-            raise InvalidRequest(message, "constraint", "invalid_schema")
-    elif not constraint.source:
-        raise InvalidRequest("constraint is empty", "constraint", "invalid_schema")
-    return constraint

@@ -16,7 +16,7 @@ from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
-from ...text.text_stream import TokenText
+from ...text.token_text import TokenText
 from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs, json_text
 from ..protocol.app_state import APP_STATE
 from ..protocol.event_stream import TextEvent

@@ -24,7 +24,7 @@ from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
-from ...text.text_stream import TokenText
+from ...text.token_text import TokenText
 from ...validation.validation import check_label
 from ..protocol.answers import (
     Answer,

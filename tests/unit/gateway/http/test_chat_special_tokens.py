@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.core.errors import BatonError, InvalidRequest
 from baton.gateway.http.chat.chat_template import ChatTemplate
 from baton.gateway.http.chat.messages import MESSAGES
-from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.tokenizer_file import load_tokenizer
 
 PAIRS = [
     *(("byte-level", template) for template in TEMPLATES),
@@ -40,7 +40,7 @@ class ChatModel:
 
     def __init__(self, folder: Path, vocabulary: str, template: str) -> None:
         self.library = write_chat_model(folder, vocabulary, TEMPLATES[template])
-        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer = load_tokenizer(folder)
         found = ChatTemplate.load(folder)
         assert found is not None
         self.template = found
@@ -210,8 +210,8 @@ async def test_raw_prompts_have_special_tokens_or_are_refused(tmp_path: Path) ->
     library = write_chat_model(tmp_path, "byte-level", "")
     text = "a<|im_start|>b"
     start = library.token_to_id("<|im_start|>")
-    assert start in await Tokenizer.load(tmp_path).encode(text)
-    strict = Tokenizer.load(tmp_path, refuses_special=True)
+    assert start in await load_tokenizer(tmp_path).encode(text)
+    strict = load_tokenizer(tmp_path, refuses_special=True)
     with pytest.raises(InvalidRequest) as refused:
         await strict.encode(text, param="prompt")
     assert (refused.value.code, refused.value.param) == ("invalid_value", "prompt")
@@ -225,7 +225,7 @@ async def test_what_the_tokenizer_puts_around_a_prompt_is_not_refused(tmp_path: 
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    strict = Tokenizer.load(tmp_path, refuses_special=True)
+    strict = load_tokenizer(tmp_path, refuses_special=True)
     assert (await strict.encode("the"))[0] == 1
     with pytest.raises(InvalidRequest):
         await strict.encode("the <s>")
@@ -244,7 +244,7 @@ async def test_a_vocabulary_that_cannot_be_renamed_has_no_chats(tmp_path: Path) 
     library = tokenizers.Tokenizer(model)
     library.add_special_tokens(["ab"])
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert await tokenizer.encode("ab") == (2,)
     with refused("unsupported_parameter"):
         await tokenizer.encode("ab", special_at=[])

@@ -29,8 +29,8 @@ from baton.gateway.http.generate.completions import (
 from baton.gateway.http.generate.responses import prompt_logprobs
 from baton.gateway.http.protocol.answers import json_text
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult, merged
-from baton.gateway.text.text_stream import TokenText
-from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.token_text import TokenText
+from baton.gateway.text.tokenizer_file import load_tokenizer
 
 
 def token_of(token_id: int) -> TokenText:
@@ -89,7 +89,7 @@ async def test_offsets_are_of_the_text_that_is_shown(
         single=f"{begin} $A", special_tokens=[(begin, begin_id)]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path, [end_id])
+    tokenizer = load_tokenizer(tmp_path, [end_id])
     prompt_ids = await tokenizer.encode(prompt)
     output_ids = (
         *library.encode("the im", add_special_tokens=False).ids, end_id,
@@ -350,7 +350,7 @@ async def test_templates_that_go_too_far(tmp_path: Path, source: str, words: str
 
 
 async def test_tokens_alone_as_bytes() -> None:
-    tokenizer = Tokenizer.load(resolve_model_dir("demo"), ())
+    tokenizer = load_tokenizer(resolve_model_dir("demo"), ())
     text = "def é(): # 世界 🙂\n"
     ids = await tokenizer.encode(text)
     assert b"".join(tokenizer.token(i).data for i in ids) == text.encode()

@@ -21,7 +21,7 @@ from baton.gateway.http.chat.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.generate.structured import constraint_of, lark_of
-from baton.gateway.validation.served_model import ConstraintCheck
+from baton.gateway.validation.constraints import ConstraintCheck
 from baton.gateway.validation.validation import check_sampling
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import common_pb2
@@ -277,7 +277,7 @@ def test_a_recursive_schema_works_as_a_format_and_in_a_forced_call(grammars: Gra
 
 
 async def test_the_check_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.gateway.validation.served_model._MAX_WAITING", 0)
+    monkeypatch.setattr("baton.gateway.validation.constraints._MAX_WAITING", 0)
     check = ConstraintCheck(grammars)
     with pytest.raises(Overloaded):
         await check.check(Constraint(KIND.REGEX, "new"))

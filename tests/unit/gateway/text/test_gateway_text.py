@@ -19,8 +19,10 @@ from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.gateway.request.output_chunk import TokenSplice
-from baton.gateway.text.text_stream import StopMatcher, TextStream, WholeTexts
+from baton.gateway.text.stop_strings import StopMatcher
+from baton.gateway.text.text_stream import TextStream, WholeTexts
 from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.tokenizer_file import load_tokenizer
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 
@@ -108,7 +110,7 @@ def test_splice_refuses_what_was_not_asked_for() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_byte_model(tmp_path_factory.mktemp("m") / "demo"), [EOS_ID])
+    return load_tokenizer(write_byte_model(tmp_path_factory.mktemp("m") / "demo"), [EOS_ID])
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
@@ -165,7 +167,7 @@ def both(
         folder = tmp_path_factory.mktemp("fallback")
         byte_fallback_library().save(str(folder / "tokenizer.json"))
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return library, Tokenizer.load(folder, [HIDDEN_ID])
+    return library, load_tokenizer(folder, [HIDDEN_ID])
 
 
 @given(st.data(), st.booleans())
@@ -217,7 +219,7 @@ def test_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2}, []))
     library.decoder = decoders.ByteLevel()
     library.save(str(tmp_path / "tokenizer.json"))
-    detokenizer = Tokenizer.load(tmp_path).detokenizer([0, 2])
+    detokenizer = load_tokenizer(tmp_path).detokenizer([0, 2])
     pieces = [detokenizer.step(i) for i in [0, *[1] * 999, 2, 0, 2]]
     assert "".join(pieces) == "€" * 1001
     assert max(map(len, pieces)) <= 33
@@ -253,14 +255,14 @@ def test_a_leading_space_depends_on_what_comes_before(tmp_path: Path) -> None:
     )
     library.decoder = tokenizers.decoders.Metaspace()
     library.save(str(tmp_path / "tokenizer.json"))
-    detokenizer = Tokenizer.load(tmp_path).detokenizer([0])
+    detokenizer = load_tokenizer(tmp_path).detokenizer([0])
     assert detokenizer.step(1) == " world"
 
 
 def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path) -> None:
     with pytest.raises(StartupFailed, match=r"no tokenizer\.json") as caught:
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     assert caught.value.hint
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupFailed, match="cannot read"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)

@@ -22,7 +22,8 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request.request import Constraint, ConstraintKind
 from baton.gateway.text.least_tokens import least_tokens
 from baton.gateway.text.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer
-from baton.gateway.validation.served_model import ConstraintCheck
+from baton.gateway.text.tokenizer_file import load_tokenizer
+from baton.gateway.validation.constraints import ConstraintCheck
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 LONG, MIDDLE, SHORT = "x" * (LONG_CHARS + 1), "y" * (INLINE_CHARS + 1), "z"
@@ -55,7 +56,7 @@ def slow() -> SlowLibrary:
 
 
 def with_library(library: Any) -> Tokenizer:
-    return replace(Tokenizer.load(DEMO), _library=library, _least=None)
+    return replace(load_tokenizer(DEMO), _library=library, _least=None)
 
 
 async def test_short_texts_pass_long_ones_that_wait_for_each_other(slow: SlowLibrary) -> None:
@@ -123,7 +124,7 @@ async def test_the_librarys_own_panic(tmp_path: Path) -> None:
         library.decode([0])
     assert not isinstance(panic.value, Exception), "the reason for this test is gone"
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(InvalidRequest, match="cannot decode"):
         await tokenizer.decode([0])
     detokenizer = tokenizer.detokenizer([0])
@@ -202,7 +203,7 @@ async def test_too_long_texts_are_refused_untouched(slow: SlowLibrary) -> None:
     with pytest.raises(ContextLengthExceeded, match="3000 characters") as refused:
         await tokenizer.encode("\n" * 3000, max_tokens=2048, param="text")
     assert refused.value.param == "text" and not slow.seen
-    plain = Tokenizer.load(DEMO)
+    plain = load_tokenizer(DEMO)
     assert len(await plain.encode("\n" * 2048, max_tokens=2048)) == 2048
     with pytest.raises(ContextLengthExceeded, match="6 tokens"):
         await plain.encode("q " * 5, max_tokens=4)

@@ -1,0 +1,50 @@
+"""Where a text ends by a stop string.
+
+What could be the beginning of a stop string is held back. The match that is complete first wins; of
+those that end at the same character, the longest. So the outcome does not depend on how the text
+was cut into pieces.
+
+    stop "END"     fed "a E"  ->  shown "a "   held "E"
+                   fed "N"    ->  shown ""     held "EN"
+                   fed "x D"  ->  shown "ENx D"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StopMatcher:
+    """One request's matcher. After a match nothing more may be fed."""
+
+    stops: Sequence[str]
+    _held: str = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Take more text; return what can be shown now, and the stop string that matched."""
+        buffer = self._held + text
+        found = [(buffer.find(stop), stop) for stop in self.stops]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if ends:
+            _, start, stop = min(ends)
+            self._held = ""
+            return buffer[:start], stop
+        num_shown = len(buffer) - self._num_held(buffer)
+        self._held = buffer[num_shown:]
+        return buffer[:num_shown], None
+
+    def flush(self) -> str:
+        """The text ended: what was held back was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, buffer: str) -> int:
+        """Length of the longest end of `buffer` that begins a stop string."""
+        longest = max((len(stop) for stop in self.stops), default=0) - 1
+        for length in range(min(longest, len(buffer)), 0, -1):
+            end = buffer[-length:]
+            if any(stop.startswith(end) for stop in self.stops):
+                return length
+        return 0

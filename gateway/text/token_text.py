@@ -1,0 +1,68 @@
+"""One token alone as text."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+from .library_failures import REPLACEMENT, decode_few
+
+_WORD_START = "\u2581"  # how SentencePiece writes a leading space
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes.
+
+    Texts of several tokens leave it out where it `is_special`, unless a request shows these, and in
+    any case where it `is_hidden`.
+    """
+
+    text: str
+    data: bytes
+    is_special: bool = False
+    is_hidden: bool = False
+
+    @property
+    def name(self) -> str:
+        """The text, or the bytes spelled out: no two tokens of other bytes have the same."""
+        if REPLACEMENT not in self.text:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
+
+def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
+    """Empty for an id that the tokenizer does not know: models may have more than it."""
+    piece = library.id_to_token(token_id)
+    if piece is None:
+        return TokenText("", b"")
+    text = decode_few(library, [token_id], skip_special_tokens=False)
+    if REPLACEMENT in text:
+        return TokenText(text, _bytes_of(piece) or text.encode())
+    if piece.startswith(_WORD_START) and not text.startswith(" "):
+        text = f" {text}"  # a decoder strips the space of a text's first token
+    return TokenText(text, text.encode())
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes of a token that ends inside a character; None if it is not written as bytes."""
+    if match := BYTE_TOKEN.match(piece):
+        return bytes([int(match[1], 16)])
+    byte_of = byte_of_letter()
+    if all(letter in byte_of for letter in piece):
+        return bytes(byte_of[letter] for letter in piece)
+    return None
+
+
+@functools.cache
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, others for letters from U+0100."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    themselves = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = [byte for byte in range(256) if byte not in themselves.values()]
+    return themselves | dict(zip([c for c in letters if ord(c) >= 256], others, strict=True))
