@@ -120,11 +120,7 @@ class PermissionDenied(BatonError, code="permission_denied", grpc="PERMISSION_DE
 
 
 class Overloaded(
-    BatonError,
-    code="overloaded",
-    grpc="RESOURCE_EXHAUSTED",
-    http=429,
-    is_retryable=True,
+    BatonError, code="overloaded", grpc="RESOURCE_EXHAUSTED", http=429, is_retryable=True
 ):
     """A bounded queue or a credit is full."""
 
@@ -177,10 +173,7 @@ class HandoffFailed(
 
 
 class FingerprintMismatch(
-    HandoffFailed,
-    code="fingerprint_mismatch",
-    grpc="FAILED_PRECONDITION",
-    is_retryable=False,
+    HandoffFailed, code="fingerprint_mismatch", grpc="FAILED_PRECONDITION", is_retryable=False
 ):
     """Source and puller are not of one make; the message names the first field that differs."""
 

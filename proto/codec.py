@@ -143,7 +143,7 @@ def dispatch_to_wire(
     ticket: Ticket | None,
     deadline_remaining_s: float,
 ) -> node_pb2.Dispatch:
-    return node_pb2.Dispatch(
+    wire = node_pb2.Dispatch(
         request_id=request.request_id,
         attempt=request.attempt,
         prompt_token_ids=pack(request.prompt_token_ids),
@@ -151,55 +151,44 @@ def dispatch_to_wire(
         sampling=sampling_to_wire(request.sampling),
         cache_salt=request.cache_salt,
         work=work,
-        ticket=None if ticket is None else node_pb2.Ticket(**dataclasses.asdict(ticket)),
         deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
         sample_index=request.sample_index,
         fork_request_ids=request.fork_ids,
         caller_id=request.caller_id,
         may_refuse=request.may_refuse,
-        prefix_source=_prefix_source_to_wire(request.prefix_source),
-        adapter=None
-        if request.adapter is None
-        else node_pb2.Adapter(**dataclasses.asdict(request.adapter)),
         is_on_trial=request.is_on_trial,
     )
-
-
-def _prefix_source_to_wire(source: PrefixSource | None) -> node_pb2.PrefixSource | None:
-    if source is None:
-        return None
-    return node_pb2.PrefixSource(
-        incarnation=source.incarnation,
-        num_blocks=source.num_blocks,
-        limit_us=max(0, int(source.limit_s * 1e6)),
-    )
+    if ticket is not None:
+        wire.ticket.CopyFrom(node_pb2.Ticket(**dataclasses.asdict(ticket)))
+    if request.adapter is not None:
+        wire.adapter.CopyFrom(node_pb2.Adapter(**dataclasses.asdict(request.adapter)))
+    if (source := request.prefix_source) is not None:
+        limit_us = max(0, int(source.limit_s * 1e6))
+        wire.prefix_source.CopyFrom(
+            node_pb2.PrefixSource(
+                incarnation=source.incarnation, num_blocks=source.num_blocks, limit_us=limit_us
+            )
+        )
+    return wire
 
 
 def request_from_wire(wire: node_pb2.Dispatch) -> Request:
     """The request inside a dispatch; raises InvalidRequest if it has no prompt or id."""
     if not wire.request_id or not wire.prompt_token_ids:
         raise InvalidRequest("a dispatch needs a request id and a prompt")
-    return Request(
-        request_id=wire.request_id,
-        attempt=wire.attempt,
-        prompt_token_ids=token_ids_from_wire(wire.prompt_token_ids),
-        output_token_ids=token_ids_from_wire(wire.output_token_ids),
-        sampling=sampling_from_wire(wire.sampling),
-        cache_salt=wire.cache_salt,
-        sample_index=wire.sample_index,
-        fork_ids=tuple(wire.fork_request_ids),
-        caller_id=wire.caller_id,
-        may_refuse=wire.may_refuse,
-        prefix_source=PrefixSource(
-            wire.prefix_source.incarnation,
-            wire.prefix_source.num_blocks,
-            wire.prefix_source.limit_us / 1e6,
-        )
-        if wire.HasField("prefix_source")
-        else None,
-        adapter=adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
-        is_on_trial=wire.is_on_trial,
-    )
+    fields = same_fields(wire, Request) | {
+        "prompt_token_ids": token_ids_from_wire(wire.prompt_token_ids),
+        "output_token_ids": token_ids_from_wire(wire.output_token_ids),
+        "sampling": sampling_from_wire(wire.sampling),
+        "fork_ids": tuple(wire.fork_request_ids),
+        "prefix_source": None,
+        "adapter": adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
+    }
+    if wire.HasField("prefix_source"):
+        source = wire.prefix_source
+        limit_s = source.limit_us / 1e6
+        fields["prefix_source"] = PrefixSource(source.incarnation, source.num_blocks, limit_s)
+    return Request(**fields)
 
 
 def adapter_from_wire(wire: node_pb2.Adapter) -> Adapter:

@@ -84,37 +84,33 @@ def number(least: float, most: float, *, is_open: bool = False) -> Kind:
     return Kind(interval, NUMBER.within(**{bound: least, "maximum": most}), check)
 
 
-def at_least(least: int) -> Kind:
-    """An integer from `least` on; the bound above is the wire's, and stands in no message."""
+def _within(least: int, most: float, refusal: str) -> Callable[[int, str, int], int]:
+    """A check of integers; `refusal` says what one must be, and may name its `value`."""
 
     def check(value: int, name: str, vocab_size: int) -> int:
-        if value < least:
-            raise _invalid(f"{name} must be at least {least}", name)
+        if not least <= value <= most:
+            raise _invalid(f"{name} {refusal.format(value=value)}", name)
         return value
 
+    return check
+
+
+def at_least(least: int) -> Kind:
+    """An integer from `least` on; the bound above is the wire's, and stands in no message."""
+    check = _within(least, math.inf, f"must be at least {least}")
     return Kind(f"{least} ...", integer(least, UINT32_MAX), check)
 
 
 def between(least: int, most: int) -> Kind:
     """An integer in [least, most]."""
     interval = f"[{least}, {most}]"
-
-    def check(value: int, name: str, vocab_size: int) -> int:
-        if not least <= value <= most:
-            raise _invalid(f"{name} must lie in {interval}, not {value}", name)
-        return value
-
+    check = _within(least, most, f"must lie in {interval}, not {{value}}")
     return Kind(interval, integer(least, most), check)
 
 
 def count(most: int) -> Kind:
     """How many of something to send; over HTTP too the check of both fronts has what is most."""
-
-    def check(value: int, name: str, vocab_size: int) -> int:
-        if value > most:
-            raise _invalid(f"{name} can be {most} at most, not {value}", name)
-        return value
-
+    check = _within(0, most, f"can be {most} at most, not {{value}}")
     return Kind(f"[0, {most}]", integer(0, UINT32_MAX).within(maximum=most), check)
 
 
@@ -127,13 +123,8 @@ def _limit() -> Kind:
 LIMIT = _limit()  # a count that may be unlimited: None here, 0 on the wire, 0 or vLLM's -1 in HTTP
 
 
-def _check_seed(value: int, name: str, vocab_size: int) -> int:
-    if value >> 63:
-        raise _invalid(f"{name} must lie in {SEED.range}", name)
-    return value
-
-
-SEED = Kind("[0, 2**63)", integer(0, 2**63 - 1), _check_seed)
+_MAX_SEED = 2**63 - 1
+SEED = Kind("[0, 2**63)", integer(0, _MAX_SEED), _within(0, _MAX_SEED, "must lie in [0, 2**63)"))
 
 
 def text_like(pattern: str, description: str) -> Kind:

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from ...cluster.secret import ClusterSecret, operator_key
 from ...core.errors import Unauthenticated
-from .key_file import ApiKey, digest_of
-from .key_ring import KeyRing
+from .key_file import ApiKey, KeyRing, digest_of
 from .tenancy import ADMIN, METRICS, Caller, anyone, caller_id_of
 
 MAX_CREDENTIAL_CHARS = 512

@@ -5,7 +5,7 @@
 
 A key is 256 random bits, so one round of SHA-256 protects it: nobody can guess through that many,
 and slow hashes (bcrypt, scrypt) exist for passwords that people choose. They would only make each
-request pay. Owns the format and its check; knows no request.
+request pay. Owns the format and its check, and which keys are in force; knows no request.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -27,8 +28,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed
 from .tenancy import Caller, Limits, caller_id_of
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -184,3 +188,31 @@ def _key(entry: Raw, tenants: Mapping[str, Caller], where: str) -> ApiKey:
         raise BadKeyFile(f"{where}: its tenant is not in tenants")
     digest, scopes = bytes.fromhex(found.sha256), frozenset(found.scopes)
     return ApiKey(digest, replace(tenant, scopes=scopes, caller_id=caller_id_of(digest)))
+
+
+class KeyRing:
+    """Those in force: of a file, read anew when it has changed. One that cannot be used leaves the
+    last keys in force, and is logged; at the beginning it raises StartupFailed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files = WatchedFiles((path,))
+        self._files.have_changed()
+        try:
+            self._keys = load_keys(path)
+        except BadKeyFile as error:
+            raise StartupFailed(
+                f"--api-keys {path}: {error}", hint="make one: baton keys add --tenant T FILE"
+            ) from error
+
+    def current(self) -> tuple[ApiKey, ...]:
+        """Those that are in force."""
+        if self._files.have_changed():
+            try:
+                self._keys = load_keys(self._path)
+                log.info("API keys were read anew: %d", len(self._keys))
+            except BadKeyFile as error:
+                log.error("--api-keys %s: %s; the keys read before stay", self._path, error)
+                if isinstance(error.__cause__, OSError):  # the file may be right as it is
+                    self._files.forget()
+        return self._keys

@@ -14,7 +14,7 @@ from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
 from .browser_sessions import BrowserSessions
 from .gate import Gate
-from .key_ring import KeyRing
+from .key_file import KeyRing
 from .tenancy import Tenancy
 
 _PROTECTION = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}

@@ -70,7 +70,6 @@ class Tokenizer:
     _least: LeastTokens | None
     _marked: MarkedEncoder | None
     _special_ids: frozenset[int]
-    _skipped_ids: frozenset[int]  # special as the library has it
     hidden_ids: frozenset[int]
     refuses_special: bool = False
     _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
@@ -161,7 +160,7 @@ class Tokenizer:
         if (found := self._tokens.get(token_id)) is None:
             found = self._tokens[token_id] = replace(
                 token_text(self._library, token_id),
-                is_special=token_id in self._skipped_ids,
+                is_special=token_id in self._whole_texts.special_ids,
                 is_hidden=token_id in self.hidden_ids,
             )
         return found

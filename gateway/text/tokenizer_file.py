@@ -60,7 +60,6 @@ def load_tokenizer(
         least_tokens(spec),
         marked,
         frozenset(i for i in special_ids if i is not None),
-        frozenset(i for i, t in library.get_added_tokens_decoder().items() if t.special),
         hidden,
         refuses_special,
     )

@@ -18,8 +18,7 @@ from baton.gateway.http.protocol.app_state import APP_STATE
 from baton.gateway.http.protocol.errors import answering
 from baton.gateway.security.browser_sessions import BrowserSessions
 from baton.gateway.security.gate import Gate
-from baton.gateway.security.key_file import add_key
-from baton.gateway.security.key_ring import KeyRing
+from baton.gateway.security.key_file import KeyRing, add_key
 from baton.gateway.security.tenancy import METRICS
 
 

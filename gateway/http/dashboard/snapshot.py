@@ -21,7 +21,7 @@ from ....core.membership import Member
 from ....core.ports import Clock
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import LinkedEngine
-from ...telemetry.calls.ended_call import STAGES
+from ...telemetry.calls.call_record import STAGES
 from ...telemetry.calls.slo import SloTargets
 from ...telemetry.window.snapshot import window_snapshot
 from ...telemetry.window.window import TelemetryWindow

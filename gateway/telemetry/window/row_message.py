@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from ....core.membership import HexId
-from ..calls.ended_call import EndedCall, Text, UnixSeconds
+from ..calls.call_record import EndedCall, Text, UnixSeconds
 from ..calls.slo import MAX_JUDGED, Judged
 from ..metrics.tally import BOUNDS, Key, Tally
 from .window import KEPT, MAX_SHARED_CALLS

@@ -11,7 +11,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.core.request.timeline import Event, NodeStamp, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.wire import NodeClock, output_from_wire
-from baton.gateway.telemetry.calls.ended_call import stage_seconds
+from baton.gateway.telemetry.calls.call_record import stage_seconds
 from baton.node.requests.request_io import RequestIO
 from baton.proto import codec
 from baton.proto.v1 import node_pb2

@@ -21,8 +21,7 @@ from baton.gateway.http.protocol.app_state import APP_STATE, caller_of
 from baton.gateway.http.protocol.errors import Refusal, answering
 from baton.gateway.security.browser_sessions import COOKIE, BrowserSessions
 from baton.gateway.security.gate import Gate
-from baton.gateway.security.key_file import add_key, digest_of
-from baton.gateway.security.key_ring import KeyRing
+from baton.gateway.security.key_file import KeyRing, add_key, digest_of
 from baton.gateway.security.tenancy import ADMIN, INFER, METRICS, SCOPES
 
 
