@@ -57,6 +57,7 @@ class Telemetry:
         return Telemetry(feed, window, Exporter(store, feed.settle, *of_engines), traces)
 
     async def close(self) -> None:
-        """Send what is still to be sent."""
+        """Send what is still to be sent, and let go of the last calls."""
+        self.feed.settle()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
