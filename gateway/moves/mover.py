@@ -87,17 +87,17 @@ class RequestMover:
         engines = self._table.engines.values()
         sources = {name for e in engines if e.load and e.is_ready for name in e.load.links}
         takers = [e for e in engines if e.incarnation in sources and _computes_prompts_alone(e)]
-        if not takers:
-            return
-        waiting = [request_id for e in engines for request_id, _ in e.account.unanswered]
-        for session, since_s in self._sessions.prompts_beside_decodes(waiting):
-            waited_s, num_tokens = now_s - since_s, session.demand.num_tokens
-            able = (engine.account for engine in takers if _served([session], by=[engine]))
-            soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)
-            if waited_s >= max(_PATIENCE_S, _TIMES * soonest_s):
-                log.info("%s: its prompt is planned again after %.1f s", session.call_id, waited_s)
-                self._table.moves["planned_again"] += 1
-                self._sessions.plan_again(session)
+        for engine in engines if takers else ():
+            others = [taker for taker in takers if taker is not engine]
+            waiting = [request_id for request_id, _ in engine.account.unanswered]
+            for session, since_s in self._sessions.prompts_beside_decodes(waiting):
+                able = [taker.account for taker in others if _served([session], by=[taker])]
+                num_tokens = session.demand.num_tokens
+                soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)
+                if now_s - since_s >= max(_PATIENCE_S, _TIMES * soonest_s):
+                    log.info("%s: its prompt is planned again", session.call_id)
+                    self._table.moves["planned_again"] += 1
+                    self._sessions.plan_again(session)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
         """Dispatch it to its new engine, if that can pull from the old one."""

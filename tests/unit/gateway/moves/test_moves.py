@@ -338,3 +338,19 @@ async def test_a_search_is_not_begun_anew() -> None:
     world.clock.advance(1.0)
     world.mover.look()
     assert not prefill.dispatched and not world.table.moves
+
+
+async def test_a_prompt_does_not_leave_an_engine_for_itself() -> None:
+    """One whose promise was withdrawn goes on with what it has."""
+    world = World(is_streaming=False)
+    (session,) = world.running
+    assert session.attempt is not None
+    name = session.attempt.pair[0]
+    engine = world.table.engines[name]
+    engine.member = replace(engine.member, role=Role.PREFILL)
+    world.report(busy="", links=frozenset(name))
+    assert engine.load is not None
+    engine.receive_heartbeat(replace(engine.load, tbt_target_s=None, decodes=StepShape()))
+    world.clock.advance(60.0)
+    world.mover.look()
+    assert not world.table.moves and not world.links[name].cancelled
