@@ -161,8 +161,18 @@ def _rate(row: dict[str, Any]) -> str:
 
 
 def _rows() -> list[dict[str, Any]]:
-    found = load(_NAME)
-    return [row | {"cards": _cards(row, found)} for row in found["rows"]]
+    """Of every file; those of `goodput_MODEL.json` have the model in front of their cell."""
+    rows = []
+    for name in _files():
+        found, model = load(name), name.removeprefix(_NAME).removeprefix("_")
+        for row in found["rows"]:
+            cell = f"{model} {row['cell']}".strip()
+            rows.append(row | {"cards": _cards(row, found), "cell": cell})
+    return rows
+
+
+def _files() -> list[str]:
+    return sorted(path.stem for path in RESULTS.glob(f"{_NAME}*.json"))
 
 
 def _cards(row: dict[str, Any], found: dict[str, Any]) -> str:
@@ -192,10 +202,11 @@ def _source() -> str:
 
 
 def _lines() -> Iterator[str]:
-    found = load(_NAME)
-    for number_ in sorted({row["call"] for row in found["rows"]}):
-        call = found["calls"][number_]
-        yield (
-            f"[{_NAME}.json]({{results}}/{_NAME}.json), {call['commit']}, {call['date']}, "
-            f"`{call['command']}`\n\n"
-        )
+    for name in _files():
+        found = load(name)
+        for number_ in sorted({row["call"] for row in found["rows"]}):
+            call = found["calls"][number_]
+            yield (
+                f"[{name}.json]({{results}}/{name}.json), {call['commit']}, {call['date']}, "
+                f"`{call['command']}`\n\n"
+            )
