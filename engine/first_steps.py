@@ -20,7 +20,7 @@ from .kv.block_pool import NUM_RESERVED_BLOCKS
 from .kv.limits import EngineLimits
 from .scheduling.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
 
-BUDGET_S = 1.5  # in all
+BUDGET_S = 2.5  # in all
 _SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)
 _FIRST_TOKEN, _NUM_TOKENS = 3, 120  # various ones: a mixture's experts are chosen by them
 _MOST_TOKENS = 2048  # of a prompt: larger steps take as long for each token

@@ -43,6 +43,7 @@ _STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to r
 # are joined by a straight line, and pairs do not stand for bends.
 _BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
 _WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0])
+_REACH = 1.25  # of a knot, at least, to know how steep it is behind it: a few rows tell noise
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
 
@@ -225,10 +226,11 @@ def _size_of(shape: StepShape) -> _Size:
 
 
 def _features(shapes: list[StepShape]) -> np.ndarray:
-    """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER, rows until each of
-    _FLATTER_AFTER, pairs and keys."""
+    """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER that some are far behind, rows
+    until each of _FLATTER_AFTER, pairs and keys."""
     rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
-    behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER)
+    is_reached = rows.max() >= _REACH * np.array(_STEEPER_AFTER)
+    behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER) * is_reached
     until = np.minimum(rows[:, None], _FLATTER_AFTER)
     return np.column_stack([np.ones_like(rows), behind, until, pairs, keys])
 

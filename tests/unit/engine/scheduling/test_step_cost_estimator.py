@@ -35,6 +35,11 @@ def gpu_s(shape: StepShape) -> float:
     return 0.3e-3 + products_s + 9.5e-10 * shape.pairs + 3.1e-8 * shape.keys
 
 
+def dear_s(shape: StepShape) -> float:
+    is_mixed = shape.num_decodes and shape.num_prompt_tokens
+    return mixture_s(shape) + (0.0025 if is_mixed else 0.0)
+
+
 def any_shape(chance: random.Random, kinds: str) -> StepShape:
     kind, decodes = chance.choice(kinds), StepShape()
     if kind != "p":
@@ -94,6 +99,17 @@ def test_what_lies_between_two_sizes_is_on_the_line_between_them() -> None:
     assert cost is not None
     for shape in (StepShape(num_decodes=n) for n in (1, 16, 32, 48)):
         assert cost.seconds(shape) == pytest.approx(linear_s(shape))
+
+
+def test_a_few_rows_behind_a_knot_say_nothing_of_the_slope_there() -> None:
+    """What an engine's first steps come to, where a step of both kinds takes longer than the sum of
+    its parts and the largest one, of 528 rows, is such a step."""
+    decodes = [StepShape(num_decodes=n, keys=n * 256) for n in (1, 16, 64, 128, 256)]
+    beside = [StepShape(num_decodes=16, keys=16_384).with_prompt(n, 0) for n in (64, 256, 512)]
+    shapes = [*decodes, *map(prompt, (16, 64, 128, 256, 512)), prompt(512, 4096), *beside]
+    cost = played(shapes * 5, dear_s).estimate()
+    assert cost is not None
+    assert cost.seconds(prompt(2048)) == pytest.approx(dear_s(prompt(2048)), rel=0.2)
 
 
 def test_it_is_absent_before_there_are_samples_of_two_sizes() -> None:
