@@ -9,8 +9,9 @@ from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.moves.mover import RequestMover
+from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput
-from baton.gateway.request.session_table import DispatchQueue, SessionTable
+from baton.gateway.request.session_table import SessionTable
 from baton.prefix_index.mirror import PrefixMirror
 
 from .device import VirtualClock

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from ...core.errors import DeadlineExceeded, Overloaded
 from ...prefix_index.prefix_sources import CachedPrefix
 from ..engines.engine_table import EngineTable
-from ..request.session_table import SEQUENCE_TOKENS, CallerShare, DispatchQueue
+from ..request.dispatch_queue import SEQUENCE_TOKENS, CallerShare, DispatchQueue
 
 _SOON_S = 0.1  # no retry sooner
 _APART = 3  # gRPC needs two turns to read a step, and the third passes it on

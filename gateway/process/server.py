@@ -48,7 +48,8 @@ from ..http.protocol.app_state import AppState
 from ..moves.mover import RequestMover
 from ..promises.promise_decider import PromiseDecider
 from ..promises.promise_leader import LEASE_S, PromiseLeader
-from ..request.session_table import DispatchQueue, SessionTable
+from ..request.dispatch_queue import DispatchQueue
+from ..request.session_table import SessionTable
 from ..request.setbacks import SessionLimits
 from ..security.security import Security
 from ..telemetry.telemetry import Telemetry

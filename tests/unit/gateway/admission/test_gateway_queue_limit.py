@@ -21,8 +21,8 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.wire import load_from_wire
+from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
-from baton.gateway.request.session_table import DispatchQueue
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import CachedPrefix
 from baton.proto.v1 import node_pb2

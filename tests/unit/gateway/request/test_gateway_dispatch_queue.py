@@ -17,9 +17,10 @@ from baton.core.membership import Role
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepShape
+from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session
-from baton.gateway.request.session_table import DispatchQueue, SessionTable
+from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest

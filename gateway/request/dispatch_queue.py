@@ -1,0 +1,208 @@
+"""Sessions that found no place, and in which order they try again: fair between callers.
+
+    a session that had to wait, or comes
+    while others do ─► eligible: a fair queue; its head alone is tried
+                          │ ▲  └─ no decode engine has a place ► it stays the head; nobody passes
+                          ▼ │
+                       held, by caller: enough of that caller's own prompts wait at the engines;
+                          │ ▲           one of them is answered ► its next one is eligible again
+                          ▼ │
+                       stranded: no pair of engines may serve it; tried when engines come or go
+So prompts wait here, and engines get what they compute soon: a light caller finds places, and few
+prompts ahead of its own. A session that was dispatched before tries by itself, and goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.fair_queue import FairQueue
+from .engine_link import Blocked
+from .session import Session
+
+SEQUENCE_TOKENS = 256  # what a place weighs against prompt tokens: about what is generated in it
+
+
+@dataclass(slots=True)
+class CallerShare:
+    """What one caller has waiting. `cost`: prompt tokens and places, in tokens."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    cost: int = 0
+
+
+class _Counted(NamedTuple):
+    """Of a session that waits. `order`: among its caller's, what an engine had before first."""
+
+    num_tokens: int
+    cost: int
+    order: tuple[bool, int]
+
+
+class DispatchQueue:
+    """Knows no engine: sessions try, and show why they could not. `released`: callers of which an
+    engine has answered or ended something; cleared here."""
+
+    def __init__(self, released: set[int] | None = None) -> None:
+        self._released: set[int] = set() if released is None else released
+        self._eligible: FairQueue[Session] = FairQueue()
+        self._held: dict[int, OrderedDict[Session, None]] = {}
+        self._stranded: dict[Session, None] = {}
+        self.shares: dict[int, CallerShare] = {}  # by caller; empty: nothing waits
+        self._counted: dict[Session, _Counted] = {}  # all that wait
+        self._numbers = itertools.count()
+        self._tried: Session | None = None
+        self._has_changed = False  # since `advance`
+        self.has_no_place = False  # for its head, when that was last tried
+
+    def __len__(self) -> int:
+        return len(self._counted)
+
+    def num_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return sum(share.num_tokens for share in self.shares.values())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what waits may find a place since `advance`."""
+        return bool(self._counted) and (self._has_changed or bool(self._released))
+
+    def add(self, session: Session) -> None:
+        """A new session, behind its caller's others."""
+        self._count(session)
+        if (held := self._held.get(session.request.caller_id)) is not None:
+            held[session] = None
+        else:
+            self._make_eligible(session)
+
+    def follow(self, session: Session) -> None:
+        """Take note of what a session did by itself: it waits again, or does not any more."""
+        if session is self._tried:
+            return
+        if not session.is_waiting:
+            self.remove(session)
+        elif session in self._stranded:
+            if session.blocked is not Blocked.ENGINE:
+                del self._stranded[session]
+                self._make_eligible(session)
+        elif session not in self._counted and session.blocked is not None:
+            self._count(session)
+            if session.blocked is Blocked.ENGINE:
+                self._stranded[session] = None
+            elif session.blocked is Blocked.TURN:
+                self._hold(session)
+            else:
+                self._make_eligible(session)
+
+    def remove(self, session: Session) -> None:
+        """It is over, or was dispatched. Nothing, if it does not wait here."""
+        if session not in self._counted:
+            return
+        self._uncount(session)
+        caller_id = session.request.caller_id
+        if session in self._eligible:
+            self._eligible.remove(session)
+            self._release(caller_id)
+            self._has_changed = True  # it may have been the head that nobody passes
+        elif session in self._stranded:
+            del self._stranded[session]
+        else:
+            del self._held[caller_id][session]
+            if not self._held[caller_id]:
+                del self._held[caller_id]
+
+    def advance(self, try_dispatch: Callable[[Session], None]) -> None:
+        """Let sessions try, in their order, until one finds no place."""
+        for caller_id in self._released & self._held.keys():
+            self._release(caller_id)
+        self._released.clear()
+        self._has_changed = self.has_no_place = False
+        while (head := self._eligible.head) is not None and not self.has_no_place:
+            self._tried = head
+            try:
+                try_dispatch(head)
+            finally:
+                self._tried = None
+            self._place(head)
+
+    def retry_stranded(self) -> None:
+        """Engines came or went: `advance` tries all that waited for any."""
+        for session in self._stranded:
+            self._make_eligible(session)
+        self._stranded.clear()
+        for caller_id in list(self._held):
+            self._release(caller_id)
+
+    def _place(self, head: Session) -> None:
+        """Where the head that has just tried belongs now."""
+        caller_id = head.request.caller_id
+        if head not in self._counted:
+            return  # it ended, and was removed
+        if not head.is_waiting:
+            self._uncount(head)
+            self._eligible.pop()
+            self._release(caller_id)
+        elif head.blocked is Blocked.PLACE:
+            self._eligible.pin_head()
+            self.has_no_place = True
+        else:
+            self._eligible.remove(head)
+            if head.blocked is Blocked.TURN:
+                self._hold(head)
+            elif head.blocked is Blocked.ENGINE:
+                self._stranded[head] = None
+                self._release(caller_id)
+            else:
+                self._uncount(head)  # it will try by itself
+                self._release(caller_id)
+
+    def _make_eligible(self, session: Session) -> None:
+        self._has_changed = True
+        add = self._eligible.add_first if session.was_dispatched else self._eligible.add
+        add(session, session.request.caller_id, self._counted[session].cost)
+
+    def _hold(self, session: Session) -> None:
+        """Behind its caller's own prompts: nearly always the last or the first of what is held."""
+        held = self._held.setdefault(session.request.caller_id, OrderedDict())
+        order = self._counted[session].order
+        is_last = not held or order > self._counted[next(reversed(held))].order
+        is_first = not is_last and order < self._counted[next(iter(held))].order
+        held[session] = None
+        if is_first:
+            held.move_to_end(session, last=False)
+        elif not is_last:
+            for one in sorted(held, key=lambda one: self._counted[one].order):
+                held.move_to_end(one)
+
+    def _release(self, caller_id: int) -> None:
+        """Let the caller's next held session try."""
+        if held := self._held.get(caller_id):
+            self._make_eligible(held.popitem(last=False)[0])
+        if not held:
+            self._held.pop(caller_id, None)
+
+    def _count(self, session: Session) -> None:
+        if not self._counted:
+            self._released.clear()
+        demand = session.demand
+        cost = demand.num_tokens + SEQUENCE_TOKENS * demand.num_sequences
+        order = not session.was_dispatched, next(self._numbers)
+        self._counted[session] = _Counted(demand.num_tokens, cost, order)
+        share = self.shares.setdefault(session.request.caller_id, CallerShare())
+        share.num_requests += 1
+        share.num_tokens += demand.num_tokens
+        share.cost += cost
+
+    def _uncount(self, session: Session) -> None:
+        num_tokens, cost, _ = self._counted.pop(session)
+        share = self.shares[session.request.caller_id]
+        share.num_requests -= 1
+        share.num_tokens -= num_tokens
+        share.cost -= cost
+        if not share.num_requests:
+            del self.shares[session.request.caller_id]
