@@ -268,8 +268,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
+    from ..gateway.security.caller import Limits
     from ..gateway.security.key_file import add_key
-    from ..gateway.security.tenancy import Limits
 
     def run() -> int:
         given = {field.name: getattr(arguments, field.name) for field in fields(Limits)}

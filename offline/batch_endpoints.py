@@ -26,7 +26,7 @@ from ..gateway.http.protocol.event_stream import BURST, Burst
 from ..gateway.http.turns import responses
 from ..gateway.http.turns.response_store import ResponseStore
 from ..gateway.http.turns.responses import RESPONSE_STORE
-from ..gateway.security.tenancy import INFER, Caller
+from ..gateway.security.caller import INFER, Caller
 from .local_calls import LocalCalls
 
 _BACKLOG = 4096  # lines begin all at once

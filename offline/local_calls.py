@@ -34,7 +34,7 @@ from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Wo
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import Session
 from ..gateway.request.setbacks import SessionLimits
-from ..gateway.security.tenancy import INFER, Caller
+from ..gateway.security.caller import INFER, Caller
 from ..gateway.telemetry.calls.call_record import CallRecord
 from ..gateway.text.special_tokens import Spans
 from ..gateway.validation.served_model import ServedModel

@@ -17,7 +17,7 @@ from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.security.tenancy import anyone
+from baton.gateway.security.caller import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets

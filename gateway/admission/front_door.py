@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable, public_error
@@ -26,7 +26,8 @@ from ..request.output_chunk import ChunkQueue, ChunkSink, OutputChunk
 from ..request.session import Session
 from ..request.session_table import SessionTable
 from ..request.setbacks import SessionLimits
-from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
+from ..security.caller import ADMIN, INFER, Caller
+from ..security.tenancy import Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
@@ -216,8 +217,9 @@ class FrontDoor:
                 async with self._running(request, record, router, deadline_s) as generation:
                     yield generation
             finally:
-                num_outputs = max(record.num_delivered_tokens, record.num_computed_tokens)
-                admission.used_tokens = record.prompt_tokens + num_outputs
+                if admission is not None:
+                    num_outputs = max(record.num_delivered_tokens, record.num_computed_tokens)
+                    admission.used_tokens = record.prompt_tokens + num_outputs
 
     def abort(self, names: Sequence[str], caller: Caller) -> int:
         """Cancel calls of the caller's tenant by gateway id or label; returns how many ran.
@@ -266,13 +268,14 @@ class FrontDoor:
         self._feed.call_refused(Caller("", frozenset(), front), error)
 
     @contextmanager
-    def _admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
+    def _admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
         """Take a call in for the block; raises before anything of it was looked at.
 
-        A call that needs no engine counts as any other, or long texts would wait unbounded.
+        None: it is of no tenant, whose limits there would be. A call that needs no engine counts
+        as any other, or long texts would wait unbounded.
         """
         caller.check_scope(INFER)
-        with self._tenancy.admitted(caller) as admission:
+        with self._tenancy.admitted(caller) if caller.tenant else nullcontext() as admission:
             self._sessions.admit(caller.caller_id)
             try:
                 yield admission
@@ -288,15 +291,11 @@ class FrontDoor:
         self,
         wire: inference_pb2.GenerateRequest,
         caller: Caller,
-        admission: TenantAdmission,
+        admission: TenantAdmission | None,
         special_at: Spans | None,
     ) -> ValidatedRequest:
-        """The request, charged to the caller's tenant and in its part of the prefix cache.
-
-        What is refused on the way there has used no token.
-        """
+        """The request, charged to the caller's tenant and in its part of the prefix cache."""
         limits = self.limits
-        admission.used_tokens = 0
         self._check_model(caller, wire.model)
         request = check_request(wire, limits, self.adapters.adapters)
         if request.sampling.constraint is not None:
@@ -308,11 +307,14 @@ class FrontDoor:
         )
         seed = self._entropy.new_seed()
         request = complete_request(request, wire, prompt, limits, drawn_seed=seed)
-        num_outputs = max(request.options.n, request.sampling.best_of)
-        max_output_tokens = num_outputs * request.sampling.max_tokens
-        admission.charge(len(request.prompt_token_ids) + max_output_tokens)
-        salt = self._tenancy.cache_salt(caller, request.options.cache_salt)
-        options = replace(request.options, cache_salt=salt)
+        if admission is not None:
+            num_outputs = max(request.options.n, request.sampling.best_of)
+            max_output_tokens = num_outputs * request.sampling.max_tokens
+            admission.charge(len(request.prompt_token_ids) + max_output_tokens)
+        options = request.options
+        if caller.tenant or options.cache_salt:
+            salt = self._tenancy.cache_salt(caller, options.cache_salt)
+            options = replace(options, cache_salt=salt)
         return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, options=options)
 
     @asynccontextmanager

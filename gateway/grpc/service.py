@@ -27,8 +27,8 @@ from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.wire import chunk_to_wire
 from ..request.output_chunk import RequestResult
+from ..security.caller import METRICS, Caller
 from ..security.gate import Gate
-from ..security.tenancy import METRICS, Caller
 from ..validation.validation import check_names
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import PromptRouter
+from ..security.caller import INFER, METRICS, Caller
 from ..security.gate import Gate
-from ..security.tenancy import INFER, METRICS, Caller
 from .service import Context, answering, call_options, caller_of, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from ...core.errors import Unauthenticated
 from ...core.ports import Clock
+from .caller import METRICS, Caller
 from .gate import Gate
 from .key_file import ApiKey
-from .tenancy import METRICS, Caller
 
 COOKIE = "baton_session"
 SESSION_S = 12 * 3600

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ...cluster.secret import ClusterSecret, operator_key
 from ...core.errors import Unauthenticated
+from .caller import ADMIN, METRICS, Caller, anyone, caller_id_of
 from .key_file import ApiKey, KeyRing, digest_of
-from .tenancy import ADMIN, METRICS, Caller, anyone, caller_id_of
 
 MAX_CREDENTIAL_CHARS = 512
 OPERATOR = "@operator"  # no name that a key file could give

@@ -30,7 +30,7 @@ from msgspec import Meta, Raw, Struct
 
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed
-from .tenancy import Caller, Limits, caller_id_of
+from .caller import Caller, Limits, caller_id_of
 
 log = logging.getLogger(__name__)
 

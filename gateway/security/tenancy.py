@@ -1,5 +1,4 @@
-"""Callers and their tenants: what one may do, its limits at this gateway, its part of the prefix
-cache.
+"""Tenants of a gateway that requires keys: their limits, and their part of the prefix cache.
 
     admitted ──► charge(prompt + all it may generate) ──► used_tokens = what it was ──► left
     a request,   or RateLimited                           the difference is given back
@@ -18,72 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...core.errors import ModelNotFound, PermissionDenied, RateLimited
+from ...core.errors import RateLimited
 from ...core.ports import Clock
 from ...core.request.token_ids import TAG_DIGITS
 from ...core.token_bucket import TokenBucket
+from .caller import Caller
 
-_CALLER_ID_BYTES = 8
 _MINUTE_S = 60.0
 _SALT_DIGITS = 32
 _TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess
-
-
-INFER, METRICS, ADMIN = "infer", "metrics", "admin"
-SCOPES = frozenset({INFER, METRICS, ADMIN})
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a tenant may use at one gateway; None: as much as there is."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who makes a call. `tenant`: whose limits and whose prefix cache; empty where no keys are
-    required. `front`: "grpc" or "http", empty in a key file.
-
-    `models`: the names that it may use; None: all. `caller_id`: 64 bits between which queues are
-    fair: of the API key, the same at all gateways, or of the connection.
-    """
-
-    tenant: str
-    scopes: frozenset[str]
-    front: str = ""
-    models: frozenset[str] | None = None
-    limits: Limits = Limits()
-    caller_id: int = 0
-
-    def check_scope(self, scope: str) -> None:
-        """Raise PermissionDenied unless the credential has this scope."""
-        if scope not in self.scopes:
-            raise PermissionDenied(f"this API key has no scope `{scope}`")
-
-    def may_use(self, model: str) -> bool:
-        return self.models is None or model in self.models
-
-    def check_model(self, requested: str, served: str) -> None:
-        """Raise ModelNotFound, as for one that is not there, unless `served` is allowed.
-
-        `requested` is the name in the request, which may be empty.
-        """
-        if not self.may_use(served):
-            raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
-
-
-def anyone(front: str, caller_id: int = 0) -> Caller:
-    """The caller of a deployment without API keys: everybody may do everything."""
-    return Caller("", SCOPES, front, caller_id=caller_id)
-
-
-def caller_id_of(name: bytes, key: bytes = b"") -> int:
-    """64 bits that stand for a key's digest, or for an address, which only `key` can reckon."""
-    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
-    return int.from_bytes(digest, "little")
 
 
 @dataclass(slots=True)
@@ -97,12 +39,12 @@ class _Usage:
 
 @dataclass(slots=True)
 class TenantAdmission:
-    """One request of a tenant. `used_tokens`: set it before the end; None keeps the charge."""
+    """One request of a tenant. `used_tokens`: of those that it was charged for."""
 
     _tokens: TokenBucket | None
     _clock: Clock
     _charged_tokens: int = 0
-    used_tokens: int | None = None
+    used_tokens: int = 0
 
     def charge(self, num_tokens: int) -> None:
         """The prompt and all that may be generated; raises RateLimited."""
@@ -114,7 +56,7 @@ class TenantAdmission:
 
     def settle(self) -> None:
         """The request is over: give back what it did not use."""
-        if self._tokens is not None and self.used_tokens is not None:
+        if self._tokens is not None:
             now_s = self._clock.monotonic_s()
             self._tokens.spend(self.used_tokens - self._charged_tokens, now_s)
 

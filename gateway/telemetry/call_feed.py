@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ...core.errors import BatonError
 from ...core.ports import Clock
 from ..request.output_chunk import OutputChunk
-from ..security.tenancy import Caller
+from ..security.caller import Caller
 from .call_counts import CallCounts, Noted
 from .calls.call_record import CallRecord, EndedCall, ended_call
 from .calls.slo import SloTargets

@@ -12,8 +12,8 @@ import pytest
 from bad_input.cases.fronts import Target, running
 from fakes.gateway.byte_model import write_byte_model
 
+from baton.gateway.security.caller import INFER, METRICS
 from baton.gateway.security.key_file import add_key
-from baton.gateway.security.tenancy import INFER, METRICS
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"

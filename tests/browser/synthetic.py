@@ -32,7 +32,7 @@ from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
 from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.security.tenancy import Caller
+from baton.gateway.security.caller import Caller
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets

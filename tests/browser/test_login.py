@@ -17,9 +17,9 @@ from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check
 from baton.gateway.http.protocol.app_state import APP_STATE
 from baton.gateway.http.protocol.errors import answering
 from baton.gateway.security.browser_sessions import BrowserSessions
+from baton.gateway.security.caller import METRICS
 from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import KeyRing, add_key
-from baton.gateway.security.tenancy import METRICS
 
 
 class Guarded:

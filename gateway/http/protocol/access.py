@@ -19,8 +19,8 @@ from aiohttp import web
 from ....core.config import GatewayConfig
 from ....core.errors import PermissionDenied, Unauthenticated
 from ...security.browser_sessions import COOKIE, BrowserSessions
+from ...security.caller import ADMIN, INFER, METRICS, Caller, anyone
 from ...security.gate import Gate
-from ...security.tenancy import ADMIN, INFER, METRICS, Caller, anyone
 from .app_state import APP_STATE, CALLER
 from .connections import check_head
 from .errors import Handler, Refusal

@@ -12,7 +12,7 @@ from ....core.config import GatewayConfig
 from ...admission.front_door import FrontDoor
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
-from ...security.tenancy import Caller
+from ...security.caller import Caller
 from ...telemetry.telemetry import Telemetry
 
 

@@ -28,7 +28,7 @@ from ....core.process.logs import fields
 from ....core.request.request import SamplingParams
 from ....core.request.timeline import Event, Stamp
 from ...request.output_chunk import RequestResult, UnfinishedRun
-from ...security.tenancy import Caller
+from ...security.caller import Caller
 
 
 @dataclass(slots=True)

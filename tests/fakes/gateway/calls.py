@@ -10,7 +10,7 @@ from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.security.tenancy import SCOPES, Caller
+from baton.gateway.security.caller import SCOPES, Caller
 from baton.gateway.telemetry.call_feed import CallFeed, OnEnded
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets

@@ -15,8 +15,9 @@ from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import block_hashes, root_hash, tenant_tag
+from baton.gateway.security.caller import Caller, Limits
 from baton.gateway.security.key_file import add_key
-from baton.gateway.security.tenancy import Caller, Limits, Tenancy
+from baton.gateway.security.tenancy import Tenancy
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.pages import encode_contents
 

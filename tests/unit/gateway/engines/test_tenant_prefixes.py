@@ -17,7 +17,8 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand
-from baton.gateway.security.tenancy import INFER, Caller, Tenancy
+from baton.gateway.security.caller import INFER, Caller
+from baton.gateway.security.tenancy import Tenancy
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto import codec

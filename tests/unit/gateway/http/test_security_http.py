@@ -20,9 +20,9 @@ from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check
 from baton.gateway.http.protocol.app_state import APP_STATE, caller_of
 from baton.gateway.http.protocol.errors import Refusal, answering
 from baton.gateway.security.browser_sessions import COOKIE, BrowserSessions
+from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES
 from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import KeyRing, add_key, digest_of
-from baton.gateway.security.tenancy import ADMIN, INFER, METRICS, SCOPES
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from baton.cluster.secret import ClusterSecret, operator_key, session_key
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import ModelNotFound, PermissionDenied, StartupFailed, Unauthenticated
 from baton.gateway.security.browser_sessions import SESSION_S, BrowserSessions
+from baton.gateway.security.caller import ADMIN, INFER, METRICS, Caller, Limits, anyone
 from baton.gateway.security.gate import MAX_CREDENTIAL_CHARS, Gate
 from baton.gateway.security.key_file import BadKeyFile, KeyRing, add_key, load_keys, parse_keys
 from baton.gateway.security.security import Security
-from baton.gateway.security.tenancy import ADMIN, INFER, METRICS, Caller, Limits, anyone
 
 ALL = frozenset({INFER, METRICS, ADMIN})
 

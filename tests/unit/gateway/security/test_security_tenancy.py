@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import RateLimited
-from baton.gateway.security.tenancy import INFER, Caller, Limits, Tenancy, anyone
+from baton.gateway.security.caller import INFER, Caller, Limits, anyone
+from baton.gateway.security.tenancy import Tenancy
 
 
 def caller(tenant: str = "acme", **limits: int) -> Caller:

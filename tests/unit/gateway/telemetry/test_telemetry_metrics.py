@@ -23,7 +23,7 @@ from baton.gateway.engines import prompt_router
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.security.tenancy import anyone
+from baton.gateway.security.caller import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table

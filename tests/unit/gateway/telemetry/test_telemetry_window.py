@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
 from baton.core.metrics import Slo, TokenTimes, percentile
-from baton.gateway.security.tenancy import anyone
+from baton.gateway.security.caller import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.tally import MAX_ERROR, Histogram

@@ -1,0 +1,66 @@
+"""Who makes a call, and what one may do."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from ...core.errors import ModelNotFound, PermissionDenied
+
+_CALLER_ID_BYTES = 8
+
+INFER, METRICS, ADMIN = "infer", "metrics", "admin"
+SCOPES = frozenset({INFER, METRICS, ADMIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may use at one gateway; None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. `tenant`: whose limits and whose prefix cache; empty where no keys are
+    required. `front`: "grpc" or "http", empty in a key file.
+
+    `models`: the names that it may use; None: all. `caller_id`: 64 bits between which queues are
+    fair: of the API key, the same at all gateways, or of the connection.
+    """
+
+    tenant: str
+    scopes: frozenset[str]
+    front: str = ""
+    models: frozenset[str] | None = None
+    limits: Limits = Limits()
+    caller_id: int = 0
+
+    def check_scope(self, scope: str) -> None:
+        """Raise PermissionDenied unless the credential has this scope."""
+        if scope not in self.scopes:
+            raise PermissionDenied(f"this API key has no scope `{scope}`")
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def check_model(self, requested: str, served: str) -> None:
+        """Raise ModelNotFound, as for one that is not there, unless `served` is allowed.
+
+        `requested` is the name in the request, which may be empty.
+        """
+        if not self.may_use(served):
+            raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
+
+
+def anyone(front: str, caller_id: int = 0) -> Caller:
+    """The caller of a deployment without API keys: everybody may do everything."""
+    return Caller("", SCOPES, front, caller_id=caller_id)
+
+
+def caller_id_of(name: bytes, key: bytes = b"") -> int:
+    """64 bits that stand for a key's digest, or for an address, which only `key` can reckon."""
+    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
+    return int.from_bytes(digest, "little")
