@@ -27,7 +27,7 @@ from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
-from ..gateway.admission.admission import LoopPacing
+from ..gateway.admission.loop_pacing import LoopPacing
 from ..gateway.request.answer import GATEWAY, text_stream
 from ..gateway.request.best_of import best_of
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from baton.gateway.admission.admission import QueueLimit
+from baton.gateway.admission.queue_limit import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.moves.mover import RequestMover

@@ -41,7 +41,8 @@ from ..validation.validation import (
     complete_request,
     prompt_token_ids,
 )
-from .admission import LoopPacing, QueueLimit
+from .loop_pacing import LoopPacing
+from .queue_limit import QueueLimit
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class FrontDoor:
                     raise Unavailable("this gateway is shutting down")
                 admission = stack.enter_context(self._admitted(caller))
                 # What comes too late, by what its caller has ahead of it, is not even tokenised.
-                self._queue_limit.check(caller.caller_id, 0, {}, deadline_s - arrived_s)
+                self._check_wait(caller, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
                 num_tokens, began_s = len(request.prompt_token_ids), self._clock.monotonic_s()
                 router = PromptRouter(
@@ -189,8 +190,7 @@ class FrontDoor:
                 await self.arrivals.take(has_begun=True)  # in one turn, it would hold up streams
                 # What is ahead has to be that of the moment when it starts.
                 routed_s = self._clock.monotonic_s()
-                cached, remaining_s = router.cached(num_tokens), deadline_s - routed_s
-                self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
+                self._check_wait(caller, deadline_s - routed_s, num_tokens, router)
             except BatonError as error:
                 self._feed.call_refused(caller, error)
                 raise
@@ -281,6 +281,20 @@ class FrontDoor:
                 yield admission
             finally:
                 self._sessions.leave(caller.caller_id)
+
+    def _check_wait(
+        self,
+        caller: Caller,
+        remaining_s: float,
+        num_tokens: int = 0,
+        router: PromptRouter | None = None,
+    ) -> None:
+        """Refuse what would have to wait too long, of which so much is known: see QueueLimit."""
+        queue = self._sessions.queue
+        must_wait = queue.shares or queue.has_no_place or not self._table.has_idle_engine
+        if must_wait or remaining_s <= 0:
+            cached = {} if router is None else router.cached(num_tokens)
+            self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
 
     def _check_model(self, caller: Caller, model: str) -> None:
         adapters = self.adapters.adapters

@@ -160,6 +160,11 @@ class EngineAccount:
         return own_tokens < limit
 
     @property
+    def has_no_prompt(self) -> bool:
+        """Whether nobody's wait there, as far as we know: `fair_tokens_ahead` is 0."""
+        return not (self._own_tokens or self._others or self._others_unlisted)
+
+    @property
     def unanswered(self) -> KeysView[Key]:
         """Of prompts of ours that are there."""
         return self._prompts.keys()

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from ...core.membership import Role
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.prefix_sources import (
-    NOTHING,
-    NOTHING_CACHED,
     CachedPrefix,
     Fetch,
     Holders,
@@ -26,8 +23,6 @@ from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .prompts_in_flight import PromptsInFlight
 from .routing import Policy
-
-_NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
 
 class EngineTable:
@@ -126,42 +121,13 @@ class EngineTable:
                 return role
         return None
 
-    def predicted_prefill_s(
-        self,
-        caller_id: int,
-        num_tokens: int,
-        cached: Mapping[str, CachedPrefix] = NOTHING_CACHED,
-        held: Mapping[int, int] = _NOTHING_HELD,
-    ) -> float:
-        """How long until a prompt's first token, at the engine that would have it soonest, if all
-        queues are fair between callers. `held`: tokens that wait for a place, by caller.
-
-        0 where nothing is ahead of it, or an engine's cost is not known.
-        """
-        prefill = [e for e in self.engines.values() if e.takes_prompts and e.is_ready]
-        parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
-        holders = self.holders(num_tokens, cached, Avoid())
-
-        def seconds(engine: LinkedEngine, own: int) -> float:
-            ahead = engine.account.fair_tokens_ahead(caller_id, own, parts)
-            speed = engine.account.speed
-            return speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0
-
-        waits_s = []
-        for engine in prefill:
-            prefix = cached.get(engine.incarnation, NOTHING)
-            waits_s.append(seconds(engine, num_tokens - prefix.num_tokens))
-            if fetch := self.fetch(engine, holders, prefix):
-                fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
-                waits_s.append(fetch.seconds + fetched_s)
-        return min(waits_s, default=0.0)
-
     @property
-    def places_per_s(self) -> float | None:
-        """How many places on decode engines become free; None: not known yet."""
-        rates = [engine.account.places_per_s for engine in self.engines.values()]
-        known = [rate for rate in rates if rate is not None]
-        return sum(known) if known else None
+    def has_idle_engine(self) -> bool:
+        """Whether some engine has no prompt ahead of a new one."""
+        return any(
+            engine.takes_prompts and engine.is_ready and engine.account.has_no_prompt
+            for engine in self.engines.values()
+        )
 
     def limits(self, base: ModelLimits) -> ModelLimits:
         """`base` narrowed to what the linked engines can do."""

@@ -33,8 +33,8 @@ from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ..adapters.adapter_registry import AdapterRegistry
 from ..adapters.shared_list import SharedList
-from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
+from ..admission.queue_limit import QueueLimit
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.plan_record import PlanRecord

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
-from baton.gateway.admission.admission import QueueLimit
+from baton.gateway.admission.queue_limit import QueueLimit
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -81,7 +81,7 @@ class Cluster:
 
     def wait_s(self, num_tokens: int, caller_id: int = ME, **cached: int) -> float:
         prefixes = {name: CachedPrefix(num) for name, num in cached.items()}
-        return self.table.predicted_prefill_s(caller_id, num_tokens, prefixes)
+        return self.limit().prefill_s(caller_id, num_tokens, prefixes)
 
     def backlogs(self) -> list[EngineAccount]:
         return [engine.account for engine in self.table.engines.values()]
@@ -111,7 +111,7 @@ def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> N
     assert load is not None
     cluster.table.engines["p"].load = replace(load, link_gbytes_per_s={"q": 1.0})
     prefixes = {"q": CachedPrefix(496, lendable_tokens=496)}
-    wait_s = cluster.table.predicted_prefill_s(ME, 500, prefixes)
+    wait_s = cluster.limit().prefill_s(ME, 500, prefixes)
     assert wait_s == pytest.approx(1.5 + 0.004 + 0.004 + 0.0005, abs=1e-3)
 
 
@@ -255,6 +255,7 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
         beat(name)
     for caller_id in range(3):
         cluster.limit(1e-3).check(caller_id, num_tokens, {}, remaining_s)
+        assert not cluster.table.has_idle_engine or not cluster.wait_s(num_tokens, caller_id)
 
 
 def test_of_two_engines_that_compute_a_prompt_each_the_one_that_began_first_is_ahead() -> None:

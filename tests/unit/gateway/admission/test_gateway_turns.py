@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.gateway.admission.admission import LoopPacing
+from baton.gateway.admission.loop_pacing import LoopPacing
 
 
 async def test_who_comes_alone_does_not_wait() -> None:
