@@ -37,7 +37,6 @@ from ..validation.validation import (
     ValidatedRequest,
     check_model,
     check_request,
-    check_token_ids,
     complete_request,
     prompt_token_ids,
 )
@@ -171,7 +170,7 @@ class FrontDoor:
             try:
                 if self.is_draining:
                     raise Unavailable("this gateway is shutting down")
-                admission = stack.enter_context(self._admitted(caller))
+                admission = stack.enter_context(self.admitted(caller))
                 # What comes too late, by what its caller has ahead of it, is not even tokenised.
                 self._check_wait(caller, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
@@ -231,44 +230,12 @@ class FrontDoor:
         caller.check_scope(INFER)
         return self._sessions.abort(names, caller.tenant)
 
-    async def tokenize(
-        self,
-        model: str,
-        text: str,
-        caller: Caller,
-        *,
-        adds_special_tokens: bool = True,
-        special_at: Spans | None = None,
-        param: str = "text",
-    ) -> tuple[int, ...]:
-        """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
-        with self._admitted(caller):
-            self._check_model(caller, model)
-            return await self.model.tokenizer.encode(
-                text,
-                adds_special_tokens=adds_special_tokens,
-                special_at=special_at,
-                max_tokens=self.limits.max_model_len,
-                param=param,
-            )
-
-    async def detokenize(
-        self, model: str, token_ids: Sequence[int], caller: Caller, *, param: str = "ids"
-    ) -> str:
-        """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
-        with self._admitted(caller):
-            self._check_model(caller, model)
-            check_token_ids(token_ids, self.model.limits.vocab_size, param)
-            return await self.model.tokenizer.decode(
-                token_ids, max_tokens=self.limits.max_model_len, param=param
-            )
-
     def turned_away(self, front: str, error: BatonError) -> None:
         """Count a call that no known caller made."""
         self._feed.call_refused(Caller("", frozenset(), front), error)
 
     @contextmanager
-    def _admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
+    def admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
         """Take a call in for the block; raises before anything of it was looked at.
 
         None: it is of no tenant, whose limits there would be. A call that needs no engine counts
@@ -296,7 +263,8 @@ class FrontDoor:
             cached = {} if router is None else router.cached(num_tokens)
             self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
 
-    def _check_model(self, caller: Caller, model: str) -> None:
+    def check_model(self, caller: Caller, model: str) -> None:
+        """Raises ModelNotFound for one that is not served, or not to this caller."""
         adapters = self.adapters.adapters
         check_model(model, self.model.limits, adapters)
         caller.check_model(model, model if model in adapters else self.model.limits.model)
@@ -310,7 +278,7 @@ class FrontDoor:
     ) -> ValidatedRequest:
         """The request, charged to the caller's tenant and in its part of the prefix cache."""
         limits = self.limits
-        self._check_model(caller, wire.model)
+        self.check_model(caller, wire.model)
         request = check_request(wire, limits, self.adapters.adapters)
         if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:

@@ -1,4 +1,4 @@
-"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing.
+"""Engines' messages as the gateway's values. Knows both, decides nothing.
 
 A node's times come on its monotonic clock; what hosts have as the time of day is never read:
 
@@ -18,9 +18,8 @@ from ...core.ports import Clock
 from ...core.request.timeline import NodeStamp, Stamp
 from ...core.step_cost import StepCost, StepShape
 from ...proto import codec
-from ...proto.v1 import inference_pb2, node_pb2
+from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
-from ..request.output_chunk import OutputChunk
 from .reported_load import ReportedLoad
 
 
@@ -107,41 +106,3 @@ def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
         return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
     except ValueError as error:
         raise EngineFailed("its columns of tokens do not match") from error
-
-
-def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
-    """A chunk for the client; the last one carries why it ended and the result."""
-    wire = inference_pb2.GenerateChunk(
-        id=request_id,
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        index=chunk.index,
-        sample_index=chunk.sample_index,
-    )
-    if chunk.logprobs:
-        wire.logprobs.extend(map(codec.logprobs_to_wire, chunk.logprobs))
-    if chunk.prompt_logprobs:
-        wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
-    if (result := chunk.result) is not None:
-        transfer = result.transfer
-        wire.finish_reason = codec.finish_to_wire(result.finish_reason)
-        if isinstance(result.matched_stop, int):
-            wire.matched_stop_id = result.matched_stop
-        else:
-            wire.matched_stop = result.matched_stop or ""
-        wire.result.CopyFrom(
-            inference_pb2.Result(
-                prompt_tokens=result.prompt_tokens,
-                completion_tokens=result.completion_tokens,
-                cached_tokens=result.cached_tokens,
-                prefill_node=result.prefill_node,
-                decode_node=result.decode_node or "",
-                transfer_bytes=transfer.num_bytes if transfer else 0,
-                transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
-                transport=transfer.transport if transfer else "",
-                attempts=result.attempts,
-                seed=result.seed,
-                timeline=codec.stamps_to_wire(result.timeline),
-            )
-        )
-    return wire

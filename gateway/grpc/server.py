@@ -17,7 +17,8 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..security.gate import Gate
-from .service import InferenceService, Parsing
+from .service import Parsing
+from .unary_methods import InferenceService
 
 log = logging.getLogger(__name__)
 

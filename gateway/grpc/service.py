@@ -1,8 +1,8 @@
-"""The public gRPC service, baton.v1.Inference: a front of the gateway; and what any service of the
-gateway does with a call: who makes it, how it fails, its traces.
+"""A gRPC front of the gateway: what any service does with a call (who makes it, how it fails, its
+traces), and baton.v1.Inference's Generate.
 
-Owns the translation between its messages and the front door. Beside it there is vLLM's, where its
-stubs are installed: with the extra `smg`.
+Owns the translation between its messages and the front door. Beside it there is vLLM's service,
+where its stubs are installed: with the extra `smg`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ...core.errors import BatonError, InvalidRequest, Unauthenticated
-from ...core.membership import Member
-from ...core.request.token_ids import column
-from ...core.version import version
+from ...proto import codec
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.front_door import FrontDoor
-from ..engines.cluster_view import ClusterView
-from ..engines.engine_table import EngineTable
-from ..engines.wire import chunk_to_wire
-from ..request.output_chunk import RequestResult
-from ..security.caller import METRICS, Caller
+from ..request.output_chunk import OutputChunk, RequestResult
+from ..security.caller import Caller
 from ..security.gate import Gate
-from ..validation.validation import check_names
 
 log = logging.getLogger(__name__)
 
@@ -134,13 +128,11 @@ def _tolerant(handler: Any) -> Any:
 
 
 @dataclass(eq=False)
-class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """baton.v1.Inference."""
+class GenerateService(inference_pb2_grpc.InferenceServicer):
+    """What baton.v1.Inference is there for; unary_methods.py has its other methods."""
 
     _door: FrontDoor
     _gate: Gate
-    _table: EngineTable
-    _view: ClusterView
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
@@ -153,58 +145,43 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     send_node_names(context, chunk.result)
                 await context.write(chunk_to_wire(generation.call_id, chunk))
 
-    async def Abort(
-        self, wire: inference_pb2.AbortRequest, context: Context
-    ) -> inference_pb2.AbortResponse:
-        async with answering(context):
-            check_names(wire.ids)
-            num_aborted = self._door.abort(wire.ids, self._caller(context))
-        return inference_pb2.AbortResponse(num_aborted=num_aborted)
-
-    async def GetModelInfo(
-        self, wire: inference_pb2.GetModelInfoRequest, context: Context
-    ) -> inference_pb2.ModelInfo:
-        async with answering(context):
-            caller = self._caller(context)
-            caller.check_model("", self._door.limits.model)
-        limits = self._door.limits
-        members = self._view.members() if METRICS in caller.scopes else []
-        return inference_pb2.ModelInfo(
-            model=limits.model,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            eos_token_ids=self._door.model.eos_token_ids,
-            nodes=[self._node_info(member) for member in members],
-            version=version(),
-        )
-
-    async def Tokenize(
-        self, wire: inference_pb2.TokenizeRequest, context: Context
-    ) -> inference_pb2.TokenizeResponse:
-        async with answering(context):
-            ids = await self._door.tokenize(wire.model, wire.text, self._caller(context))
-        return inference_pb2.TokenizeResponse(ids=ids)
-
-    async def Detokenize(
-        self, wire: inference_pb2.DetokenizeRequest, context: Context
-    ) -> inference_pb2.DetokenizeResponse:
-        async with answering(context):
-            ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
-            text = await self._door.detokenize(wire.model, ids, self._caller(context))
-        return inference_pb2.DetokenizeResponse(text=text)
-
     def _caller(self, context: Context) -> Caller:
         return caller_of(context, self._gate, self._door)
 
-    def _node_info(self, member: Member) -> inference_pb2.NodeInfo:
-        engine = self._table.engines.get(member.incarnation)
-        return inference_pb2.NodeInfo(
-            name=member.name,
-            role=member.role.value,
-            incarnation=member.incarnation,
-            is_ready=engine is not None and engine.is_ready,
-            num_blocks=member.num_blocks,
-            block_size=member.block_size,
-            links=() if engine is None or engine.load is None else sorted(engine.load.links),
-            address=member.address,
+
+def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
+    """A chunk for the client; the last one carries why it ended and the result."""
+    wire = inference_pb2.GenerateChunk(
+        id=request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        index=chunk.index,
+        sample_index=chunk.sample_index,
+    )
+    if chunk.logprobs:
+        wire.logprobs.extend(map(codec.logprobs_to_wire, chunk.logprobs))
+    if chunk.prompt_logprobs:
+        wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
+    if (result := chunk.result) is not None:
+        transfer = result.transfer
+        wire.finish_reason = codec.finish_to_wire(result.finish_reason)
+        if isinstance(result.matched_stop, int):
+            wire.matched_stop_id = result.matched_stop
+        else:
+            wire.matched_stop = result.matched_stop or ""
+        wire.result.CopyFrom(
+            inference_pb2.Result(
+                prompt_tokens=result.prompt_tokens,
+                completion_tokens=result.completion_tokens,
+                cached_tokens=result.cached_tokens,
+                prefill_node=result.prefill_node,
+                decode_node=result.decode_node or "",
+                transfer_bytes=transfer.num_bytes if transfer else 0,
+                transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
+                transport=transfer.transport if transfer else "",
+                attempts=result.attempts,
+                seed=result.seed,
+                timeline=codec.stamps_to_wire(result.timeline),
+            )
         )
+    return wire

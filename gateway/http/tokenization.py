@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
+from ..admission import text_calls
 from .chat.chat_model import prepare
 from .chat.chat_template import VARIABLES
 from .chat.messages import MESSAGES
@@ -46,7 +47,8 @@ async def tokenize(request: web.Request) -> web.Response:
         param, text, special_at = "messages", prompt.text, prompt.special_at
     else:
         param, text, special_at = "prompt", require(found, "prompt"), None
-    ids = await door.tokenize(
+    ids = await text_calls.tokenize(
+        door,
         found.get("model", ""),
         text,
         caller_of(request),
@@ -69,7 +71,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """Token ids as text, special tokens left out."""
     found = await read_body(request, DETOKENIZE_FIELDS, ("tokens",))
-    text = await request.app[APP_STATE].door.detokenize(
-        found.get("model", ""), found["tokens"], caller_of(request), param="tokens"
-    )
+    door, model = request.app[APP_STATE].door, found.get("model", "")
+    ids, caller = found["tokens"], caller_of(request)
+    text = await text_calls.detokenize(door, model, ids, caller, param="tokens")
     return answer(Text(text))

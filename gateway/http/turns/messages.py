@@ -11,6 +11,7 @@ from msgspec import Raw, Struct
 
 from ....core.errors import BatonError
 from ....core.request.request import FinishReason
+from ...admission.text_calls import tokenize
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import CHAT_MODEL, prepare
 from ..chat.reasoning import followed
@@ -70,7 +71,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     fields = _chat_fields(request.app, found)
     with _renaming():
         prompt = (await prepare(request.app, fields)).prompt
-        ids = await request.app[APP_STATE].door.tokenize(
+        ids = await tokenize(
+            request.app[APP_STATE].door,
             fields["model"],
             prompt.text,
             caller_of(request),

@@ -1,0 +1,77 @@
+"""The public gRPC service, baton.v1.Inference, with all that it answers by one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...core.membership import Member
+from ...core.request.token_ids import column
+from ...core.version import version
+from ...proto.v1 import inference_pb2
+from ..admission.text_calls import detokenize, tokenize
+from ..engines.cluster_view import ClusterView
+from ..engines.engine_table import EngineTable
+from ..security.caller import METRICS
+from ..validation.validation import check_names
+from .service import Context, GenerateService, answering
+
+
+@dataclass(eq=False)
+class InferenceService(GenerateService):
+    """baton.v1.Inference."""
+
+    _table: EngineTable
+    _view: ClusterView
+
+    async def Abort(
+        self, wire: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        async with answering(context):
+            check_names(wire.ids)
+            num_aborted = self._door.abort(wire.ids, self._caller(context))
+        return inference_pb2.AbortResponse(num_aborted=num_aborted)
+
+    async def GetModelInfo(
+        self, wire: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.ModelInfo:
+        async with answering(context):
+            caller = self._caller(context)
+            caller.check_model("", self._door.limits.model)
+        limits = self._door.limits
+        members = self._view.members() if METRICS in caller.scopes else []
+        return inference_pb2.ModelInfo(
+            model=limits.model,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=self._door.model.eos_token_ids,
+            nodes=[self._node_info(member) for member in members],
+            version=version(),
+        )
+
+    async def Tokenize(
+        self, wire: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        async with answering(context):
+            ids = await tokenize(self._door, wire.model, wire.text, self._caller(context))
+        return inference_pb2.TokenizeResponse(ids=ids)
+
+    async def Detokenize(
+        self, wire: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        async with answering(context):
+            ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
+            text = await detokenize(self._door, wire.model, ids, self._caller(context))
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    def _node_info(self, member: Member) -> inference_pb2.NodeInfo:
+        engine = self._table.engines.get(member.incarnation)
+        return inference_pb2.NodeInfo(
+            name=member.name,
+            role=member.role.value,
+            incarnation=member.incarnation,
+            is_ready=engine is not None and engine.is_ready,
+            num_blocks=member.num_blocks,
+            block_size=member.block_size,
+            links=() if engine is None or engine.load is None else sorted(engine.load.links),
+            address=member.address,
+        )
