@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import NoReturn
 
 import tokenizers
 
@@ -21,19 +21,13 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == _PANIC
 
 
-@contextmanager
-def refusing(what: str, param: str) -> Iterator[None]:
-    """Raise InvalidRequest(`what`) for a library's failure inside: the same input fails again, any
-    other may not. Typed errors pass."""
-    try:
-        yield
-    except BatonError:
-        raise
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        log.error("%s: %s: %s", what, type(error).__name__, error)
-        raise InvalidRequest(what, param, "invalid_value") from None
+def refuse(error: BaseException, what: str, param: str) -> NoReturn:
+    """Raise InvalidRequest(`what`) for a library's failure: the same input fails again, any other
+    may not. Other errors go on as they are."""
+    if isinstance(error, BatonError) or not is_failure(error):
+        raise error
+    log.error("%s: %s: %s", what, type(error).__name__, error)
+    raise InvalidRequest(what, param, "invalid_value") from None
 
 
 def decode_few(

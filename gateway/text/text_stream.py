@@ -7,14 +7,10 @@ from typing import NamedTuple, Protocol
 
 import tokenizers
 from tokenizers import decoders
-from tokenizers.decoders import DecodeStream
 
-from .library_failures import REPLACEMENT, decode_few, is_failure
+from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
+from .library_failures import REPLACEMENT, decode_few
 from .stop_strings import StopMatcher
-
-_NUM_CONTEXT_TOKENS = 8
-_MAX_HELD_TOKENS = 32  # without a text that is whole; some vocabularies cut most characters
-_MAX_CHARACTER_BYTES = 4  # of UTF-8, so at most as many tokens
 
 
 class Detokenize(Protocol):
@@ -111,12 +107,8 @@ class WholeTexts(dict[int, str | None]):
 
 
 class Detokenizer:
-    """One request's text, token by token.
-
-    A character whose bytes are not all there yet is held back; a text that ends inside one loses
-    it. The prompt's last tokens are the context: some tokenizers write a word's leading space
-    only behind another word.
-    """
+    """One request's text, token by token: each one's own, or what it is beside others
+    (joined_tokens.py). A text that ends inside a character loses it."""
 
     def __init__(
         self,
@@ -127,64 +119,19 @@ class Detokenizer:
     ) -> None:
         self._library = library
         self._whole_texts = whole_texts
-        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        if decode_few(library, context).endswith(REPLACEMENT):
-            context = []  # ends inside a character: the stream would repeat it as output
+        self._context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
         self._skips_special_tokens = skips_special_tokens
         self._skipped_ids = whole_texts.special_ids if skips_special_tokens else frozenset()
-        self._stream = self._stream_after(context)
-        self._held: list[int] = []  # the last tokens, whose text the stream has not given yet
-        self._num_shown = 0  # characters of it that were shown nevertheless
+        self._joined: JoinedTokens | None = None  # from the first such token on
 
     def step(self, token_id: int) -> str:
         """The text that this token completes: often a word, sometimes nothing."""
-        text = self._whole_texts[token_id]
-        if text is not None and not (text and self._held):
-            return text  # nearly always; the stream's context may miss such tokens
-        return "" if token_id in self._skipped_ids else self._step(token_id)
-
-    def _step(self, token_id: int) -> str:
-        try:
-            text = self._stream.step(self._library, token_id)
-        except BaseException as error:  # where bytes are no UTF-8, text that was shown changed
-            if not is_failure(error):
-                raise
-            self._stream = self._stream_after([])
-            self._held, self._num_shown = [], 0
-            text = self._stepped_alone(token_id)
-        if text is None:
-            self._held.append(token_id)
-            return self._shorten() if len(self._held) > _MAX_HELD_TOKENS else ""
-        text = text[self._num_shown :]
-        self._held, self._num_shown = [], 0
-        return text
-
-    def _shorten(self) -> str:
-        """The stream decodes all that is held for each token: go on with the last character alone,
-        and show what lies before that."""
-        text = self._text_of_held()
-        self._held = self._held[-_MAX_CHARACTER_BYTES:]
-        self._stream = self._stream_after(self._held)
-        kept, begun = self._text_of_held(), self._num_shown
-        if not kept.endswith(REPLACEMENT):
-            self._held, self._num_shown = [], 0
-            return text[begun:]
-        self._num_shown = len(kept) - 1  # the stream gives it again
-        return text[begun:-1]
-
-    def _text_of_held(self) -> str:
-        skips = self._skips_special_tokens
-        return decode_few(self._library, self._held, skip_special_tokens=skips)
-
-    def _stepped_alone(self, token_id: int) -> str | None:
-        """A token that the library fails at even alone must not end what others' tokens need."""
-        try:
-            text: str | None = self._stream.step(self._library, token_id)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            return REPLACEMENT
-        return text
-
-    def _stream_after(self, context: Sequence[int]) -> DecodeStream:
-        return DecodeStream(ids=context, skip_special_tokens=self._skips_special_tokens)
+        text, joined = self._whole_texts[token_id], self._joined
+        if text is not None and not (text and joined is not None and joined.held):
+            return text  # nearly always; the others' context may miss such tokens
+        if token_id in self._skipped_ids:
+            return ""
+        if joined is None:
+            joined = JoinedTokens(self._library, self._context, self._skips_special_tokens)
+            self._joined = joined
+        return joined.step(token_id)

@@ -25,7 +25,7 @@ import tokenizers
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest
 from .least_tokens import MOST_BYTES, LeastTokens
-from .library_failures import refusing
+from .library_failures import refuse
 from .special_tokens import MarkedEncoder, Spans
 from .text_stream import Detokenizer, WholeTexts
 from .token_text import TokenText, token_text
@@ -93,7 +93,7 @@ class Tokenizer:
         def work() -> tuple[int, ...]:
             if max_tokens is not None and self._exceeds(text, max_tokens):
                 raise _too_long(f"{len(text)} characters", max_tokens, param)
-            with refusing("the model's tokenizer cannot take this text", param):
+            try:
                 library, named = self._library, text
                 if special_at is not None:
                     library, named = self._with_names(text, special_at)
@@ -106,6 +106,8 @@ class Tokenizer:
                 if self.refuses_special and special_at is None:
                     self._check_not_special(encoding, param)
                 return tuple(encoding.ids)
+            except BaseException as error:
+                refuse(error, "the model's tokenizer cannot take this text", param)
 
         return await self._lanes.run(len(text), work)
 
@@ -149,9 +151,11 @@ class Tokenizer:
             ids = list(token_ids)
             if not self.hidden_ids.isdisjoint(ids):
                 ids = [i for i in ids if i not in self.hidden_ids]
-            with refusing("the model's tokenizer cannot decode these ids", param):
+            try:
                 text: str = self._library.decode_batch([ids])[0]
-                return text
+            except BaseException as error:
+                refuse(error, "the model's tokenizer cannot decode these ids", param)
+            return text
 
         return await self._lanes.run(len(token_ids), work)
 

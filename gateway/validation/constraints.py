@@ -9,7 +9,7 @@ from ...constraints.grammars import MAX_CHOICES, Grammars
 from ...core.errors import InvalidRequest, Overloaded
 from ...core.request.request import Constraint, ConstraintKind
 from ...proto.v1 import common_pb2
-from ..text.library_failures import refusing
+from ..text.library_failures import refuse
 
 _MAX_WAITING = 64
 
@@ -45,8 +45,10 @@ class ConstraintCheck:
             self._num_waiting -= 1
 
     def _compile(self, constraint: Constraint) -> None:
-        with refusing("the constraint cannot be used", "constraint"):
+        try:
             self._grammars.compile(constraint)
+        except BaseException as error:
+            refuse(error, "the constraint cannot be used", "constraint")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
