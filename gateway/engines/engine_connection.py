@@ -22,8 +22,8 @@ from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
 from .engine_stream import EngineStream, has_ended, is_local
-from .reported_load import ReportedLoad
-from .wire import NodeClock, load_from_wire, output_from_wire, tokens_from_wire
+from .reported_load import ReportedLoad, load_from_wire
+from .wire import NodeClock, output_from_wire, tokens_from_wire
 
 _WORK_TO_WIRE = {
     Work.PREFILL: node_pb2.WORK_PREFILL,

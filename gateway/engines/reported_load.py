@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
+from ...proto import codec
 from ...proto.v1 import node_pb2
 
 _STEP_TOKENS = 2048  # of an engine that does not report its own
@@ -96,3 +97,30 @@ class ReportedLoad:
             return MANY_DECODES
         numbers = range(1, MANY_DECODES)
         return bisect_right(numbers, seconds, key=lambda num: cost.seconds(now.scaled_to(num)))
+
+
+def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
+    fields = codec.same_fields(wire, ReportedLoad) | {
+        "links": frozenset(link.incarnation for link in wire.links),
+        "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
+        "step_cost": _cost_from_wire(wire),
+        "step_cost_error": wire.step_cost.relative_error
+        if wire.step_cost.HasField("relative_error")
+        else None,
+        "decodes": StepShape(num_decodes=wire.num_decodes, keys=wire.decode_keys),
+        "tbt_target_s": wire.tbt_target_s if wire.tbt_target_s > 0 else None,
+        "adapters": frozenset(wire.adapters),
+        "running_adapters": tuple(wire.running_adapters),
+        "waiting_adapters": tuple(wire.waiting_adapters),
+        "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
+    }
+    return ReportedLoad(**fields)
+
+
+def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
+    """None where an engine has none yet, or one that cannot be."""
+    if not wire.HasField("step_cost"):
+        return None
+    sent = wire.step_cost
+    cost = StepCost(sent.base_s, tuple(sent.row_s), sent.pair_s, sent.key_s, sent.max_rows)
+    return cost if cost.is_sane else None

@@ -1,4 +1,4 @@
-"""Engines' messages as the gateway's values. Knows both, decides nothing.
+"""What engines' steps bring, as the gateway's values.
 
 A node's times come on its monotonic clock; what hosts have as the time of day is never read:
 
@@ -16,38 +16,9 @@ from dataclasses import dataclass
 from ...core.errors import EngineFailed, InvalidRequest
 from ...core.ports import Clock
 from ...core.request.timeline import NodeStamp, Stamp
-from ...core.step_cost import StepCost, StepShape
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
-from .reported_load import ReportedLoad
-
-
-def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
-    fields = codec.same_fields(wire, ReportedLoad) | {
-        "links": frozenset(link.incarnation for link in wire.links),
-        "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
-        "step_cost": _cost_from_wire(wire),
-        "step_cost_error": wire.step_cost.relative_error
-        if wire.step_cost.HasField("relative_error")
-        else None,
-        "decodes": StepShape(num_decodes=wire.num_decodes, keys=wire.decode_keys),
-        "tbt_target_s": wire.tbt_target_s if wire.tbt_target_s > 0 else None,
-        "adapters": frozenset(wire.adapters),
-        "running_adapters": tuple(wire.running_adapters),
-        "waiting_adapters": tuple(wire.waiting_adapters),
-        "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
-    }
-    return ReportedLoad(**fields)
-
-
-def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
-    """None where an engine has none yet, or one that cannot be."""
-    if not wire.HasField("step_cost"):
-        return None
-    sent = wire.step_cost
-    cost = StepCost(sent.base_s, tuple(sent.row_s), sent.pair_s, sent.key_s, sent.max_rows)
-    return cost if cost.is_sane else None
 
 
 @dataclass(frozen=True, slots=True)

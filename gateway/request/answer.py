@@ -15,7 +15,8 @@ from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
 from .engine_link import Demand, EngineOutput, Route, TransferSummary
-from .output_chunk import ChunkSink, OutputChunk, PromptScores, RequestResult, UnfinishedRun
+from .output_chunk import ChunkSink, OutputChunk, RequestResult, UnfinishedRun
+from .prompt_scores import PromptScores
 
 GATEWAY = "gateway"
 
@@ -51,7 +52,9 @@ class Answer:
     ) -> None:
         self.output_ids: list[int] = []
         self.text = text
-        self.prompt_scores = PromptScores(len(request.prompt_token_ids))
+        self.prompt_scores: PromptScores | None = None  # unless they were requested
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_scores = PromptScores(len(request.prompt_token_ids))
         self.timeline = [arrived]
         self.request_id = request_id
         self.request = request
@@ -67,9 +70,8 @@ class Answer:
     @property
     def scores_of_search(self) -> PromptScores | None:
         """Those of the prompt, where they go in front of a search's tokens."""
-        sampling = self.request.sampling
-        is_wanted = sampling.prompt_logprobs is not None and not self._sample_index
-        return self.prompt_scores if is_wanted and sampling.use_beam_search else None
+        is_search = self.request.sampling.use_beam_search
+        return self.prompt_scores if is_search and not self._sample_index else None
 
     def demand(self, num_samples: int, *, is_retry: bool) -> Demand:
         """What they need, with those of so many samples."""
@@ -86,7 +88,8 @@ class Answer:
         """What this attempt's engines are to do: to go on behind `output_ids`, without the scores
         that are known already, or another sample's to ask for."""
         request, sampling = self.request, self.request.sampling
-        if self._sample_index or self.prompt_scores.is_complete:
+        scores = self.prompt_scores
+        if scores is not None and (self._sample_index or scores.is_complete):
             sampling = replace(sampling, prompt_logprobs=None)
         return Request(
             request_id=self.request_id,
@@ -125,10 +128,9 @@ class Answer:
         token_ids = tuple([token_id for token_id, _ in shown])
         self.output_ids += token_ids
         logprobs = tuple([logprobs for _, logprobs in shown if logprobs is not None])
-        scores = self.prompt_scores.all() if shown and not index else ()
-        chunk = OutputChunk(
-            piece.text, token_ids, index, None, self._sample_index, logprobs, scores
-        )
+        chunk = OutputChunk(piece.text, token_ids, index, None, self._sample_index, logprobs)
+        if self.prompt_scores is not None and shown and not index:
+            chunk.prompt_logprobs = self.prompt_scores.all()
         return chunk, piece.matched_stop
 
     def send(self, chunk: OutputChunk) -> bool:
@@ -146,7 +148,7 @@ class Answer:
         num_attempts: int,
     ) -> None:
         """The good end."""
-        if not self.output_ids:
+        if self.prompt_scores is not None and not self.output_ids:
             chunk.prompt_logprobs = self.prompt_scores.all()
         if matched_stop is None:
             chunk.text += self.text.flush()

@@ -128,7 +128,8 @@ class Attempt:
     def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
         """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
         if output.prompt_logprobs:
-            scores = self._answer.prompt_scores
+            if (scores := self._answer.prompt_scores) is None:
+                raise EngineFailed("an engine sent log-probabilities that were not requested")
             scores.add(output.first_prompt_index, output.prompt_logprobs)
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         if len(logprobs) != len(output.token_ids):

@@ -67,29 +67,6 @@ class TokenSplice(Generic[T]):
         return True
 
 
-class PromptScores:
-    """Log-probabilities of the prompt's second token and all behind it. They come by chunks, and
-    again on a retry: what came first for a position stays."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self._num_wanted = num_prompt_tokens - 1
-        self._known: list[TokenLogprobs] = []
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self._known) >= self._num_wanted
-
-    def add(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take those of positions from `first_index` on. Raises EngineFailed on nonsense."""
-        num_doubles = len(self._known) - (first_index - 1)
-        if num_doubles < 0 or first_index + len(logprobs) > self._num_wanted + 1:
-            raise EngineFailed("an engine sent log-probabilities that do not fit the prompt")
-        self._known += logprobs[num_doubles:]
-
-    def all(self) -> tuple[TokenLogprobs, ...]:
-        return tuple(self._known)
-
-
 MAX_TOKENS_BEHIND = 256
 _MAX_CHUNKS = 32  # that wait; more are put together, since a chunk is larger than its tokens
 

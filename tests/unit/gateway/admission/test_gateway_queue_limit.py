@@ -19,8 +19,7 @@ from baton.gateway.admission.queue_limit import QueueLimit
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.engines.wire import load_from_wire
+from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.prefix_index.mirror import PrefixMirror

@@ -14,7 +14,8 @@ from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Una
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
-from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
+from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
+from baton.gateway.request.prompt_scores import PromptScores
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fakes.node.node_world import NodeWorld, request
 
-from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.engines.wire import load_from_wire
+from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
 from baton.proto.v1 import node_pb2
 
 
