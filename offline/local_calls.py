@@ -28,7 +28,7 @@ from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 from ..gateway.admission.loop_pacing import LoopPacing
-from ..gateway.request.answer import GATEWAY, text_stream
+from ..gateway.request.answer import GATEWAY, Answer, text_stream
 from ..gateway.request.best_of import best_of
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
@@ -215,17 +215,20 @@ class LocalCalls:
 
         def session(index: int, siblings: Sequence[Session] = ()) -> Session:
             made = Session(
-                self._entropy.new_id(),
-                request,
+                Answer(
+                    self._entropy.new_id(),
+                    request,
+                    text=text_stream(request, self.model.tokenizer),
+                    sink=sink,
+                    arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
+                    clock=self._clock,
+                    sample_index=index,
+                ),
                 deadline_s=math.inf,
-                arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                text=text_stream(request, self.model.tokenizer),
-                sink=sink,
                 router=self,
                 clock=self._clock,
                 entropy=self._entropy,
                 limits=_LIMITS,
-                sample_index=index,
                 siblings=siblings,
             )
             self._turn = (self._turn + 1) % _TOGETHER

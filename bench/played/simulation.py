@@ -31,6 +31,7 @@ from baton.core.step_cost import StepCost
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -176,14 +177,17 @@ class Simulation:
             hashes[FINGERPRINT] = self._hashes(token_ids, cache_salt)
         prompt = (1,) * num_prompt_tokens if token_ids is None else token_ids
         session = Session(
-            self._ids.new_id(),
-            ValidatedRequest(
-                prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
+            Answer(
+                self._ids.new_id(),
+                ValidatedRequest(
+                    prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
+                ),
+                text=TextStream(_Letters(), ()),
+                sink=call,
+                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+                clock=self.clock,
             ),
             deadline_s=now_s + _DEADLINE_S,
-            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-            text=TextStream(_Letters(), ()),
-            sink=call,
             router=PromptRouter(
                 gateway.table, token_ids or (), cache_salt, caller_id, hashes=hashes
             ),

@@ -20,7 +20,7 @@ from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
-from ..request.answer import GATEWAY, text_stream
+from ..request.answer import GATEWAY, Answer, text_stream
 from ..request.best_of import best_of
 from ..request.output_chunk import ChunkQueue, ChunkSink, OutputChunk
 from ..request.session import Session
@@ -354,18 +354,21 @@ class FrontDoor:
 
         def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
             return Session(
-                self._entropy.new_id(),
-                request,
+                Answer(
+                    self._entropy.new_id(),
+                    request,
+                    text=text_stream(request, self.model.tokenizer),
+                    sink=sink,
+                    arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
+                    clock=self._clock,
+                    sample_index=sample_index,
+                ),
                 deadline_s=deadline_s,
-                arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                text=text_stream(request, self.model.tokenizer),
-                sink=sink,
                 router=router,
                 clock=self._clock,
                 entropy=self._entropy,
                 limits=self._session_limits,
                 suspects=self._table.suspects,
-                sample_index=sample_index,
                 siblings=siblings,
             )
 

@@ -44,11 +44,12 @@ class Answer:
         self,
         request_id: str,
         request: ValidatedRequest,
-        sample_index: int,
+        *,
         text: TextStream,
         sink: ChunkSink,
         arrived: Stamp,
         clock: Clock,
+        sample_index: int = 0,
     ) -> None:
         self.output_ids: list[int] = []
         self.text = text
@@ -58,7 +59,7 @@ class Answer:
         self.timeline = [arrived]
         self.request_id = request_id
         self.request = request
-        self._sample_index = sample_index
+        self.sample_index = sample_index
         self._sink = sink
         self._clock = clock
         self._cached_tokens = 0
@@ -71,7 +72,7 @@ class Answer:
     def scores_of_search(self) -> PromptScores | None:
         """Those of the prompt, where they go in front of a search's tokens."""
         is_search = self.request.sampling.use_beam_search
-        return self.prompt_scores if is_search and not self._sample_index else None
+        return self.prompt_scores if is_search and not self.sample_index else None
 
     def demand(self, num_samples: int, *, is_retry: bool) -> Demand:
         """What they need, with those of so many samples."""
@@ -89,7 +90,7 @@ class Answer:
         that are known already, or another sample's to ask for."""
         request, sampling = self.request, self.request.sampling
         scores = self.prompt_scores
-        if scores is not None and (self._sample_index or scores.is_complete):
+        if scores is not None and (self.sample_index or scores.is_complete):
             sampling = replace(sampling, prompt_logprobs=None)
         return Request(
             request_id=self.request_id,
@@ -98,7 +99,7 @@ class Answer:
             sampling=sampling,
             output_token_ids=tuple(self.output_ids),
             cache_salt=request.options.cache_salt,
-            sample_index=self._sample_index,
+            sample_index=self.sample_index,
             fork_ids=fork_ids,
             caller_id=request.caller_id,
             may_refuse=may_refuse,
@@ -118,7 +119,7 @@ class Answer:
         """Send the usual token on; False: the client reads too slowly."""
         self.output_ids.append(token_id)
         text = self.text.next(token_id)
-        return self._sink.emit(OutputChunk(text, (token_id,), index, None, self._sample_index))
+        return self._sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index))
 
     def add(self, tokens: list[OutputToken]) -> tuple[OutputChunk, str | None]:
         """Take tokens that are in order; `send` or `finish` with the chunk of those up to a stop
@@ -128,7 +129,7 @@ class Answer:
         token_ids = tuple([token_id for token_id, _ in shown])
         self.output_ids += token_ids
         logprobs = tuple([logprobs for _, logprobs in shown if logprobs is not None])
-        chunk = OutputChunk(piece.text, token_ids, index, None, self._sample_index, logprobs)
+        chunk = OutputChunk(piece.text, token_ids, index, None, self.sample_index, logprobs)
         if self.prompt_scores is not None and shown and not index:
             chunk.prompt_logprobs = self.prompt_scores.all()
         return chunk, piece.matched_stop

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
-from .answer import OutputToken
+from .answer import Answer, OutputToken
 from .attempt import Attempt
 from .engine_link import EngineOutput, Route
 
@@ -54,6 +54,17 @@ class Move:
 class MovingSession(Protocol):
     """What the moves of a request need of its session."""
 
+    answer: Answer
+    attempt: Attempt | None
+    fingerprint: str | None
+    moves: Moves | None
+
+    @property
+    def is_alone(self) -> bool: ...
+
+    @property
+    def is_suspect(self) -> bool: ...
+
     def dispatch_beside(self, route: Route) -> Attempt:
         """One more attempt, from these tokens on."""
 
@@ -63,6 +74,26 @@ class MovingSession(Protocol):
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None: ...
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None: ...
+
+
+def movable_from(session: MovingSession, now_s: float) -> str | None:
+    """The engine that it decodes on, if it may be moved from there now."""
+    attempt = session.attempt
+    may_move = session.is_alone and session.answer.output_ids and not session.is_suspect
+    if attempt is None or not attempt.is_decoding or not may_move:
+        return None
+    is_time = session.moves is None or session.moves.may_begin(now_s)
+    return attempt.pair[1] if is_time else None
+
+
+def begin_move(
+    session: MovingSession, route: Route, now_s: float, on_over: Callable[[str], None]
+) -> None:
+    """To another engine of its model, while it is `movable_from` one."""
+    assert session.attempt is not None and route.decode.fingerprint == session.fingerprint
+    if session.moves is None:
+        session.moves = Moves(session, session.answer.output_ids)
+    session.moves.begin(route, session.attempt, now_s, on_over)
 
 
 class Moves:

@@ -16,7 +16,7 @@ through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ...core.errors import (
     BatonError,
@@ -29,14 +29,12 @@ from ...core.errors import (
 )
 from ...core.ports import Clock, Entropy
 from ...core.request.request import FinishReason
-from ...core.request.timeline import Event, Stamp
-from ..text.text_stream import TextStream
-from ..validation.validation import ValidatedRequest
+from ...core.request.timeline import Event
 from .answer import Answer, OutputToken
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
-from .output_chunk import ChunkSink, OutputChunk, UnfinishedRun
+from .output_chunk import OutputChunk, UnfinishedRun
 from .setbacks import SessionLimits, Setbacks, Suspects
 
 _TOO_SLOW = "the client reads too slowly; its stream was ended"
@@ -53,25 +51,19 @@ class Session:
 
     def __init__(
         self,
-        request_id: str,
-        request: ValidatedRequest,
+        answer: Answer,
         *,
         deadline_s: float,
-        arrived: Stamp,
-        text: TextStream,
-        sink: ChunkSink,
         router: Router,
         clock: Clock,
         entropy: Entropy,
         limits: SessionLimits,
         suspects: Suspects | None = None,
-        sample_index: int = 0,
         siblings: Sequence[Session] = (),
     ) -> None:
-        self.request_id = request_id
-        self.call_id = request_id  # what the client knows all samples by
-        self.request = request
-        self.sample_index = sample_index
+        self.answer = answer
+        self.request = answer.request
+        self.request_id = self.call_id = answer.request_id  # the client knows all samples by one
         self._siblings = siblings
         self._is_led = False
         for sibling in siblings:
@@ -82,7 +74,6 @@ class Session:
         self._router = router
         self._entropy = entropy
         self._suspects = suspects or Suspects()
-        self.answer = Answer(request_id, request, sample_index, text, sink, arrived, clock)
         self.blocked: Blocked | None = None  # why the last try to dispatch did not
         self._queue_until_s = clock.monotonic_s() + limits.max_queue_s
         self._engine_until_s: float | None = None  # while no engine can take it
@@ -92,7 +83,7 @@ class Session:
         self._last: Attempt | None = None  # the same, and what was the last one
         self._num_attempts = 0
         self.num_taken = 0  # of them: neither those that were sent back nor rounds of moves
-        self._fingerprint: str | None = None
+        self.fingerprint: str | None = None  # of the engines whose tokens it streams
         self.is_over = False
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
@@ -123,8 +114,8 @@ class Session:
         if (
             attempt is None
             or (moves is not None and moves.now is not None)
-            or self._fingerprint is None
-            or (self._setbacks is not None and self._setbacks.is_suspect)
+            or self.fingerprint is None
+            or self.is_suspect
             or answer.text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
@@ -263,7 +254,7 @@ class Session:
                 return None
             avoid = setbacks.avoid
         try:
-            route = self._router.choose(self.demand, avoid=avoid, fingerprint=self._fingerprint)
+            route = self._router.choose(self.demand, avoid=avoid, fingerprint=self.fingerprint)
         except MustWait as wait:
             self.blocked, self._engine_until_s = wait.reason, None
             return None
@@ -320,15 +311,20 @@ class Session:
         return self._setbacks
 
     @property
-    def _is_alone(self) -> bool:
+    def is_suspect(self) -> bool:
+        """An engine died under it, perhaps for it."""
+        return self._setbacks is not None and self._setbacks.is_suspect
+
+    @property
+    def is_alone(self) -> bool:
         """Not one of several samples, which share blocks, and stay together."""
-        return not self._siblings and not self.sample_index
+        return not self._siblings and not self.answer.sample_index
 
     @property
     def beside_decodes_since_s(self) -> float | None:
         """Since when a prompt waits that may be planned again: see Attempt."""
         attempt = self.attempt
-        return attempt.beside_decodes_since_s if attempt and self._is_alone else None
+        return attempt.beside_decodes_since_s if attempt and self.is_alone else None
 
     def plan_again(self) -> None:
         """While `beside_decodes_since_s`: another engine is to compute the prompt."""
@@ -336,26 +332,8 @@ class Session:
             self._queue_until_s = self._clock.monotonic_s() + self._limits.max_queue_s
             self._setback().plan_again(attempt)
 
-    @property
-    def movable_from(self) -> str | None:
-        """The engine that it decodes on, if it may be moved from there now."""
-        attempt = self.attempt
-        is_suspect = self._setbacks is not None and self._setbacks.is_suspect
-        may_move = self._is_alone and self.answer.output_ids and not is_suspect
-        if attempt is None or not attempt.is_decoding or not may_move:
-            return None
-        is_time = self.moves is None or self.moves.may_begin(self._clock.monotonic_s())
-        return attempt.pair[1] if is_time else None
-
-    def begin_move(self, route: Route, on_over: Callable[[str], None]) -> None:
-        """To another engine of this model, while `movable_from`; move.py has what follows."""
-        assert self.attempt is not None and route.decode.fingerprint == self._fingerprint
-        if self.moves is None:
-            self.moves = Moves(self, self.answer.output_ids)
-        self.moves.begin(route, self.attempt, self._clock.monotonic_s(), on_over)
-
     def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
-        """See MovingSession, as of what follows."""
+        """See MovingSession."""
         if self.attempt is not None and self.attempt is not attempt:
             self.attempt.cancel()
         self.switch_to(attempt)
@@ -364,8 +342,8 @@ class Session:
     def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
         chunk, matched_stop = self.answer.add(tokens)
-        if chunk.token_ids and self._fingerprint is None:
-            self._fingerprint = attempt.route.prefill.fingerprint
+        if chunk.token_ids and self.fingerprint is None:
+            self.fingerprint = attempt.route.prefill.fingerprint
         if self._setbacks is not None:
             self._setbacks.got_further()
         if matched_stop is not None:

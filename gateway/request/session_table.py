@@ -16,6 +16,7 @@ from ...core.errors import BatonError, Cancelled, Overloaded
 from ...core.ports import Clock
 from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken, Route
+from .move import begin_move, movable_from
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,9 @@ class SessionTable:
     def movable(self) -> dict[str, list[Session]]:
         """What decodes and may be moved, by engine."""
         found: dict[str, list[Session]] = {}
+        now_s = self._clock.monotonic_s()
         for session in self._sessions.values():
-            if (incarnation := session.movable_from) is not None:
+            if (incarnation := movable_from(session, now_s)) is not None:
                 found.setdefault(incarnation, []).append(session)
         return found
 
@@ -149,7 +151,7 @@ class SessionTable:
 
     def move(self, session: Session, route: Route, on_over: Callable[[str], None]) -> None:
         """Begin to move one of those that are `movable`."""
-        self._do(session, session.begin_move, route, on_over)
+        self._do(session, begin_move, session, route, self._clock.monotonic_s(), on_over)
 
     def end_all(self, error: BatonError) -> None:
         """End every session with the error. Nothing that waits is dispatched."""

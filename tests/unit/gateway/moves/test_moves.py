@@ -23,6 +23,7 @@ from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, Work
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
@@ -117,12 +118,15 @@ class World:
     ) -> Session:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         return Session(
-            request_id,
-            ValidatedRequest((1,) * 1000, params, "label"),
+            Answer(
+                request_id,
+                ValidatedRequest((1,) * 1000, params, "label"),
+                text=TextStream(Letters(), ()),
+                sink=FakeSink(),
+                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+                clock=self.clock,
+            ),
             deadline_s=1e3,
-            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-            text=TextStream(Letters(), ()),
-            sink=FakeSink(),
             router=PromptRouter(self.table),
             clock=self.clock,
             entropy=FakeEntropy(),
@@ -161,7 +165,7 @@ class World:
 
 async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> None:
     world = World()
-    on = {session.movable_from for session in world.running}
+    on = world.sessions.movable().keys()
     world.mover.look()
     assert not world.table.moves, "nothing is broken"
     source = next(iter(on))
@@ -196,7 +200,7 @@ async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> Non
         {"room_blocks": 1},
     ):
         world = World()
-        (source,) = {session.movable_from for session in world.running} or {""}
+        (source,) = world.sessions.movable() or {""}
         num_before = sum(len(link.dispatched) for link in world.links.values())
         world.report(busy=source or "", **fields)
         world.mover.look()
@@ -208,8 +212,7 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
     """Constraints and adapters, where engines of a model differ."""
     world = World()
     (session,) = world.running
-    source = session.movable_from
-    assert source is not None
+    (source,) = world.sessions.movable()
     target = "ab"[source == "a"]
     session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))
     world.report(busy=source)

@@ -17,6 +17,7 @@ from baton.core.membership import Role
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepShape
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session
@@ -136,10 +137,21 @@ class Rig:
             bytes(num_tokens), SamplingParams(max_tokens=3), name, caller_id=caller_id
         )
         self.sessions[name] = Session(
-            name, request, deadline_s=60.0, arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-            text=TextStream(Letters(), ()), sink=self.sinks[name], router=self.router,
-            clock=self.clock, entropy=FakeEntropy(), limits=self.limits, siblings=siblings or (),
-        )  # fmt: skip
+            Answer(
+                name,
+                request,
+                text=TextStream(Letters(), ()),
+                sink=self.sinks[name],
+                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+                clock=self.clock,
+            ),
+            deadline_s=60.0,
+            router=self.router,
+            clock=self.clock,
+            entropy=FakeEntropy(),
+            limits=self.limits,
+            siblings=siblings or (),
+        )
         return self.sessions[name]
 
     def free(self, num_places: int = 1) -> None:

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, Route, Work
-from baton.gateway.request.move import CATCH_UP_S, LIMIT_S, MOST_BEHIND, MOVE_EVERY_S
+from baton.gateway.request.move import (
+    CATCH_UP_S,
+    LIMIT_S,
+    MOST_BEHIND,
+    MOVE_EVERY_S,
+    begin_move,
+    movable_from,
+)
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
@@ -37,12 +45,15 @@ class Rig:
         self.max_tokens = max_tokens
         params = SamplingParams(max_tokens=max_tokens, seed=9, **sampling)
         self.session = Session(
-            "r",
-            ValidatedRequest(PROMPT, params, "label"),
+            Answer(
+                "r",
+                ValidatedRequest(PROMPT, params, "label"),
+                text=TextStream(Letters(), params.stop),
+                sink=self.sink,
+                arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
+                clock=self.clock,
+            ),
             deadline_s=60.0,
-            arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
-            text=TextStream(Letters(), params.stop),
-            sink=self.sink,
             router=self.router,
             clock=self.clock,
             entropy=FakeEntropy(),
@@ -78,11 +89,15 @@ class Rig:
 
     def move(self, to: str = "b") -> None:
         route = Route(self.links[to], self.links[to])
-        self.session.begin_move(route, self.ends.append)
+        begin_move(self.session, route, self.clock.monotonic_s(), self.ends.append)
 
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.session.tick()
+
+    @property
+    def movable_from(self) -> str | None:
+        return movable_from(self.session, self.clock.monotonic_s())
 
     @property
     def is_on(self) -> str | None:
@@ -144,11 +159,11 @@ def test_a_move_that_fails_changes_nothing(error: Exception, how: str) -> None:
     rig.step("a")
     rig.fail("b", error)
     assert (rig.is_on, rig.ends, rig.links["a"].cancelled) == ("a", [how], [])
-    assert rig.session.movable_from is None
+    assert rig.movable_from is None
     rig.clock.advance(MOVE_EVERY_S)
-    assert rig.session.movable_from is None, "after a failure the pause is twice as long"
+    assert rig.movable_from is None, "after a failure the pause is twice as long"
     rig.clock.advance(MOVE_EVERY_S)
-    assert rig.session.movable_from == "a"
+    assert rig.movable_from == "a"
 
 
 def test_what_was_kept_back_is_streamed_if_the_new_engine_hangs_or_differs() -> None:
@@ -248,17 +263,17 @@ def test_log_probabilities_are_of_whose_token_was_streamed() -> None:
 
 
 def test_who_may_move() -> None:
-    assert Rig(num_streamed=0).session.movable_from is None, "its prompt is not computed"
+    assert Rig(num_streamed=0).movable_from is None, "its prompt is not computed"
     rig = Rig(num_streamed=1)
-    assert rig.session.movable_from == "a"
+    assert rig.movable_from == "a"
     rig.move()
-    assert rig.session.movable_from is None
+    assert rig.movable_from is None
     rig.step("b")
-    assert rig.session.movable_from is None
+    assert rig.movable_from is None
     rig.clock.advance(MOVE_EVERY_S)
-    assert rig.session.movable_from == "b"
-    rig.session.sample_index = 1
-    assert rig.session.movable_from is None, "one of several samples"
+    assert rig.movable_from == "b"
+    rig.session.answer.sample_index = 1
+    assert rig.movable_from is None, "one of several samples"
 
 
 events = st.lists(
@@ -332,7 +347,7 @@ def test_a_move_under_which_the_new_engine_died_is_the_last() -> None:
     rig.session.engine_lost("b", has_died=True)
     assert (rig.is_on, rig.ends) == ("a", ["lost"])
     rig.clock.advance(1e6)
-    assert rig.session.movable_from is None
+    assert rig.movable_from is None
     rig.step("a")
     assert rig.sink.text == TEXT[:5]
 
@@ -343,7 +358,7 @@ def test_a_target_that_fails_and_then_dies_is_the_last_too() -> None:
     rig.fail("b", EngineFailed("a step broke"))
     rig.session.engine_lost("b", has_died=True)
     rig.clock.advance(1e6)
-    assert rig.session.movable_from is None
+    assert rig.movable_from is None
 
 
 def test_an_engine_that_took_over_and_died_in_its_prompt_is_suspected_for_that() -> None:

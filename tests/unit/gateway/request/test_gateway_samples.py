@@ -13,6 +13,7 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
@@ -46,11 +47,22 @@ class Rig:
     def _session(self, index: int, siblings: Any = ()) -> Session:
         request = ValidatedRequest(PROMPT, self.params, "label", RequestOptions(n=3))
         return Session(
-            f"r{index}", request, deadline_s=60.0,
-            arrived=Stamp(Event.ARRIVED, 0, "gateway"), text=TextStream(Letters(), ()), sink=self,
-            router=self.router, clock=self.clock, entropy=FakeEntropy(),
-            limits=SessionLimits(settle_s=0.0), sample_index=index, siblings=siblings,
-        )  # fmt: skip
+            Answer(
+                f"r{index}",
+                request,
+                text=TextStream(Letters(), ()),
+                sink=self,
+                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+                clock=self.clock,
+                sample_index=index,
+            ),
+            deadline_s=60.0,
+            router=self.router,
+            clock=self.clock,
+            entropy=FakeEntropy(),
+            limits=SessionLimits(settle_s=0.0),
+            siblings=siblings,
+        )
 
     def emit(self, chunk: OutputChunk) -> bool:
         self.chunks.append(chunk)

@@ -26,6 +26,7 @@ from baton.core.errors import (
 )
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -53,12 +54,15 @@ class Rig:
         )
         sampling = SamplingParams(max_tokens=max_tokens, seed=9, stop=stop)
         self.session = Session(
-            "r",
-            ValidatedRequest(PROMPT, sampling, "label"),
+            Answer(
+                "r",
+                ValidatedRequest(PROMPT, sampling, "label"),
+                text=TextStream(Letters(), stop),
+                sink=self.sink,
+                arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
+                clock=self.clock,
+            ),
             deadline_s=60.0,
-            arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
-            text=TextStream(Letters(), stop),
-            sink=self.sink,
             router=self.router,
             clock=self.clock,
             entropy=FakeEntropy(),

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, Overloaded
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.request.timeline import TERMINAL, Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -102,12 +103,15 @@ class SessionMachine(RuleBasedStateMachine):
             self.add(self.router.decode)
         sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
         self.session = Session(
-            "r",
-            ValidatedRequest((1, 2), sampling, ""),
+            Answer(
+                "r",
+                ValidatedRequest((1, 2), sampling, ""),
+                text=TextStream(Letters(), stop),
+                sink=self.sink,
+                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+                clock=self.clock,
+            ),
             deadline_s=DEADLINE_S,
-            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-            text=TextStream(Letters(), stop),
-            sink=self.sink,
             router=self.router,
             clock=self.clock,
             entropy=FakeEntropy(),

@@ -13,6 +13,7 @@ from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.session import Session
@@ -124,12 +125,15 @@ def session(
 ) -> Session:
     clock = SystemClock()
     return Session(
-        name,
-        ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
+        Answer(
+            name,
+            ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
+            text=text,
+            sink=sink,
+            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+            clock=clock,
+        ),
         deadline_s=clock.monotonic_s() + deadline_s,
-        arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-        text=text,
-        sink=sink,
         router=FakeRouter([FakeLink("p")], [FakeLink("d")]),
         clock=clock,
         entropy=FakeEntropy(),

@@ -14,6 +14,7 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import EngineFailed, HandoffFailed, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import LATE_S, SessionLimits, Suspects
@@ -119,12 +120,15 @@ class Cluster:
         self.sinks[request_id] = FakeSink()
         suspects = self.others if is_others else self.suspects
         session = self.sessions[request_id] = Session(
-            request_id,
-            ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
+            Answer(
+                request_id,
+                ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
+                text=TextStream(Letters(), ()),
+                sink=self.sinks[request_id],
+                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+                clock=self.clock,
+            ),
             deadline_s=60.0,
-            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-            text=TextStream(Letters(), ()),
-            sink=self.sinks[request_id],
             router=SimpleNamespace(choose=partial(self.choose, suspects=suspects)),
             clock=self.clock,
             entropy=FakeEntropy(),
