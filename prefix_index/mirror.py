@@ -1,43 +1,24 @@
 """A gateway's copy of what every linked engine has cached, kept up by the index's messages.
 
-    exact at seq ──DELTA seq+1──► exact at seq+1
-         │ any other number: something was lost
-         ▼
-      inexact ──the engine's pages, read and installed──► exact at their number
-
-A new engine's pages are read at once. An inexact copy goes on taking deltas: it is still a good
-hint. All of this is hints: a wrong one makes a prompt's prefill longer and changes no token.
-`PrefixMirror` is pure state; follower.py feeds it from the broker.
+A new engine's pages are read at once, and those of one of which something was lost
+(engine_copy.py). All of this is hints: a wrong one makes a prompt's prefill longer and changes no
+token. `PrefixMirror` is pure state; follower.py feeds it from the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ..core.ports import Clock
 from ..core.request.token_ids import BlockHash
-from .messages import BadMessage, Delta, Head, decode
-from .pages import PAGE_BLOCKS, Contents
+from .engine_copy import EngineCopy
+from .messages import BadMessage, decode
+from .pages import Contents
 
 STALE_S = 60.0  # an engine of which no message came for so long counts as empty
-READ_S = 0.5  # pages are read once in so long
 
 _STRIDE = 64
-
-
-@dataclass(slots=True)
-class _Copy:
-    """One engine's cache as we know it: `in_host` are those of `hashes` that are in host memory
-    alone. `seq` is None while the copy is inexact."""
-
-    max_hashes: int
-    received_s: float
-    seq: int | None = 0
-    hashes: set[BlockHash] = field(default_factory=set)
-    in_host: set[BlockHash] = field(default_factory=set)
-    may_read_s: float = 0.0
 
 
 class PrefixMirror:
@@ -48,13 +29,13 @@ class PrefixMirror:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, EngineCopy] = {}
         self._new: list[str] = []
         self.added = asyncio.Event()
 
     def add(self, incarnation: str, num_blocks: int) -> None:
         """Begin to mirror an engine that can cache at most `num_blocks` blocks, in all tiers."""
-        self._copies[incarnation] = _Copy(num_blocks, self.clock.monotonic_s())
+        self._copies[incarnation] = EngineCopy(num_blocks, self.clock.monotonic_s())
         self._new.append(incarnation)
         self.added.set()
 
@@ -78,61 +59,20 @@ class PrefixMirror:
         copy = self._copies.get(message.incarnation)
         if copy is None:
             return None
-        copy.received_s = self.clock.monotonic_s()
-        match message:
-            case Head(_, seq):
-                if copy.seq is not None and seq > copy.seq:
-                    copy.seq = None
-            case Delta():
-                self._apply(copy, message)
-        return self._to_read(message.incarnation, copy)
-
-    def _apply(self, copy: _Copy, delta: Delta) -> None:
-        if copy.seq is not None:
-            if delta.seq <= copy.seq:
-                return  # a double
-            if delta.seq > copy.seq + 1:
-                copy.seq = None
-            else:
-                copy.seq = delta.seq
-        if copy.in_host:
-            copy.in_host.difference_update(delta.removed, delta.stored)
-        copy.hashes.difference_update(delta.removed)
-        copy.hashes.update(delta.stored)
-        if delta.in_host:
-            copy.hashes.difference_update(delta.in_host)  # so that both have the same object
-            copy.hashes.update(delta.in_host)
-            copy.in_host.update(delta.in_host)
-        if len(copy.hashes) > copy.max_hashes:  # lost removals, or lies
-            copy.hashes.clear()
-            copy.in_host.clear()
-            copy.seq = None
-
-    def _to_read(self, incarnation: str, copy: _Copy) -> str | None:
-        now_s = self.clock.monotonic_s()
-        if copy.seq is not None or now_s < copy.may_read_s:
-            return None
-        copy.may_read_s = now_s + READ_S
-        return incarnation
+        is_to_read = copy.take(message, self.clock.monotonic_s())
+        return message.incarnation if is_to_read else None
 
     def wants(self, contents: Contents) -> bool:
         """Whether these pages are worth reading: more than is known, and no more than can be."""
         copy = self._copies.get(contents.incarnation)
-        if copy is None or (copy.seq is not None and contents.seq <= copy.seq):
-            return False
-        num_blocks = contents.device_blocks + contents.host_blocks
-        # Pages have holes, where blocks were more for a moment.
-        most_pages = 2 * copy.max_hashes // PAGE_BLOCKS + 2
-        return num_blocks <= copy.max_hashes and contents.num_pages <= most_pages
+        return copy is not None and copy.wants(contents)
 
     def install(self, contents: Contents, hashes: set[BlockHash], in_host: set[BlockHash]) -> None:
         """Replace the copy by pages that were read whole; the sets are ours from now on. Those
         `in_host`, which are among `hashes`, are in host memory alone."""
         copy = self._copies.get(contents.incarnation)
-        if copy is None or len(hashes) > copy.max_hashes:
-            return
-        copy.hashes, copy.in_host, copy.seq = hashes, in_host, contents.seq
-        copy.received_s = self.clock.monotonic_s()
+        if copy is not None:
+            copy.install(contents, hashes, in_host, self.clock.monotonic_s())
 
     # -- questions -----------------------------------------------------------------------------
 

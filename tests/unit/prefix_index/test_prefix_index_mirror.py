@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
+from baton.prefix_index.engine_copy import READ_S
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import MAX_HASHES, Delta, Head, Message, NetChanges, encode
-from baton.prefix_index.mirror import READ_S, STALE_S, PrefixMirror
+from baton.prefix_index.mirror import STALE_S, PrefixMirror
 from baton.prefix_index.pages import PAGE_BLOCKS, Contents, decode_page
 
 A, B = "aa" * 16, "bb" * 16

@@ -13,7 +13,7 @@ from fakes.index_link import FakeIndexLink
 from baton.cluster.redis_client import RedisAway
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
-from baton.prefix_index import mirror as mirror_module
+from baton.prefix_index import engine_copy as engine_copy_module
 from baton.prefix_index import publisher as publisher_module
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
@@ -30,7 +30,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "BATCH_S", 0.002)
     monkeypatch.setattr(publisher_module, "HEAD_S", 0.02)
     monkeypatch.setattr(publisher_module, "_RENEW_S", 0.02)
-    monkeypatch.setattr(mirror_module, "READ_S", 0.01)
+    monkeypatch.setattr(engine_copy_module, "READ_S", 0.01)
 
 
 def h(number: int) -> BlockHash:
