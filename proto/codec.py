@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -71,7 +71,7 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
     """Decode parameters that a gateway wrote; public requests go through its validator first."""
-    fields = given_sampling(wire) | {
+    fields = given(wire, SAMPLING) | {
         "stop": tuple(wire.stop),
         "stop_token_ids": tuple(wire.stop_token_ids),
         "logit_bias": tuple(sorted(wire.logit_bias.items())),
@@ -79,19 +79,9 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(**fields, constraint=constraint_from_wire(wire))
 
 
-def given_sampling(wire: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The values of the parameters that are set, those of the constraint excepted."""
-    return {field.name: value for field, value in wire.ListFields() if field.name in SAMPLING}
-
-
-def given_fields(wire: Message, names: Iterable[str]) -> dict[str, Any]:
-    """The values of those of these fields that are set, or cannot be told from fields not set."""
-    fields = wire.DESCRIPTOR.fields_by_name
-    return {
-        name: getattr(wire, name)
-        for name in names
-        if not fields[name].has_presence or wire.HasField(name)
-    }
+def given(wire: Message, table: Container[str]) -> dict[str, Any]:
+    """The values of those fields of the table that are set."""
+    return {field.name: value for field, value in wire.ListFields() if field.name in table}
 
 
 def same_fields(wire: Message, cls: Any) -> dict[str, Any]:

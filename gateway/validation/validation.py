@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
+from google.protobuf.message import Message
 
 from ...core.errors import (
     ContextLengthExceeded,
@@ -37,7 +38,7 @@ from ...core.request.request import (
     SamplingParams,
 )
 from ...core.request.token_ids import column, unpack
-from ...proto.codec import constraint_from_wire, given_fields, given_sampling
+from ...proto.codec import constraint_from_wire, given
 from ...proto.v1 import common_pb2, inference_pb2
 from ..text.no_tokenizer import NoTokenizer, no_text
 from ..text.special_tokens import Spans
@@ -107,7 +108,7 @@ def check_request(
     check_model(wire.model, limits, adapters)
     check_label(wire.request_id, "request_id")
     prompt = _prompt(wire, limits.vocab_size)
-    options = RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size))
+    options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
     sampling = check_sampling(wire.sampling, limits.vocab_size)
     if OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
         sampling = replace(sampling, best_of=options.n)
@@ -246,11 +247,11 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
 
 def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
-    given = _checked(given_sampling(wire), SAMPLING, vocab_size)
+    checked = _checked(wire, SAMPLING, vocab_size)
     constraint = constraint_from_wire(wire)
     if constraint is not None:
         check_constraint(constraint, wire)
-    sampling = SamplingParams(**given, constraint=constraint)
+    sampling = SamplingParams(**checked, constraint=constraint)
     if sampling.min_tokens and len(sampling.stop_token_ids) == vocab_size:
         raise InvalidRequest(
             "min_tokens leaves no token: all are stop ids", "min_tokens", "invalid_value"
@@ -258,10 +259,12 @@ def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> Sampling
     return sampling
 
 
-def _checked(
-    given: Mapping[str, Any], table: Mapping[str, Parameter], vocab_size: int
-) -> dict[str, Any]:
-    return {name: table[name].kind.check(value, name, vocab_size) for name, value in given.items()}
+def _checked(wire: Message, table: Mapping[str, Parameter], vocab_size: int) -> dict[str, Any]:
+    """What is set of these parameters."""
+    return {
+        name: table[name].kind.check(value, name, vocab_size)
+        for name, value in given(wire, table).items()
+    }
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
