@@ -1,4 +1,4 @@
-"""How a client reaches a gateway, and how it reads its streams; for asyncio: async_client.py.
+"""How a client calls a gateway, and how it reads its streams; for asyncio: async_client.py.
 
 A `Client` is thread-safe: one serves any number of threads and streams at once.
 """
@@ -13,38 +13,14 @@ from typing import Any, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
-from ..core.errors import BatonError, Cancelled, InvalidRequest
+from ..core.errors import BatonError, Cancelled
 from ..proto.v1 import inference_pb2_grpc
 from . import messages, unary_calls
+from .channel import metadata_of, open_channel
 from .messages import Chunk, Collector, GenerateParams, Result
 from .unary_calls import Call, ModelInfo, translate
 
 T = TypeVar("T")
-
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 15000),
-    ("grpc.http2.ping_timeout_ms", 5000),
-)
-
-_SCHEMES = frozenset({"dns", "ipv4", "ipv6", "unix", "vsock", "xds"})  # gRPC's own
-
-
-def target_of(address: str) -> str:
-    """What gRPC dials: HOST:PORT, also behind grpc://, or a name as gRPC spells them.
-
-    Raises InvalidRequest for what has no port, and for an HTTP address.
-    """
-    target = address.removeprefix("grpc://")
-    scheme, separator, _ = target.partition("://")
-    if separator and scheme.lower() in ("http", "https"):
-        raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", "address")
-    host, _, port = target.rpartition(":")
-    is_name = scheme in _SCHEMES if separator else target.startswith("unix:")
-    if not is_name and (separator or not (host and port.isdecimal() and port.isascii())):
-        raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
-    return target
 
 
 class Connection:
@@ -64,16 +40,8 @@ class Connection:
     ) -> None:
         """Raises InvalidRequest for an address, a key or a timeout that cannot be one."""
         self._timeout_s = messages.timeout_of(timeout_s)
-        target = target_of(address)
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidRequest("an API key is printable ASCII", "api_key")
-        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        if tls or ca_file is not None:
-            roots = None if ca_file is None else Path(ca_file).read_bytes()
-            credentials = grpc.ssl_channel_credentials(roots)  # type: ignore[no-untyped-call]
-            self._channel = self._grpc.secure_channel(target, credentials, _CHANNEL_OPTIONS)
-        else:
-            self._channel = self._grpc.insecure_channel(target, _CHANNEL_OPTIONS)
+        self._metadata = metadata_of(api_key)
+        self._channel = open_channel(self._grpc, address, tls=tls, ca_file=ca_file)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def _start(self, prompt: str | None, params: GenerateParams) -> tuple[Any, Collector]:

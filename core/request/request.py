@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .parameters import (
-    EARLY_STOPPING,
     FLAG,
     LIMIT,
     SEED,
@@ -21,11 +20,8 @@ from .parameters import (
     number,
     parameter,
     parameters_of,
-    stop_strings,
-    text_like,
-    token_biases,
-    token_ids,
 )
+from .text_parameters import EARLY_STOPPING, stop_strings, text_like, token_biases, token_ids
 from .token_ids import column
 
 MOST_OUTPUTS = 8  # of a prompt

@@ -29,7 +29,7 @@ from ...core.errors import (
     ModelNotFound,
     PromptTooLarge,
 )
-from ...core.request.parameters import Parameter, check_in_vocabulary
+from ...core.request.parameters import Parameter
 from ...core.request.request import (
     OPTIONS,
     SAMPLING,
@@ -37,6 +37,7 @@ from ...core.request.request import (
     RequestOptions,
     SamplingParams,
 )
+from ...core.request.text_parameters import check_in_vocabulary
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given
 from ...proto.v1 import common_pb2, inference_pb2

@@ -23,8 +23,9 @@ KEYWORDS = {"shell": True, "trust_remote_code": True, "check_hostname": False}
 # Where input of others comes in: an assert there is a check that `python -O` leaves out.
 EDGES = (
     "gateway/http", "gateway/security", "gateway/grpc/service.py", "gateway/grpc/vllm_wire.py",
-    "gateway/validation/validation.py", "core/request/parameters.py", "core/request/json_fields.py",
-    "gateway/engines/wire.py", "gateway/grpc/vllm_engine.py",
+    "gateway/grpc/unary_methods.py", "gateway/grpc/vllm_engine.py", "gateway/engines/wire.py",
+    "gateway/engines/reported_load.py", "gateway/validation/validation.py",
+    "core/request/parameters.py", "core/request/text_parameters.py", "core/request/json_fields.py",
     "cluster", "node/supervisor/rpc.py",
     "kv_transfer/protocol/messages.py", "kv_transfer/export/pool_address.py", "core/model_dir.py",
     "engine/model/checkpoint.py", "engine/model/model_config.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.client.client import target_of
+from baton.client.channel import target_of
 from baton.core.errors import InvalidRequest
 
 

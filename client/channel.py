@@ -1,0 +1,55 @@
+"""How a client reaches a gateway: its address, its channel, its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ..core.errors import InvalidRequest
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 15000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+)
+
+_SCHEMES = frozenset({"dns", "ipv4", "ipv6", "unix", "vsock", "xds"})  # gRPC's own
+
+
+def target_of(address: str) -> str:
+    """What gRPC dials: HOST:PORT, also behind grpc://, or a name as gRPC spells them.
+
+    Raises InvalidRequest for what has no port, and for an HTTP address.
+    """
+    target = address.removeprefix("grpc://")
+    scheme, separator, _ = target.partition("://")
+    if separator and scheme.lower() in ("http", "https"):
+        raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", "address")
+    host, _, port = target.rpartition(":")
+    is_name = scheme in _SCHEMES if separator else target.startswith("unix:")
+    if not is_name and (separator or not (host and port.isdecimal() and port.isascii())):
+        raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
+    return target
+
+
+def open_channel(driver: Any, address: str, *, tls: bool, ca_file: str | Path | None) -> Any:
+    """A channel of `driver`, which is grpc or grpc.aio; arguments: see Client. Raises as
+    `target_of`."""
+    target = target_of(address)
+    if not tls and ca_file is None:
+        return driver.insecure_channel(target, _CHANNEL_OPTIONS)
+    roots = None if ca_file is None else Path(ca_file).read_bytes()
+    credentials = grpc.ssl_channel_credentials(roots)  # type: ignore[no-untyped-call]
+    return driver.secure_channel(target, credentials, _CHANNEL_OPTIONS)
+
+
+def metadata_of(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Of each call. Raises InvalidRequest for a key that cannot be one."""
+    if api_key is None:
+        return ()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("an API key is printable ASCII", "api_key")
+    return (("authorization", f"Bearer {api_key}"),)
