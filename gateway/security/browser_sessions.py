@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from ...core.errors import Unauthenticated
 from ...core.ports import Clock
+from .accepted_keys import AcceptedKeys
 from .caller import METRICS, Caller
-from .gate import Gate
 from .key_file import ApiKey
 
 COOKIE = "baton_session"
@@ -28,14 +28,14 @@ _MAX_COOKIE_CHARS = 256
 class BrowserSessions:
     """Gives and judges cookies. Times are of the monotonic clock, which a host has in common."""
 
-    def __init__(self, gate: Gate, clock: Clock, secret: bytes | None = None) -> None:
-        self._gate = gate
+    def __init__(self, keys: AcceptedKeys, clock: Clock, secret: bytes | None = None) -> None:
+        self._keys = keys
         self._clock = clock
         self._secret = secret or secrets.token_bytes(32)
 
     def open(self, key: str) -> str:
         """A cookie for who shows a key; raises Unauthenticated, PermissionDenied."""
-        found = self._gate.key(key)
+        found = self._keys.key(key)
         found.caller.check_scope(METRICS)
         until = str(int(self._clock.monotonic_s() + SESSION_S))
         text = f"{until}.{self._reference(found)}"
@@ -51,7 +51,7 @@ class BrowserSessions:
         until, _, reference = text.partition(".")
         if self._clock.monotonic_s() >= int(until):
             raise Unauthenticated("the session is over: log in again")
-        key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), reference))
+        key = self._keys.find(lambda key: hmac.compare_digest(self._reference(key), reference))
         return replace(key.caller, front="http", scopes=key.caller.scopes & {METRICS})
 
     def _reference(self, key: ApiKey) -> str:

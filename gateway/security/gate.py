@@ -1,35 +1,24 @@
-"""Who is calling? The one place where a credential becomes a Caller, for both fronts.
-
-No error shows which part of a credential was wrong.
-"""
+"""Who is calling? The one place where a credential becomes a Caller, for both fronts."""
 
 from __future__ import annotations
 
-import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ...cluster.secret import ClusterSecret, operator_key
-from ...core.errors import Unauthenticated
-from .caller import ADMIN, METRICS, Caller, anyone, caller_id_of
-from .key_file import ApiKey, KeyRing, digest_of
-
-MAX_CREDENTIAL_CHARS = 512
-OPERATOR = "@operator"  # no name that a key file could give
+from ...cluster.secret import ClusterSecret
+from .accepted_keys import AcceptedKeys
+from .caller import Caller, anyone, caller_id_of
+from .key_file import KeyRing
 
 
 class Gate:
     """`ring` None: no keys are required, and everybody may do everything."""
 
     def __init__(self, ring: KeyRing | None, cluster_secret: ClusterSecret) -> None:
-        self._ring = ring
-        self._operators = tuple(map(_operator, cluster_secret.accepted))
+        self.requires_keys = ring is not None
+        self.keys = AcceptedKeys(ring, cluster_secret)
         self._connection_key = secrets.token_bytes(16)  # no other gateway gives the same ids
-
-    @property
-    def requires_keys(self) -> bool:
-        return self._ring is not None
 
     def caller(self, authorization: Sequence[str | bytes], front: str, peer: str = "") -> Caller:
         """The caller by its `Authorization` headers; raises Unauthenticated.
@@ -37,48 +26,6 @@ class Gate:
         `peer`: the address at the other end of its connection, where nothing else
         distinguishes callers.
         """
-        if self._ring is None:
+        if not self.requires_keys:
             return anyone(front, caller_id_of(peer.encode(), self._connection_key))
-        return replace(self.key(_bearer(authorization)).caller, front=front)
-
-    def key(self, text: str) -> ApiKey:
-        """The key that was shown; raises Unauthenticated."""
-        if len(text) > MAX_CREDENTIAL_CHARS:  # before it is hashed: that would cost by its length
-            raise Unauthenticated("the API key is wrong")
-        digest = digest_of(text)
-        return self.find(lambda key: hmac.compare_digest(key.digest, digest))
-
-    def find(self, is_it: Callable[[ApiKey], bool]) -> ApiKey:
-        """The key in force of which this is true; raises Unauthenticated.
-
-        Compares every key: it takes as long whichever it is, or if there is none.
-        """
-        ring = () if self._ring is None else self._ring.current()
-        found = [key for key in (*ring, *self._operators) if is_it(key)]
-        if not found:
-            raise Unauthenticated("the API key is wrong")
-        return found[-1]
-
-
-def _operator(cluster_secret: str) -> ApiKey:
-    """Who knows the cluster secret may look and administer: `baton up` does, at its own gateway."""
-    digest = digest_of(operator_key(cluster_secret))
-    scopes = frozenset({METRICS, ADMIN})
-    return ApiKey(digest, Caller(OPERATOR, scopes, caller_id=caller_id_of(digest)))
-
-
-def _bearer(authorization: Sequence[str | bytes]) -> str:
-    """The credential in the only header; raises Unauthenticated."""
-    if len(authorization) != 1:
-        raise Unauthenticated(
-            "an API key is needed: Authorization: Bearer KEY"
-            if not authorization
-            else "one Authorization header is allowed"
-        )
-    header = authorization[0]
-    if isinstance(header, bytes) or len(header) > MAX_CREDENTIAL_CHARS:
-        raise Unauthenticated("the API key is wrong")
-    scheme, _, key = header.partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
-    return key.strip()
+        return replace(self.keys.shown(authorization).caller, front=front)

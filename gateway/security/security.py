@@ -50,7 +50,7 @@ class Security:
             certificate,
             ClusterTls.of(cluster),
             gate,
-            BrowserSessions(gate, clock, cookie_key),
+            BrowserSessions(gate.keys, clock, cookie_key),
             Tenancy(clock, salts, shares_prefixes=config.share_prefix_across_tenants),
         )
 

@@ -33,7 +33,9 @@ class Guarded:
             return web.Response(text="inside")
 
         app = web.Application(middlewares=[answering, check_access])
-        app[ACCESS] = Access(self._gate, BrowserSessions(self._gate, FakeClock()), GatewayConfig())
+        app[ACCESS] = Access(
+            self._gate, BrowserSessions(self._gate.keys, FakeClock()), GatewayConfig()
+        )
         door = SimpleNamespace(turned_away=lambda *_: None, is_draining=False)
         app[APP_STATE] = SimpleNamespace(door=door)
         app.add_routes([*login.ROUTES, web.get("/dashboard", page)])

@@ -97,9 +97,9 @@ def test_a_key_s_id_is_not_the_key_and_not_another_s() -> None:
 def test_both_operators_may_look_meanwhile() -> None:
     gate = Gate(None, ClusterSecret(NEW, OLD))
     for secret in (OLD, NEW):
-        assert gate.key(operator_key(secret)).caller.tenant == "@operator"
+        assert gate.keys.key(operator_key(secret)).caller.tenant == "@operator"
     with pytest.raises(Unauthenticated):
-        gate.key(operator_key("another"))
+        gate.keys.key(operator_key("another"))
 
 
 def test_a_secret_is_not_shown() -> None:

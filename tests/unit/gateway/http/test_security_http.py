@@ -35,7 +35,7 @@ def keys(tmp_path: Path) -> dict[str, str]:
 def access(tmp_path: Path, keys: dict[str, str]) -> Access:
     gate = Gate(KeyRing(tmp_path / "keys.json"), ClusterSecret())
     return Access(
-        gate, BrowserSessions(gate, FakeClock()), GatewayConfig(allowed_hosts="my.host, B")
+        gate, BrowserSessions(gate.keys, FakeClock()), GatewayConfig(allowed_hosts="my.host, B")
     )
 
 
@@ -94,7 +94,7 @@ def test_foreign_hosts(access: Access, hosts: list[str]) -> None:
 
 def test_all_hosts_may_be_allowed() -> None:
     gate = Gate(None, ClusterSecret())
-    access = Access(gate, BrowserSessions(gate, FakeClock()), GatewayConfig(allowed_hosts="*"))
+    access = Access(gate, BrowserSessions(gate.keys, FakeClock()), GatewayConfig(allowed_hosts="*"))
     access.check_host(["any.where:1"])
 
 
@@ -209,7 +209,7 @@ def test_a_cookie_says_nothing_of_its_key(
     cookie, digest = access.sessions.open(keys[METRICS]), digest_of(keys[METRICS])
     assert digest.hex() not in cookie
     gate = Gate(KeyRing(tmp_path / "keys.json"), ClusterSecret())
-    other = BrowserSessions(gate, FakeClock()).open(keys[METRICS])
+    other = BrowserSessions(gate.keys, FakeClock()).open(keys[METRICS])
     assert not set(cookie.split(".")[1:]) & set(other.split(".")[1:]), "of no use elsewhere"
     until, reference, tag = cookie.split(".")
     for forged in (f"{until}.{digest.hex()}.{tag}", f"{until}.{reference}.{reference}", "é.é.é"):
@@ -225,7 +225,7 @@ async def test_a_key_in_the_url_is_no_key(access: Access, keys: dict[str, str]) 
 
 async def test_without_keys_hosts_and_origins_are_judged_all_the_same() -> None:
     gate = Gate(None, ClusterSecret())
-    access = Access(gate, BrowserSessions(gate, FakeClock()), GatewayConfig())
+    access = Access(gate, BrowserSessions(gate.keys, FakeClock()), GatewayConfig())
     assert (await ask(access, "/admin/drain", "POST"))[0] == 200
     assert (await ask(access, "/metrics", Host="evil.example"))[0] == 421
     assert (await ask(access, "/v1/completions", "POST", Origin="http://evil.example"))[0] == 403

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from baton.cluster.secret import ClusterSecret, operator_key, session_key
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import ModelNotFound, PermissionDenied, StartupFailed, Unauthenticated
+from baton.gateway.security.accepted_keys import MAX_CREDENTIAL_CHARS
 from baton.gateway.security.browser_sessions import SESSION_S, BrowserSessions
 from baton.gateway.security.caller import ADMIN, INFER, METRICS, Caller, Limits, anyone
-from baton.gateway.security.gate import MAX_CREDENTIAL_CHARS, Gate
+from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import BadKeyFile, KeyRing, add_key, load_keys, parse_keys
 from baton.gateway.security.security import Security
 
@@ -157,11 +158,11 @@ def test_every_entry_is_compared_whichever_fits(
         compared.append(a)
         return a == b
 
-    monkeypatch.setattr("baton.gateway.security.gate.hmac.compare_digest", compare)
+    monkeypatch.setattr("baton.gateway.security.accepted_keys.hmac.compare_digest", compare)
     for key in (keys[0], keys[4], "bk-wrong"):
         compared.clear()
         try:
-            gate.key(key)
+            gate.keys.key(key)
         except Unauthenticated:
             assert key == "bk-wrong"
         assert len(compared) == 5
@@ -191,16 +192,16 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(
     old = add_key(path, "acme", ALL)
     gate = gate_of(path)
     new = add_key(path, "globex", ALL)
-    assert gate.key(new).caller.tenant == "globex"
+    assert gate.keys.key(new).caller.tenant == "globex"
     path.write_text("{")
-    assert gate.key(old).caller.tenant == "acme"
-    assert gate.key(new).caller.tenant == "globex"
+    assert gate.keys.key(old).caller.tenant == "acme"
+    assert gate.keys.key(new).caller.tenant == "globex"
     assert [r.levelname for r in caplog.records].count("ERROR") == 1, "said once"
     path.unlink()
-    assert gate.key(old), "a file that is being replaced is not an empty one"
+    assert gate.keys.key(old), "a file that is being replaced is not an empty one"
     path.write_text('{"tenants": {}, "keys": []}')
     with pytest.raises(Unauthenticated):
-        gate.key(old)
+        gate.keys.key(old)
 
 
 def test_a_file_that_is_put_right_counts_at_once(path: Path) -> None:
@@ -210,9 +211,9 @@ def test_a_file_that_is_put_right_counts_at_once(path: Path) -> None:
     new = add_key(path, "globex", ALL)
     path.chmod(0o664)
     with pytest.raises(Unauthenticated):
-        gate.key(new)
+        gate.keys.key(new)
     path.chmod(0o600)
-    assert gate.key(old) and gate.key(new)
+    assert gate.keys.key(old) and gate.keys.key(new)
 
 
 def test_who_knows_the_cluster_secret_may_look_and_administer_but_not_infer(path: Path) -> None:
@@ -221,9 +222,9 @@ def test_who_knows_the_cluster_secret_may_look_and_administer_but_not_infer(path
     assert caller.scopes == {METRICS, ADMIN}
     assert caller.tenant not in {"", "acme"}
     with pytest.raises(Unauthenticated):
-        gate_of(path, "secret").key(operator_key("other"))
+        gate_of(path, "secret").keys.key(operator_key("other"))
     with pytest.raises(Unauthenticated):
-        gate_of(path, None).key(operator_key(""))
+        gate_of(path, None).keys.key(operator_key(""))
 
 
 def test_scopes_and_models_of_a_caller() -> None:
@@ -245,7 +246,7 @@ def test_scopes_and_models_of_a_caller() -> None:
 def test_a_session_reads_until_its_time_or_its_key_ends(path: Path) -> None:
     key = add_key(path, "acme", ALL)
     clock = FakeClock()
-    sessions = BrowserSessions(gate_of(path), clock)
+    sessions = BrowserSessions(gate_of(path).keys, clock)
     cookie = sessions.open(key)
     assert key not in cookie
     assert sessions.caller(cookie).scopes == {METRICS}, "whatever the key may do"
@@ -288,13 +289,13 @@ def test_no_other_cookie_opens_anything(path: Path) -> None:
     key = add_key(path, "acme", ALL)
     weak = add_key(path, "acme", frozenset({INFER}))
     gate = gate_of(path)
-    sessions = BrowserSessions(gate, FakeClock())
+    sessions = BrowserSessions(gate.keys, FakeClock())
     with pytest.raises(PermissionDenied):
         sessions.open(weak)
     cookie = sessions.open(key)
     until, digest, tag = cookie.split(".")
     later = f"{int(until) + 1}.{digest}.{tag}"
-    other = BrowserSessions(gate, FakeClock()).open(key)
+    other = BrowserSessions(gate.keys, FakeClock()).open(key)
     for bad in (
         "",
         ".",

@@ -1,0 +1,71 @@
+"""The keys that a gateway accepts: those of its key file, and of who knows the cluster secret.
+
+No error shows which part of a credential was wrong.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Sequence
+
+from ...cluster.secret import ClusterSecret, operator_key
+from ...core.errors import Unauthenticated
+from .caller import ADMIN, METRICS, Caller, caller_id_of
+from .key_file import ApiKey, KeyRing, digest_of
+
+MAX_CREDENTIAL_CHARS = 512
+OPERATOR = "@operator"  # no name that a key file could give
+
+
+class AcceptedKeys:
+    """`ring` None: there is no key file."""
+
+    def __init__(self, ring: KeyRing | None, cluster_secret: ClusterSecret) -> None:
+        self._ring = ring
+        self._operators = tuple(map(_operator, cluster_secret.accepted))
+
+    def shown(self, authorization: Sequence[str | bytes]) -> ApiKey:
+        """The key in the `Authorization` headers; raises Unauthenticated."""
+        return self.key(_bearer(authorization))
+
+    def key(self, text: str) -> ApiKey:
+        """The key that was shown; raises Unauthenticated."""
+        if len(text) > MAX_CREDENTIAL_CHARS:  # before it is hashed: that would cost by its length
+            raise Unauthenticated("the API key is wrong")
+        digest = digest_of(text)
+        return self.find(lambda key: hmac.compare_digest(key.digest, digest))
+
+    def find(self, is_it: Callable[[ApiKey], bool]) -> ApiKey:
+        """The key in force of which this is true; raises Unauthenticated.
+
+        Compares every key: it takes as long whichever it is, or if there is none.
+        """
+        ring = () if self._ring is None else self._ring.current()
+        found = [key for key in (*ring, *self._operators) if is_it(key)]
+        if not found:
+            raise Unauthenticated("the API key is wrong")
+        return found[-1]
+
+
+def _operator(cluster_secret: str) -> ApiKey:
+    """Who knows the cluster secret may look and administer: `baton up` does, at its own gateway."""
+    digest = digest_of(operator_key(cluster_secret))
+    scopes = frozenset({METRICS, ADMIN})
+    return ApiKey(digest, Caller(OPERATOR, scopes, caller_id=caller_id_of(digest)))
+
+
+def _bearer(authorization: Sequence[str | bytes]) -> str:
+    """The credential in the only header; raises Unauthenticated."""
+    if len(authorization) != 1:
+        raise Unauthenticated(
+            "an API key is needed: Authorization: Bearer KEY"
+            if not authorization
+            else "one Authorization header is allowed"
+        )
+    header = authorization[0]
+    if isinstance(header, bytes) or len(header) > MAX_CREDENTIAL_CHARS:
+        raise Unauthenticated("the API key is wrong")
+    scheme, _, key = header.partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
+    return key.strip()
