@@ -115,7 +115,7 @@ class Session:
             attempt is None
             or (moves is not None and moves.now is not None)
             or self.fingerprint is None
-            or self.is_suspect
+            or (self._setbacks is not None and self._setbacks.is_suspect)
             or answer.text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
