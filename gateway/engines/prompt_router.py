@@ -42,8 +42,10 @@ class PromptRouter:
     hashes: dict[str, list[BlockHash]] = field(default_factory=dict)
 
     async def hash_prompt(self) -> None:
-        """As much of it as some engine may have cached, by engines of each kind."""
-        for fingerprint in {engine.fingerprint for engine in self.table.engines.values()}:
+        """As much of it as some engine may have cached, by engines of each kind. One shorter than
+        a block is in no cache."""
+        num_tokens, engines = len(self.token_ids), self.table.engines.values()
+        for fingerprint in {e.fingerprint for e in engines if num_tokens >= e.member.block_size}:
             self.hashes[fingerprint] = await self._hash_while_cached(fingerprint)
 
     async def _hash_while_cached(self, fingerprint: str) -> list[BlockHash]:
@@ -59,7 +61,7 @@ class PromptRouter:
             end = start + _SLICE_BLOCKS * size
             hashes += block_hashes(parent, self.token_ids[start:end], size)
             if not hashes:
-                break  # shorter than a block
+                break  # shorter than a block of another size
             parent, start = hashes[-1], end
             await asyncio.sleep(0)
         return hashes

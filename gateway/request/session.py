@@ -10,8 +10,8 @@ streamed go with the next as `output_token_ids`, and both engines of the old one
 still comes from them is dropped by its attempt number. A running request may be moved to another
 engine (move.py), by a second attempt beside the first. Of several samples of one prompt the first
 dispatches for all, once; from then on each is a session like any other. When it tries is its
-owner's choice, but for a retry (session_table.py). Sees clock, entropy, engines and the client only
-through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
+owner's choice, but for a retry (dispatch_queue.py). Sees clock, entropy, engines and the client
+only through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
 """
 
 from __future__ import annotations
