@@ -46,7 +46,7 @@ class DecodeRole(EngineRole[_Intent]):
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
-        parts.puller.handoffs = self
+        parts.peers.puller.handoffs = self
         self._block_bytes = parts.block_bytes
         # By transfer, and when it was made: that is when a hand-off's time begins.
         self._reservations: dict[str, tuple[Reservation, float]] = {}
@@ -67,7 +67,7 @@ class DecodeRole(EngineRole[_Intent]):
         intent = _Intent(ticket, samples, hashes)
         self._handoffs.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        self._puller.feed(
+        self._peers.puller.feed(
             Intended(
                 ticket,
                 entry.key,
@@ -82,7 +82,7 @@ class DecodeRole(EngineRole[_Intent]):
     def _call_off(self, intent: _Intent, error: BatonError) -> None:
         self._forget(intent)
         # Its reservation stays until the last copy into it has ended: DropReservation.
-        self._puller.feed(IntentCancelled(intent.ticket.transfer_id))
+        self._peers.puller.feed(IntentCancelled(intent.ticket.transfer_id))
 
     # -- hand-offs -----------------------------------------------------------------------------
 
@@ -105,24 +105,24 @@ class DecodeRole(EngineRole[_Intent]):
         request = intent.samples[0]
         if self._engine.lacks_slot(request):
             self._is_short = True
-            self._puller.feed(ReserveRefused(transfer_id, lacks_slot=True))
+            self._peers.puller.feed(ReserveRefused(transfer_id, lacks_slot=True))
             return
         try:
             reservation = self._engine.reserve(request, intent.block_hashes)
         except BatonError as error:
-            self._puller.feed(ReserveRefused(transfer_id))
+            self._peers.puller.feed(ReserveRefused(transfer_id))
             self._fail_all(intent.samples, error)
             return
         if reservation is None:
             self._is_short = True
-            self._puller.feed(ReserveRefused(transfer_id))
+            self._peers.puller.feed(ReserveRefused(transfer_id))
             return
         self._reservations[transfer_id] = (reservation, self._clock.monotonic_s())
         for sample in intent.samples:
             if entry := self._request_io.book.get(sample.key):
                 self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
                 self._request_io.stamp(entry, Event.TRANSFER_STARTED)
-        self._puller.feed(
+        self._peers.puller.feed(
             Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids)
         )
 
@@ -134,7 +134,7 @@ class DecodeRole(EngineRole[_Intent]):
         summary = node_pb2.TransferInfo(
             bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
-            transport=self._puller.windows.transport_of(intent.ticket.source_incarnation),
+            transport=self._peers.windows.transport_of(intent.ticket.source_incarnation),
         )
         self._counts.transfer_s += self._clock.monotonic_s() - began_s
         self._counts.num_transfers += 1
@@ -214,7 +214,7 @@ class DecodeRole(EngineRole[_Intent]):
     def tick(self) -> float | None:
         if self._is_short:
             self._is_short = False  # perhaps; the engine knows without asking its pool again
-            self._puller.feed(MemoryFreed())
+            self._peers.puller.feed(MemoryFreed())
         return super().tick()
 
     def _without_blocks(self) -> Iterable[Request]:

@@ -206,7 +206,7 @@ class PlayedEngine:
 
     def _fetch(self, request: Request, source: PrefixSource, work: Work) -> bool:
         """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
-        without. As node/peers/prefix_fetches.py does."""
+        without. As node/peers/prefixes.py does."""
         tokens = request.known_token_ids[: source.num_blocks * self.block_size]
         hashes = block_hashes(root_hash(FINGERPRINT, request.cache_salt), tokens, self.block_size)
         prefix = self.engine.prefixes.borrow(hashes)

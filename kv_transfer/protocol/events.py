@@ -212,11 +212,10 @@ class ReleaseBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PinPrefix:
-    """A puller wants these blocks out of the prefix cache. Hold all of them, offer them under the
-    transfer's id and announce them as computed; or withdraw it. Never wait."""
+    """A puller wants these blocks out of the prefix cache. Hold all of them, offer them with this
+    ticket and announce them as computed; or withdraw it. Never wait."""
 
-    transfer_id: str
-    puller: str
+    ticket: Ticket
     block_hashes: tuple[BlockHash, ...]
 
 

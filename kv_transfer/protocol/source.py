@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from ...core.errors import (
     BatonError,
     Cancelled,
@@ -22,6 +24,8 @@ from ...core.errors import (
     UnknownTransfer,
 )
 from ...core.ports import Clock
+from ...core.request.request import Ticket
+from ..window.network_address import PoolAccess
 from .events import (
     Chunk,
     ClosePeer,
@@ -91,8 +95,12 @@ class _Transfer:
 class Source:
     """All transfers out of one engine. One thread calls it; see the events for what to feed it."""
 
-    def __init__(self, hello: Hello, clock: Clock, lease_s: float) -> None:
+    def __init__(
+        self, hello: Hello, clock: Clock, lease_s: float, access: PoolAccess | None = None
+    ) -> None:
+        """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
         self._pairs = Pairs(hello)
+        self._access = access
         self._clock = clock
         self._lease_s = lease_s
         self._transfers: dict[str, _Transfer] = {}
@@ -228,7 +236,8 @@ class Source:
         """Ours has the address of our pools: it is for a puller whose own came first, and fits."""
         try:
             if self._pairs.match(puller, hello):
-                self._send(puller, self._pairs.hello)
+                access = self._access and self._access.of_puller(puller)
+                self._send(puller, replace(self._pairs.hello, access=access))
         except HandoffFailed as error:
             self._refuse(puller, error)
 
@@ -238,7 +247,8 @@ class Source:
         if transfer is None:
             is_awaited = self._await_offer(puller, transfer_id, sees_steps=sees_steps)
             if is_awaited and attach.block_hashes:
-                self._effects.append(PinPrefix(transfer_id, puller, attach.block_hashes))
+                ticket = Ticket(transfer_id, self._pairs.hello.incarnation, puller)
+                self._effects.append(PinPrefix(ticket, attach.block_hashes))
         elif transfer.puller != puller:
             self._revoke(puller, transfer_id, _not_yours())
         else:

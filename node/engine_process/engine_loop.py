@@ -33,6 +33,7 @@ from ..channels.engine_channels import (
     LinkOver,
 )
 from ..channels.mailboxes import Inbox, Kind, Outbox, Send
+from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
 from .dispatch_gate import DispatchGate, Gated
@@ -42,7 +43,7 @@ from .promise_orders import PromiseOrders
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.0002  # how long a step may have completed before it is seen
-WATCH_S = 0.00005  # how long what a role watches may have changed before it is seen
+WATCH_S = 0.00005  # how long what a pull waits for may be done before it is seen
 RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
 
 
@@ -72,6 +73,7 @@ class EngineLoop:
 
     _engine: Engine
     _role: EngineRole[Any]
+    _peers: Peers
     _requests: RequestIO
     _outbox: Outbox
     _inbox: Inbox[Item]
@@ -86,7 +88,7 @@ class EngineLoop:
     _is_uncounted: bool = False  # something came while a step was on the device
     _has_reported_prompts: bool = False  # the last heartbeat's numbers have waiting tokens
     _is_over: bool = False
-    _is_watching: bool = False  # the role wants to look again soon
+    _is_watching: bool = False  # pulls wait for steps of their sources
 
     def run(self) -> None:
         """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
@@ -104,7 +106,7 @@ class EngineLoop:
         for item in items:
             self._handle(item)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
-        self._is_watching = self._role.poll()
+        self._is_watching = self._peers.windows.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._requests.begin_step()
@@ -112,7 +114,7 @@ class EngineLoop:
             self._num_steps += 1
             self._role.after_step(output)
         self._outbox.flush()
-        self._is_watching = self._role.poll()
+        self._is_watching = self._peers.windows.poll()
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._recount()
@@ -130,7 +132,7 @@ class EngineLoop:
         items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
         for item in items:
             self._handle(item)
-        self._is_watching = self._role.poll()
+        self._is_watching = self._peers.windows.poll()
         if items:
             self._outbox.flush()
             self._is_uncounted = True
@@ -220,7 +222,7 @@ class EngineLoop:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
             linked = PeerLinked(link.name, link.host, link.opens_late)
-            self._role.side_of(link).feed(linked)
+            self._peers.sides[link.kind].feed(linked)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -234,7 +236,7 @@ class EngineLoop:
             self._gate.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
-        self._role.side_of(link).feed(PeerLost(link.name))
+        self._peers.sides[link.kind].feed(PeerLost(link.name))
         self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: Message | Refused) -> None:
@@ -243,7 +245,7 @@ class EngineLoop:
             self._end(link, message.error)
             return
         try:
-            self._role.side_of(link).feed(PeerMessage(link.name, message))
+            self._peers.sides[link.kind].feed(PeerMessage(link.name, message))
         except EngineFailed:
             raise
         except Exception as error:

@@ -44,9 +44,8 @@ from ...kv_transfer.ranks.ranked import WindowOpener
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.mailboxes import Inbox, Outbox
-from ..peers.prefix_fetches import PrefixFetches
-from ..peers.puller_side import PullerSide
-from ..peers.source_side import SourceSide
+from ..peers.peers import Peers, PullerSide, SourceSide
+from ..peers.prefixes import PrefixFetches, PrefixLoans
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineParts
@@ -192,20 +191,19 @@ def _serve(
         incarnation=incarnation,
         block_bytes=block_bytes,
     )
+    source = Source(hello, clock, node_config.lease_s, access)
+    make_windows = partial(Windows, opener.open, callbacks_to(inbox))
+    peers = Peers(
+        SourceSide(source, outbox, PrefixLoans(engine)),
+        PullerSide(Puller(hello, clock, LINK_WAIT_S), make_windows, outbox, fetches),
+        clock,
+    )
     role = plan.build(
         EngineParts(
             engine=engine,
             requests=requests,
             outbox=outbox,
-            source=SourceSide(
-                Source(hello, clock, node_config.lease_s), engine, outbox, incarnation, access
-            ),
-            puller=PullerSide(
-                Puller(hello, clock, LINK_WAIT_S),
-                partial(Windows, opener.open, callbacks_to(inbox)),
-                outbox,
-                fetches,
-            ),
+            peers=peers,
             clock=clock,
             block_bytes=block_bytes,
         )
@@ -235,6 +233,7 @@ def _serve(
     loop = EngineLoop(
         engine,
         role,
+        peers,
         requests,
         outbox,
         inbox,

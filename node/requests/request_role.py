@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ...core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, PromiseRefused
 from ...core.ports import Clock
@@ -22,12 +22,9 @@ from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
-from ...kv_transfer.protocol.events import Tick
 from ...proto.v1 import node_pb2
-from ..channels.engine_channels import Link
-from ..channels.mailboxes import Kind, Outbox
-from ..peers.puller_side import PullerSide
-from ..peers.source_side import SourceSide
+from ..channels.mailboxes import Outbox
+from ..peers.peers import Peers
 from .request_io import Entry, RequestIO
 from .trials import Trials
 
@@ -52,8 +49,7 @@ class EngineParts:
     engine: Engine
     requests: RequestIO
     outbox: Outbox
-    source: SourceSide
-    puller: PullerSide
+    peers: Peers
     clock: Clock
     block_bytes: int
 
@@ -78,8 +74,8 @@ class EngineRole(ABC, Generic[H]):
     def __init__(self, parts: EngineParts) -> None:
         self._engine = parts.engine
         self._request_io = parts.requests
-        self._source = parts.source
-        self._puller = parts.puller
+        self._peers = parts.peers
+        self._fetches = parts.peers.fetches
         self._clock = parts.clock
         self._trials = Trials(parts.requests.book, parts.engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
@@ -94,7 +90,7 @@ class EngineRole(ABC, Generic[H]):
         try:
             self._check(entry, dispatch.work)
             has_prompt = dispatch.work != node_pb2.WORK_DECODE
-            if not (has_prompt and self._puller.fetch(entry.request, begin)):
+            if not (has_prompt and self._peers.fetch(entry.request, begin)):
                 begin()
         except BatonError as error:
             self._fail_all(samples, error)
@@ -137,7 +133,7 @@ class EngineRole(ABC, Generic[H]):
     @property
     def _num_coming(self) -> int:
         """Sequences that will come to the engine, and that it has not seen yet."""
-        return sum(request.num_sequences for request in self._puller.fetches.requests)
+        return sum(request.num_sequences for request in self._fetches.requests)
 
     def end(self, key: str, error: BatonError | None) -> None:
         """End a request in any state and report to its gateway why; None: that wants no more of it.
@@ -148,7 +144,7 @@ class EngineRole(ABC, Generic[H]):
             self._engine.abort(key)
         elif not self._is_wanted(handoff):
             self._call_off(handoff, error or Cancelled("the request was cancelled"))
-        self._puller.forget(key, lambda each: self._request_io.book.get(each) is not None)
+        self._peers.forget(key, lambda each: self._request_io.book.get(each) is not None)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:
@@ -168,10 +164,6 @@ class EngineRole(ABC, Generic[H]):
     def gateway_lost(self, gateway: str) -> None:
         for key in self._request_io.forget_gateway(gateway):
             self.end(key, None)
-
-    def side_of(self, link: Link) -> SourceSide | PullerSide:
-        """Whom a peer's link, its messages and its end are for."""
-        return self._puller if link.kind is Kind.SOURCE else self._source
 
     def after_step(self, output: StepOutput) -> None:
         self._report_step(output)
@@ -217,29 +209,15 @@ class EngineRole(ABC, Generic[H]):
         book = self._request_io.book
         for key in book.overdue():
             self.end(key, DeadlineExceeded("the request's deadline passed"))
-        for side in (self._source, self._puller):
-            due_s = side.machine.next_deadline()
-            if due_s is not None and due_s <= self._clock.monotonic_s():
-                side.feed(Tick())
-        sides = (self._source.machine.next_deadline(), self._puller.machine.next_deadline())
-        deadlines = (*sides, book.next_deadline_s())
+        deadlines = (self._peers.tick(), book.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
-
-    def poll(self) -> bool:
-        """Called often, also while a step is on the device: looks at what changes without a
-        message.
-
-        Returns whether there is something to watch: then it is called again within a moment.
-        Begins the pulls of what sources have finished.
-        """
-        return self._puller.windows.poll()
 
     def vitals(self) -> Vitals:
         counters = node_pb2.Counters()
         counters.MergeFrom(self._counts)
-        counters.MergeFrom(self._puller.fetches.counts)
-        pending = (*self._without_blocks(), *self._puller.fetches.requests)
-        return Vitals(self._num_coming, pending, self._puller.windows.links(), counters)
+        counters.MergeFrom(self._fetches.counts)
+        pending = (*self._without_blocks(), *self._fetches.requests)
+        return Vitals(self._num_coming, pending, self._peers.windows.links(), counters)
 
     def _without_blocks(self) -> Iterable[Request]:
         """What waits for a hand-off and has no blocks yet."""
@@ -247,17 +225,12 @@ class EngineRole(ABC, Generic[H]):
 
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""
-        sides_are_idle = self._source.is_idle and self._puller.is_idle
-        return not (self._request_io.book or self._handoffs) and sides_are_idle
+        return not (self._request_io.book or self._handoffs) and self._peers.is_idle
 
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
         name = {"node": self._request_io.node_name}
-        return (
-            name
-            | self._engine.ledger()
-            | _both(self._source.machine.ledger(), self._puller.machine.ledger())
-        )
+        return name | self._engine.ledger() | self._peers.ledger()
 
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
@@ -266,10 +239,3 @@ class EngineRole(ABC, Generic[H]):
     @abstractmethod
     def _call_off(self, handoff: H, error: BatonError) -> None:
         """All samples of this hand-off are over, the last one by `error`."""
-
-
-def _both(source: dict[str, Any], puller: dict[str, Any]) -> dict[str, object]:
-    """The ledgers of both sides: their transfers, their peers, and how many are over."""
-    return {name: source[name] | puller[name] for name in ("transfers", "peers")} | {
-        "num_tombstones": source["num_tombstones"] + puller["num_tombstones"]
-    }

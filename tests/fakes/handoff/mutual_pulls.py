@@ -141,19 +141,20 @@ class Peer:
             match effect:
                 case Send(_, message):
                     self.out.append((False, message))
-                case PinPrefix(transfer_id, puller, hashes):
-                    self._pin(transfer_id, puller, hashes)
+                case PinPrefix(ticket, hashes):
+                    self._pin(ticket, hashes)
                 case ReleaseBlocks(transfer_id):
                     self.lent.give_back(self.pins.pop(transfer_id))
 
-    def _pin(self, transfer_id: str, puller: str, hashes: tuple[BlockHash, ...]) -> None:
-        """As node/peers/source_side.py and the engine do."""
+    def _pin(self, ticket: Ticket, hashes: tuple[BlockHash, ...]) -> None:
+        """As node/peers/prefixes.py and the engine do."""
+        transfer_id = ticket.transfer_id
         lent = self.lent.lend(hashes)
         if lent is None:
             self.feed_source(Withdrawn(transfer_id, StaleBlocks("evicted")))
             return
         self.pins[transfer_id], refs = lent
-        self.feed_source(Offered(Ticket(transfer_id, self.name, puller), "", 1e9))
+        self.feed_source(Offered(ticket, "", 1e9))
         self.feed_source(Chunk(transfer_id, refs, len(refs), HandoffState(len(refs))))
 
     def feed_puller(self, event: PullerEvent) -> None:

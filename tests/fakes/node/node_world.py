@@ -30,9 +30,8 @@ from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
-from baton.node.peers.prefix_fetches import PrefixFetches
-from baton.node.peers.puller_side import PullerSide
-from baton.node.peers.source_side import SourceSide
+from baton.node.peers.peers import Peers, PullerSide, SourceSide
+from baton.node.peers.prefixes import PrefixFetches, PrefixLoans
 from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
 from baton.node.requests.request_role import EngineParts
@@ -145,30 +144,31 @@ class Node:
     def _count(self, step: int) -> None:
         self.pool.num_steps = step
 
-    def sides(self, transport: MemoryTransport, lease_s: float) -> tuple[SourceSide, PullerSide]:
+    def peers(self, transport: MemoryTransport, lease_s: float) -> Peers:
         """What it lends to its peers and pulls from them."""
         hello, name = self.hello, self.incarnation
-        source = Source(hello, self.clock, lease_s)
+        source = Source(hello, self.clock, lease_s, ACCESS)
         fetches = PrefixFetches(
             self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
             block_bytes=self.pool.block_bytes,
         )  # fmt: skip
         puller = Puller(hello, self.clock, LINK_WAIT_S)
-        return (
-            SourceSide(source, self.engine, self.outbox, name, ACCESS),
+        return Peers(
+            SourceSide(source, self.outbox, PrefixLoans(self.engine)),
             PullerSide(
                 puller,
                 lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
                 self.outbox,
                 fetches,
             ),
+            self.clock,
         )
 
-    def start(self, role: PrefillRole | DecodeRole) -> None:
+    def start(self, role: PrefillRole | DecodeRole, peers: Peers) -> None:
         pulse = HeartbeatSender(lambda numbers: None, 1.0, self.clock)
         self.role = role
         self.loop = EngineLoop(
-            self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
+            self.engine, role, peers, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
             self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine.promise),
         )  # fmt: skip
 
@@ -291,12 +291,13 @@ class NodeWorld:
         self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
         self.back_ends: tuple[AnyChannel, ...] = ()  # of the other one, by which prefill pulls
         to_p, to_d = (_Transport(node.pool, pools, self.windows) for node in (p, d))
-        p.start(PrefillRole(self._parts(p, to_p)))
-        d.start(DecodeRole(self._parts(d, to_d)))
+        for_p, for_d = self._parts(p, to_p), self._parts(d, to_d)
+        p.start(PrefillRole(for_p), for_p.peers)
+        d.start(DecodeRole(for_d), for_d.peers)
 
     def _parts(self, node: Node, transport: _Transport) -> EngineParts:
         return EngineParts(
-            *(node.engine, node.desk, node.outbox, *node.sides(transport, LEASE_S), self.clock),
+            *(node.engine, node.desk, node.outbox, node.peers(transport, LEASE_S), self.clock),
             block_bytes=node.pool.block_bytes,
         )
 

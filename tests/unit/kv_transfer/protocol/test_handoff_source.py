@@ -15,6 +15,7 @@ from fakes.handoff.handoff import (
     ticket,
 )
 
+from baton.core.channels.addresses import HOST_ID_BYTES
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -52,6 +53,7 @@ from baton.kv_transfer.protocol.messages import (
 )
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.source import Source
+from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess
 
 LEASE_S = 10.0
 DEADLINE_S = 600.0
@@ -134,6 +136,19 @@ def test_says_what_it_is_to_a_puller_that_fits_and_to_no_other() -> None:
     source.handle(PeerLinked(PULLER))
     (refusal,) = source.handle(PeerMessage(PULLER, Hello(PULLER, {"block_size": "8"})))
     assert isinstance(refusal, ClosePeer)
+
+
+def test_each_puller_gets_a_key_of_its_own_and_none_the_engine_s() -> None:
+    mine = PoolAccess(bytes(HOST_ID_BYTES), 4242, bytes(KEY_BYTES))
+    source = Source(hello(SOURCE), FakeClock(), LEASE_S, mine)
+    found = []
+    for puller in (PULLER, OTHER_PULLER):
+        source.handle(PeerLinked(puller))
+        (answer,) = sent(source.handle(PeerMessage(puller, hello(puller))))
+        assert isinstance(answer, Hello)
+        assert answer.access == mine.of_puller(puller)
+        found.append(answer.access.key)
+    assert len({mine.key, *found}) == 3
 
 
 def test_hands_over(world: World) -> None:

@@ -65,9 +65,6 @@ class Role:
 
     def tick(self) -> None: ...
 
-    def poll(self) -> bool:
-        return False
-
     def is_idle(self) -> bool:
         return True
 
@@ -96,8 +93,9 @@ class World:
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         engine: Any = SimpleNamespace(has_work=False)
+        peers: Any = SimpleNamespace(windows=SimpleNamespace(poll=lambda: False))
         self.loop = EngineLoop(
-            engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
+            engine, self.role, peers, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
         )  # fmt: skip
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""Prefixes that come out of other engines' caches before their prompts are computed here.
+"""Prefixes that come out of other engines' caches before their prompts are computed here, and those
+that others get out of ours.
 
     begin ─► borrow room ─► Intended ─► source pins ─► copies ─┬─► in the cache ──┬─► `on_over`:
       └─ no room, all here, no link ─► False                   └─► lacks, dies, ──┘   compute
@@ -10,16 +11,57 @@ source is requested anything, so nobody holds another's blocks while waiting for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.errors import NodeLost
+from ...core.errors import NodeLost, StaleBlocks
 from ...core.ports import Clock, Entropy
 from ...core.request.request import Request, Ticket
 from ...engine.engine import Engine
+from ...engine.kv.block_pool import Fence
 from ...engine.kv.lent_prefixes import BorrowedPrefix
-from ...kv_transfer.protocol.events import Complete, Failed, Intended, Reserved
+from ...kv_transfer.protocol.events import (
+    Chunk,
+    Complete,
+    Failed,
+    Intended,
+    Offered,
+    PinPrefix,
+    Reserved,
+    SourceEvent,
+    Withdrawn,
+)
+from ...kv_transfer.protocol.messages import HandoffState
 from ...proto.v1 import node_pb2
+
+LOAN_KEY = ""  # of what is offered though no request here computes it
+
+
+class PrefixLoans:
+    """What one engine's cache holds for pullers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._fences: dict[str, Fence] = {}  # by transfer
+
+    def __len__(self) -> int:
+        return len(self._fences)
+
+    def lend(self, wanted: PinPrefix) -> tuple[SourceEvent, ...]:
+        """All of them, or none: nobody waits here for memory or for a step. The source's answer."""
+        ticket, lent = wanted.ticket, self._engine.prefixes.lend(wanted.block_hashes)
+        transfer_id = ticket.transfer_id
+        if lent is None:
+            return (Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")),)
+        self._fences[transfer_id], refs = lent
+        num_tokens = len(refs) * self._engine.limits.block_size
+        chunk = Chunk(transfer_id, refs, num_tokens, HandoffState(len(refs)))
+        return Offered(ticket, LOAN_KEY, deadline_s=math.inf), chunk
+
+    def take_back(self, transfer_id: str) -> None:
+        if (fence := self._fences.pop(transfer_id, None)) is not None:
+            self._engine.prefixes.give_back(fence)
 
 
 @dataclass(slots=True)
