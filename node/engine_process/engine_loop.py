@@ -37,14 +37,13 @@ from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
 from .dispatch_gate import DispatchGate, Gated
-from .heartbeat import HeartbeatSender, heartbeat
+from .heartbeat import EngineNumbers, HeartbeatSender
 from .promise_orders import PromiseOrders
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.0002  # how long a step may have completed before it is seen
 WATCH_S = 0.00005  # how long what a pull waits for may be done before it is seen
-RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +78,11 @@ class EngineLoop:
     _inbox: Inbox[Item]
     _send: Send
     _pulse: HeartbeatSender
+    _numbers: EngineNumbers
     _clock: Clock
     _channels: EngineChannels
     _gate: DispatchGate
     _orders: PromiseOrders
-    _num_steps: int = 0
-    _recount_s: float = 0.0  # when the heartbeat's numbers are too old
-    _is_uncounted: bool = False  # something came while a step was on the device
-    _has_reported_prompts: bool = False  # the last heartbeat's numbers have waiting tokens
     _is_over: bool = False
     _is_watching: bool = False  # pulls wait for steps of their sources
 
@@ -111,13 +107,13 @@ class EngineLoop:
         if has_work:
             self._requests.begin_step()
             output = self._engine.step(self._meanwhile)
-            self._num_steps += 1
+            self._numbers.num_steps += 1
             self._role.after_step(output)
         self._outbox.flush()
         self._is_watching = self._peers.windows.poll()
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
-        count_s = self._recount()
+        count_s = self._numbers.recount()
         self._pulse.turn_ended()
         wait_s = self._wait_s(deadline_s, count_s)
         if has_work:
@@ -135,33 +131,10 @@ class EngineLoop:
         self._is_watching = self._peers.windows.poll()
         if items:
             self._outbox.flush()
-            self._is_uncounted = True
-        if self._is_uncounted:
-            self._recount()
+            self._numbers.has_news = True
+        if self._numbers.has_news:
+            self._numbers.recount()
         return bool(items)
-
-    def _recount(self) -> float | None:
-        """Give the pulse new numbers; returns when to do that, if it is too early now.
-
-        It is never too early to report that no prompt waits any more: gateways would go on to
-        reckon with a queue that is gone.
-        """
-        now_s = self._clock.monotonic_s()
-        is_over = self._has_reported_prompts and not self._engine.has_prompts
-        if now_s < self._recount_s and not is_over:
-            return self._recount_s
-        self._recount_s = now_s + RECOUNT_S
-        self._is_uncounted = False
-        numbers = self._numbers()
-        self._has_reported_prompts = numbers.waiting_tokens > 0
-        self._pulse.count(numbers)
-        return None
-
-    def _numbers(self) -> node_pb2.Heartbeat:
-        numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
-        numbers.num_steps = self._num_steps
-        numbers.num_requests += self._gate.num_waiting
-        return numbers
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:
         """How long to wait for the first of some deadlines; None if there is none."""

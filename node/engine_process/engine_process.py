@@ -52,7 +52,7 @@ from ..requests.request_role import EngineParts
 from .dispatch_gate import DispatchGate
 from .engine_links import EngineLinks
 from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
-from .heartbeat import HeartbeatSender
+from .heartbeat import EngineNumbers, HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders
 from .role_plan import RolePlan
@@ -228,6 +228,8 @@ def _serve(
         inbox.put,
         links.channels.to_gateway,
     )
+    orders = PromiseOrders(engine.promise)
+    numbers = EngineNumbers(engine, role, requests, orders, gate, pulse, clock)
     gc.enable()  # it was off for the start
     settle()
     loop = EngineLoop(
@@ -239,10 +241,11 @@ def _serve(
         inbox,
         frames.send,
         pulse,
+        numbers,
         clock,
         links.channels,
         gate,
-        PromiseOrders(engine.promise),
+        orders,
     )
     try:
         loop.run()

@@ -1,4 +1,4 @@
-"""An engine's heartbeat: its numbers, and the thread that sends them."""
+"""An engine's heartbeat: its numbers, when they are counted, and the thread that sends them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import heapq
 import operator
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ...core.ports import Clock
 from ...engine.engine import Engine
 from ...proto.v1 import node_pb2
 from ..requests.request_io import RequestIO
-from ..requests.request_role import Vitals
+from ..requests.request_role import EngineRole, Vitals
+from .dispatch_gate import DispatchGate
 from .promise_orders import PromiseOrders
 
 STALL_S = 60.0
+RECOUNT_S = 0.02  # age of the numbers; to count them takes longer than a small step may
 MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
 
 
@@ -96,6 +99,47 @@ def heartbeat(
             if num_tokens
         ],
     )
+
+
+class EngineNumbers:
+    """What the sender has of the engine, counted anew where it is too old. Of the loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        role: EngineRole[Any],
+        requests: RequestIO,
+        orders: PromiseOrders,
+        gate: DispatchGate,
+        sender: HeartbeatSender,
+        clock: Clock,
+    ) -> None:
+        self._engine, self._role, self._requests = engine, role, requests
+        self._orders, self._gate = orders, gate
+        self._sender, self._clock = sender, clock
+        self.num_steps = 0
+        self.has_news = False  # something came since the last count
+        self._recount_s = 0.0  # when the last count is too old
+        self._has_reported_prompts = False  # the last count has waiting tokens
+
+    def recount(self) -> float | None:
+        """Give the sender new numbers; returns when to do that, if it is too early now.
+
+        It is never too early to report that no prompt waits any more: gateways would go on to
+        reckon with a queue that is gone.
+        """
+        now_s = self._clock.monotonic_s()
+        is_over = self._has_reported_prompts and not self._engine.has_prompts
+        if now_s < self._recount_s and not is_over:
+            return self._recount_s
+        self._recount_s = now_s + RECOUNT_S
+        self.has_news = False
+        numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
+        numbers.num_steps = self.num_steps
+        numbers.num_requests += self._gate.num_waiting
+        self._has_reported_prompts = numbers.waiting_tokens > 0
+        self._sender.count(numbers)
+        return None
 
 
 class HeartbeatSender:

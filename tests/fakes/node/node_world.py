@@ -28,7 +28,7 @@ from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, Remo
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
-from baton.node.engine_process.heartbeat import HeartbeatSender
+from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.peers.peers import Peers, PullerSide, SourceSide
 from baton.node.peers.prefixes import PrefixFetches, PrefixLoans
@@ -166,10 +166,11 @@ class Node:
 
     def start(self, role: PrefillRole | DecodeRole, peers: Peers) -> None:
         pulse = HeartbeatSender(lambda numbers: None, 1.0, self.clock)
-        self.role = role
+        self.role, orders = role, PromiseOrders(self.engine.promise)
+        numbers = EngineNumbers(self.engine, role, self.desk, orders, _OPEN_GATE, pulse, self.clock)
         self.loop = EngineLoop(
             self.engine, role, peers, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine.promise),
+            numbers, self.clock, self.channels, _OPEN_GATE, orders,
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

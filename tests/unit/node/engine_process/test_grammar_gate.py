@@ -68,9 +68,6 @@ class Role:
     def is_idle(self) -> bool:
         return True
 
-    def vitals(self) -> Any:
-        return SimpleNamespace(num_pending=0, links=[], counters=node_pb2.Counters())
-
 
 class World:
     """An engine loop with its gate, and nothing real around it."""
@@ -87,18 +84,16 @@ class World:
         self.grammars, self.role = SlowGrammars(), Role(self.desk)
         self.inbox = FakeInbox()
         self.gate = self.make_gate()
-        pulse = SimpleNamespace(
-            turn_started=lambda: None, turn_ended=lambda: None, count=lambda numbers: None
-        )
+        pulse = SimpleNamespace(turn_started=lambda: None, turn_ended=lambda: None)
+        numbers = SimpleNamespace(recount=lambda: None)
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         engine: Any = SimpleNamespace(has_work=False)
         peers: Any = SimpleNamespace(windows=SimpleNamespace(poll=lambda: False))
         self.loop = EngineLoop(
             engine, self.role, peers, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
-            lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
+            lambda frame: None, pulse, numbers, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
         )  # fmt: skip
-        self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
 
     def make_gate(self, adapters: Any = None) -> DispatchGate:
         """`adapters` are a room and a reader."""

@@ -8,8 +8,7 @@ import pytest
 from fakes.node.node_world import BLOCK_SIZE, Node, NodeWorld, request
 
 from baton.core.request.request import Ticket
-from baton.node.engine_process.engine_loop import RECOUNT_S
-from baton.node.engine_process.heartbeat import MAX_CALLERS
+from baton.node.engine_process.heartbeat import MAX_CALLERS, RECOUNT_S
 from baton.proto.v1 import node_pb2
 
 
