@@ -12,85 +12,23 @@ Knows no request.
 from __future__ import annotations
 
 import logging
-import select
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
 from ...core.channels.admission import LOST_S
-from ...core.channels.channel import Channel, ChannelBroken
+from ...core.channels.channel import ChannelBroken
 from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
 from ...kv_transfer.protocol.messages import Message, Refused, decode, encode
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from .mailboxes import Inbox, Kind
+from .broadcast import Broadcast
+from .links import ChannelItem, FromGateway, FromPeer, Kind, Link, LinkOver
+from .mailboxes import Inbox
 
 log = logging.getLogger(__name__)
-
-_END_S = 0.3
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
-
-    `ended_by`: why it is over, for people. `opens_late`: of a source that hands nothing off to us,
-    whose pool need not be opened before something is pulled.
-    """
-
-    kind: Kind
-    name: str
-    channel: Channel
-    host: str = ""
-    ended_by: str = ""
-    opens_late: bool = False
-    is_watched: bool = field(default=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A link that stands, from now on the loop's."""
-
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class FromGateway:
-    """What a gateway sent."""
-
-    link: Link
-    message: node_pb2.GatewayMessage
-
-
-@dataclass(frozen=True, slots=True)
-class FromPeer:
-    """What a peer sent."""
-
-    link: Link
-    message: Message | Refused
-
-
-@dataclass(frozen=True, slots=True)
-class LinkOver:
-    """Nothing more will come: `error` is why, which is not sent to the other end."""
-
-    link: Link
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class HasUnsent:
-    """Another thread left something unsent."""
-
-    link: Link
-
-
-ChannelItem: TypeAlias = Connected | FromGateway | FromPeer | LinkOver | HasUnsent
 
 
 class Follower(Protocol):
@@ -102,7 +40,7 @@ class Follower(Protocol):
 
 
 class EngineChannels:
-    """Belongs to the loop's thread, but for `heartbeat` and `end`, which any thread may call."""
+    """Belongs to the loop's thread, but for its `broadcast`, which any thread may call."""
 
     def __init__(
         self,
@@ -112,13 +50,9 @@ class EngineChannels:
         silence_s: float = LOST_S,
     ) -> None:
         """`followers` want to know what changes; a peer that is silent for `silence_s` is lost."""
-        self._silence_s = silence_s
-        self._last_beat_s = time.monotonic()
         self._inbox = inbox
         self._followers = followers
-        self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
-        self._heartbeat: bytes | None = None  # the last one
-        self._beating = threading.Lock()  # a new gateway gets Welcome first, and no older numbers
+        self.broadcast = Broadcast(self._links, inbox.put, welcome, silence_s)
         self._by_kind: dict[Kind, dict[str, Link]] = {kind: {} for kind in Kind}
 
     def close(self) -> None:
@@ -151,10 +85,10 @@ class EngineChannels:
         self._inbox.watch(link.channel, lambda: self._read(link))
         link.is_watched = True
         log.info("linked with %s %s", link.kind.value, link.name)
-        with self._beating:
+        with self.broadcast.greeting() as payloads:
             links[link.name] = link
             if link.kind is Kind.GATEWAY:
-                for payload in filter(None, (self._welcome, self._heartbeat)):
+                for payload in payloads:
                     self._send(link, payload)
         return older
 
@@ -214,56 +148,6 @@ class EngineChannels:
             self._inbox.put(LinkOver(link, NodeLost(str(error))))
         self.watch_writes(link)
 
-    def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
-        """Send it to all gateways; peers get an empty frame, and are listened for. Any thread."""
-        payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
-        with self._beating:
-            self._heartbeat = payload
-            for link in self._links():
-                self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
-        self._listen_for_peers()
-
-    def _listen_for_peers(self) -> None:
-        """A network whose proxies still take what is sent, or a peer that hangs, is silent."""
-        now_s = time.monotonic()
-        stood_still = now_s - self._last_beat_s > self._silence_s / 2
-        self._last_beat_s = now_s
-        for link in self._links():
-            if link.kind is Kind.GATEWAY:
-                continue
-            if stood_still:
-                link.channel.forgive()
-            elif link.channel.is_silent(self._silence_s):
-                reason = f"nothing came for {self._silence_s:g} s"
-                self._inbox.put(LinkOver(link, NodeLost(reason)))
-
-    def end(self, error: BatonError) -> None:
-        """Report to all gateways why the process ends; returns when they know, or have had their
-        time. Nothing more is sent after it. Any thread.
-        """
-        message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
-        payload = message.SerializeToString()
-        until_s = time.monotonic() + _END_S
-        with self._beating:
-            gateways = list(self._gateways.values())
-            for link in self._links():
-                if link.kind is Kind.GATEWAY:
-                    self._send_beside(link, payload)
-                link.channel.end_sending(until_s)
-        _wait_for_ends([link.channel for link in gateways])
-
-    def _send_beside(self, link: Link, payload: bytes) -> None:
-        """From a thread that must not touch the inbox's sockets."""
-        if link.channel.is_closed:
-            return
-        try:
-            link.channel.send(payload)
-        except ChannelBroken as error:
-            self._inbox.put(LinkOver(link, NodeLost(str(error))))
-            return
-        if link.channel.has_unsent:
-            self._inbox.put(HasUnsent(link))
-
     # -- in ----------------------------------------------------------------------------------------
 
     def _read(self, link: Link) -> Sequence[ChannelItem]:
@@ -288,23 +172,6 @@ class EngineChannels:
             self.refuse(link, wrong(reason))
             items.append(LinkOver(link, wrong(reason)))
         return items
-
-
-def _wait_for_ends(channels: Sequence[Channel]) -> None:
-    """Drop what comes until the other ends hang up, for a moment.
-
-    The end of a connection with something unread costs the other side what it has not read yet.
-    """
-    until_s = time.monotonic() + _END_S
-    poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
-    by_fd.pop(-1, None)  # the loop's thread has closed them
-    for fd in by_fd:
-        poll.register(fd, select.POLLIN)
-    while by_fd and (left_s := until_s - time.monotonic()) > 0:
-        for fd, _ in poll.poll(1000 * left_s):
-            if not by_fd[fd].discard():
-                poll.unregister(fd)
-                del by_fd[fd]
 
 
 def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:

@@ -12,7 +12,6 @@ changed in the cache goes last, to the supervisor's prefix index. Knows no reque
 
 from __future__ import annotations
 
-import enum
 import os
 import select
 from collections import deque
@@ -26,16 +25,9 @@ from ...core.request.token_ids import BlockHash, Tier
 from ...kv_transfer.protocol.messages import Message
 from ...prefix_index.messages import NetChanges
 from ...proto.v1 import engine_pb2, node_pb2
+from .links import Kind
 
 Send = Callable[[engine_pb2.EngineOutput], None]
-
-
-class Kind(enum.Enum):
-    """Who is at the other end of a channel."""
-
-    GATEWAY = "gateway"
-    PULLER = "puller"  # it pulls from us
-    SOURCE = "source"  # we pull from it
 
 
 class Recipients(Protocol):

@@ -24,8 +24,7 @@ from ...core.channels.engine_tls import plain_end
 from ...core.errors import BatonError, HandoffFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2
-from .engine_channels import Link
-from .mailboxes import Kind
+from .links import Kind, Link
 
 log = logging.getLogger(__name__)
 

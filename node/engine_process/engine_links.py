@@ -18,8 +18,9 @@ from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.engine_channels import Connected, EngineChannels, Follower, Link
-from ..channels.mailboxes import Inbox, Kind
+from ..channels.engine_channels import EngineChannels, Follower
+from ..channels.links import Connected, Kind, Link
+from ..channels.mailboxes import Inbox
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class EngineLinks:
 
     def end(self, error: BatonError) -> None:
         """Report to all gateways why the process ends, which it may do now. Any thread."""
-        self.channels.end(error)
+        self.channels.broadcast.end(error)
         wait_for_pumps(_FLUSH_S)
 
     def close(self) -> None:

@@ -22,17 +22,18 @@ from ...engine.engine import Engine
 from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage
 from ...kv_transfer.protocol.messages import Message, Refused
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.engine_channels import (
+from ..channels.engine_channels import EngineChannels
+from ..channels.links import (
     ChannelItem,
     Connected,
-    EngineChannels,
     FromGateway,
     FromPeer,
     HasUnsent,
+    Kind,
     Link,
     LinkOver,
 )
-from ..channels.mailboxes import Inbox, Kind, Outbox, Send
+from ..channels.mailboxes import Inbox, Outbox, Send
 from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole

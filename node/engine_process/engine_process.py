@@ -215,7 +215,7 @@ def _serve(
     frames.send(engine_pb2.EngineOutput(ready=links.ready(welcome)))
 
     def beat(numbers: node_pb2.Heartbeat) -> None:
-        links.channels.heartbeat(numbers)
+        links.channels.broadcast.heartbeat(numbers)
         frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
 
     pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
@@ -250,7 +250,7 @@ def _serve(
     try:
         loop.run()
     except Exception as error:
-        links.channels.end(_public(error))
+        links.channels.broadcast.end(_public(error))
         raise
     finally:
         gate.close()

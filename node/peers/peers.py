@@ -40,7 +40,8 @@ from ...kv_transfer.protocol.events import (
 )
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
-from ..channels.mailboxes import Kind, Outbox
+from ..channels.links import Kind
+from ..channels.mailboxes import Outbox
 from .prefixes import LOAN_KEY, PrefixFetches, PrefixLoans
 from .windows import Windows
 

@@ -25,7 +25,8 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool
-from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
+from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.links import Connected, Kind, Link
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender

@@ -21,7 +21,8 @@ from baton.core.errors import EngineFailed
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines.engine_connection import EngineConnection
-from baton.node.channels.engine_channels import Connected, EngineChannels, FromGateway, Kind, Link
+from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.links import Connected, FromGateway, Kind, Link
 from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
@@ -63,7 +64,7 @@ class DyingEngine:
                     case FromGateway(link, _):
                         num_messages[link.name] += 1
                         if num_messages[link.name] == 20:
-                            self.channels.end(EngineFailed(REASON))
+                            self.channels.broadcast.end(EngineFailed(REASON))
                             self.channels.remove(link)
 
     def close(self) -> None:

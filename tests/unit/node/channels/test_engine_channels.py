@@ -18,9 +18,9 @@ from baton.core.channels.channel import Channel
 from baton.core.channels.frames import MAX_FRAME_BYTES, FrameBuffer, encode_payload
 from baton.core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest, NodeLost
 from baton.kv_transfer.protocol.messages import Attach, Message, decode, encode
-from baton.node.channels.engine_channels import (
+from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.links import (
     Connected,
-    EngineChannels,
     FromGateway,
     FromPeer,
     HasUnsent,
@@ -162,12 +162,12 @@ def engine() -> Iterator[Engine]:
 def test_a_gateway_hears_welcome_then_the_last_heartbeat_then_the_rest(engine: Engine) -> None:
     _, early = engine.link(name="early")
     engine.turn()
-    engine.channels.heartbeat(beat(1))
-    engine.channels.heartbeat(beat(2))
+    engine.channels.broadcast.heartbeat(beat(1))
+    engine.channels.broadcast.heartbeat(beat(2))
     _, late = engine.link(name="late")
     engine.turn()
     engine.channels.to_gateway("late", step(0))
-    engine.channels.heartbeat(beat(3))
+    engine.channels.broadcast.heartbeat(beat(3))
     assert early.kinds() == ["welcome", "heartbeat", "heartbeat", "heartbeat"]
     heard = late.hear()
     assert [message.WhichOneof("body") for message in heard] == [
@@ -194,7 +194,7 @@ def test_welcome_is_first_and_heartbeats_in_order_whoever_beats_meanwhile(engine
         number = 0
         while not is_over.is_set():
             number += 1
-            engine.channels.heartbeat(beat(number))
+            engine.channels.broadcast.heartbeat(beat(number))
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -218,7 +218,7 @@ def test_welcome_is_first_and_heartbeats_in_order_whoever_beats_meanwhile(engine
 def test_peers_get_no_welcome_and_of_heartbeats_an_empty_frame(engine: Engine) -> None:
     _, far = engine.link(Kind.PULLER)
     engine.turn()
-    engine.channels.heartbeat(beat(1))
+    engine.channels.broadcast.heartbeat(beat(1))
     assert far.raw.recv(100) == encode_payload(b"")
     far.raw.sendall(encode_payload(b""))
     engine.turn()
@@ -410,7 +410,7 @@ def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Eng
         link.channel.send(step(0, size=100_000).SerializeToString())
     numbers = beat(1)
     numbers.waiting_by_caller.add(caller_id=7)
-    thread = threading.Thread(target=engine.channels.heartbeat, args=(numbers,))
+    thread = threading.Thread(target=engine.channels.broadcast.heartbeat, args=(numbers,))
     thread.start()
     thread.join()
     heard: list[Any] = []
@@ -432,7 +432,7 @@ def test_room_that_the_heartbeat_s_thread_used_does_not_keep_the_loop_awake(
         engine.channels.to_gateway("g", step(0, size=100_000))
     while link.channel.has_unsent:
         far.hear()
-        thread = threading.Thread(target=engine.channels.heartbeat, args=(beat(1),))
+        thread = threading.Thread(target=engine.channels.broadcast.heartbeat, args=(beat(1),))
         thread.start()
         thread.join()
     far.hear()
@@ -455,7 +455,7 @@ def test_who_does_not_read_is_cut_off_and_blocks_nobody(engine: Engine, who: str
         if who == "loop":
             engine.channels.to_gateway("deaf", step(0, size=100_000))
         else:
-            engine.channels.heartbeat(numbers)
+            engine.channels.broadcast.heartbeat(numbers)
             other.hear()
         engine.turn()
         if engine.ended:
@@ -486,10 +486,12 @@ def test_all_gateways_are_told_why_the_process_ends(engine: Engine) -> None:
     engine.turn()
     for each in (*gateways, peer):
         each.hear()
-    thread = threading.Thread(target=engine.channels.end, args=(EngineFailed("out of memory"),))
+    thread = threading.Thread(
+        target=engine.channels.broadcast.end, args=(EngineFailed("out of memory"),)
+    )
     thread.start()
     thread.join()
-    engine.channels.heartbeat(beat(1))
+    engine.channels.broadcast.heartbeat(beat(1))
     for gateway in gateways:
         (message,) = gateway.hear()
         assert message.engine_ended.code == EngineFailed.code
@@ -506,7 +508,7 @@ def test_the_end_is_told_to_the_others_where_the_loop_closes_a_channel_just_now(
     _, far = engine.link(name="open")
     engine.turn()
     link.channel.close()
-    engine.channels.end(EngineFailed("out of memory"))
+    engine.channels.broadcast.end(EngineFailed("out of memory"))
     assert far.kinds() == ["welcome", "engine_ended"]
 
 
@@ -518,7 +520,7 @@ def test_links_may_end_while_another_thread_beats(engine: Engine) -> None:
     def go_on() -> None:
         try:
             while not is_over.is_set():
-                engine.channels.heartbeat(beat(1))
+                engine.channels.broadcast.heartbeat(beat(1))
         except BaseException as error:
             failures.append(error)
 

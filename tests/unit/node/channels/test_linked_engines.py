@@ -11,7 +11,7 @@ from fakes.runner import expected_tokens
 from baton.core.channels.frames import encode_payload
 from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request
-from baton.node.channels.mailboxes import Kind
+from baton.node.channels.links import Kind
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
 

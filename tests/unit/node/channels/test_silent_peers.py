@@ -10,8 +10,9 @@ import pytest
 
 from baton.core.channels.channel import Channel
 from baton.core.channels.frames import encode_payload
-from baton.node.channels import engine_channels
-from baton.node.channels.engine_channels import EngineChannels, Kind, Link, LinkOver
+from baton.node.channels import broadcast
+from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.links import Kind, Link, LinkOver
 from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
@@ -36,7 +37,7 @@ class World:
         self.clock = Clock()
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome(), silence_s=SILENCE_S)
-        self.channels._last_beat_s = self.clock.now_s
+        self.channels.broadcast._last_beat_s = self.clock.now_s
         ours, self.peer = socket.socketpair()
         self.link = Link(Kind.SOURCE, "a" * 32, Channel(ours))
         self.channels.add(self.link)
@@ -46,7 +47,7 @@ class World:
         until_s = self.clock.now_s + seconds
         while self.clock.now_s < until_s:
             self.clock.now_s += interval_s
-            self.channels.heartbeat(node_pb2.Heartbeat())
+            self.channels.broadcast.heartbeat(node_pb2.Heartbeat())
 
     def lost(self) -> list[Link]:
         return [item.link for item in self.inbox.receive(0) if isinstance(item, LinkOver)]
@@ -55,7 +56,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
-    monkeypatch.setattr(engine_channels, "time", world.clock)
+    monkeypatch.setattr(broadcast, "time", world.clock)
     monkeypatch.setattr("baton.core.channels.channel.time", world.clock)
     yield world
     world.channels.close()

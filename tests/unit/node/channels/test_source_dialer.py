@@ -21,7 +21,7 @@ from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import Opening, key_id
 from baton.core.errors import PermissionDenied
 from baton.node.channels import source_dialer
-from baton.node.channels.engine_channels import Kind, Link
+from baton.node.channels.links import Kind, Link
 from baton.node.channels.source_dialer import MemberList, Puller, SourceDialer
 from baton.proto.v1 import engine_pb2
 

@@ -14,7 +14,8 @@ from fakes.node.inbox import FakeInbox
 from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
 from baton.core.request.request import Constraint, ConstraintKind
-from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
+from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.links import FromGateway, Kind, Link, LinkOver
 from baton.node.engine_process.dispatch_gate import DispatchGate
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.requests.request_io import RequestIO

@@ -25,7 +25,8 @@ from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
 from baton.kv_transfer.protocol.messages import Hello, Message, Release
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
-from baton.node.channels.mailboxes import Kind, Outbox
+from baton.node.channels.links import Kind
+from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
 from baton.node.requests.request_io import Entry, RequestTable

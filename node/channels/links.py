@@ -1,0 +1,78 @@
+"""A link of an engine, one channel and who is at its other end, and what the loop gets of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ...core.channels.channel import Channel
+from ...core.errors import BatonError
+from ...kv_transfer.protocol.messages import Message, Refused
+from ...proto.v1 import node_pb2
+
+
+class Kind(enum.Enum):
+    """Who is at the other end of a channel."""
+
+    GATEWAY = "gateway"
+    PULLER = "puller"  # it pulls from us
+    SOURCE = "source"  # we pull from it
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
+
+    `ended_by`: why it is over, for people. `opens_late`: of a source that hands nothing off to us,
+    whose pool need not be opened before something is pulled.
+    """
+
+    kind: Kind
+    name: str
+    channel: Channel
+    host: str = ""
+    ended_by: str = ""
+    opens_late: bool = False
+    is_watched: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A link that stands, from now on the loop's."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class FromGateway:
+    """What a gateway sent."""
+
+    link: Link
+    message: node_pb2.GatewayMessage
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """What a peer sent."""
+
+    link: Link
+    message: Message | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOver:
+    """Nothing more will come: `error` is why, which is not sent to the other end."""
+
+    link: Link
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class HasUnsent:
+    """Another thread left something unsent."""
+
+    link: Link
+
+
+ChannelItem: TypeAlias = Connected | FromGateway | FromPeer | LinkOver | HasUnsent
