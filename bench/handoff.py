@@ -39,9 +39,10 @@ from baton.kv_transfer.nccl.nccl import NcclTransport
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import TcpTransport
+from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.block_pieces import BlockPiece, Span
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool, pair_key
-from baton.kv_transfer.window.transport import BlockPairs, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, repeat_s, table, time_s
 

@@ -24,8 +24,8 @@ import grpc
 
 from ..core.channels.handshake import Dialer
 from ..core.errors import BatonError, NodeLost, Unauthenticated
-from ..core.membership import Member, Role
-from ..core.ports import Clock, Directory
+from ..core.membership import Directory, Member, Role
+from ..core.ports import Clock
 from ..proto.v1 import node_pb2, node_pb2_grpc
 from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry
 from .secret import ClusterSecret

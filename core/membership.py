@@ -1,4 +1,5 @@
-"""What one engine announces to the cluster. A discovery hint, checked again on connecting.
+"""What one engine announces to the cluster, and the directory of all. Hints for discovery, checked
+again on connecting.
 
 The types of its fields have what an entry of the directory (cluster/entries.py) may hold.
 """
@@ -6,8 +7,9 @@ The types of its fields have what an entry of the directory (cluster/entries.py)
 from __future__ import annotations
 
 import enum
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
 
 from msgspec import Meta
 
@@ -52,3 +54,23 @@ class Member:
     host_id: HexId = ""
     device: _Text = ""
     can_constrain: bool = False
+
+
+class Directory(Protocol):
+    """Who is in the cluster. Entries are hints for discovery, never proof of life.
+
+    `is_away`: it cannot be asked now.
+    """
+
+    @property
+    def is_away(self) -> bool: ...
+
+    async def announce(self, member: Member, ttl_s: float) -> None: ...
+
+    async def withdraw(self, incarnation: str) -> None: ...
+
+    def watch(self) -> AsyncIterator[tuple[Member, ...]]:
+        """Yield the whole membership at once and again after every change."""
+        ...
+
+    async def close(self) -> None: ...

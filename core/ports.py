@@ -1,19 +1,15 @@
-"""The outside world as small Protocols: clock, entropy, cluster directory.
+"""Time and chance as small Protocols.
 
-Control-plane code (session, routing, leases, membership, tickets, schedulers) sees time, chance,
-network and Redis only through these, so the production code runs unmodified in a simulation.
-The real ones are `SystemClock` and `SystemEntropy` below and `gateway`/`node` adapters elsewhere;
-fakes live in tests/fakes.
+Control-plane code (session, routing, leases, membership, tickets, schedulers) sees them only
+through these, and Redis through `membership.Directory`, so the production code runs unmodified in a
+simulation. The real ones are `SystemClock` and `SystemEntropy` below; fakes live in tests/fakes.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
 from typing import Protocol
-
-from .membership import Member
 
 
 class Clock(Protocol):
@@ -34,26 +30,6 @@ class Entropy(Protocol):
     def new_seed(self) -> int:
         """A seed in [0, 2**63)."""
         ...
-
-
-class Directory(Protocol):
-    """Who is in the cluster. Entries are hints for discovery, never proof of life.
-
-    `is_away`: it cannot be asked now.
-    """
-
-    @property
-    def is_away(self) -> bool: ...
-
-    async def announce(self, member: Member, ttl_s: float) -> None: ...
-
-    async def withdraw(self, incarnation: str) -> None: ...
-
-    def watch(self) -> AsyncIterator[tuple[Member, ...]]:
-        """Yield the whole membership at once and again after every change."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class SystemClock:

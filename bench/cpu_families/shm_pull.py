@@ -11,9 +11,11 @@ import numpy as np
 from baton.engine.kv import memfd
 from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
 from baton.engine.kv.generations import SharedGenerations
-from baton.kv_transfer.shm.shm import ShmTransport, ShmWindow, export_host_pool
+from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
+from baton.kv_transfer.shm.shm_window import ShmWindow
+from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool, pair_key
-from baton.kv_transfer.window.transport import BlockPairs, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 from ..floors.figures import Figure, time_s
 

@@ -16,8 +16,8 @@ from typing import Protocol
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
 from ...core.errors import BatonError
-from ...core.membership import Member
-from ...core.ports import Clock, Directory
+from ...core.membership import Directory, Member
+from ...core.ports import Clock
 from ...proto.v1 import node_pb2
 from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection

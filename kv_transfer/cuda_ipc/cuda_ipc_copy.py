@@ -29,8 +29,8 @@ from ...engine.kv.cuda_memory import Runs, describe_error, find_runs, forget_err
 from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
+from ..window.block_pairs import Ids
 from ..window.block_pieces import BlockCut, BlockPiece
-from ..window.transport import Ids
 
 MAX_BLOCKS = 1024  # of one launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault

@@ -27,9 +27,10 @@ from ...engine.kv.block_pool import CANARY_BLOCK
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, PoolDescription
+from ..window.block_pairs import BlockPairs, Generations, Ids
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import BlockPairs, Generations, Ids, PullOutcome, Starter
+from ..window.transport import PullOutcome, Starter
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from ..network.data_client import DataClient, connect
 from ..network.data_server import MakeOutlet, Outlet
 from ..network.remote_window import RemoteWindow
 from ..network.stream import SILENCE_S, Deadline, Stream
+from ..window.block_pairs import Ids
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
-from ..window.transport import Ids
 from .nccl_lane import NcclLane
 
 _SET_UP_S = 20.0  # to connect, and for first transfers, which connect further

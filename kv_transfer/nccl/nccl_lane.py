@@ -28,8 +28,8 @@ from ..cuda_ipc.cuda_ipc_copy import KernelCopy, copy_piece
 from ..cuda_ipc.launch_graph import LaunchGraph, give_back_stream, take_stream
 from ..network.data_wire import MAX_REQUEST_BLOCKS
 from ..network.stream import Deadline
+from ..window.block_pairs import Ids
 from ..window.block_pieces import BlockCut, BlockPiece, Span
-from ..window.transport import Ids
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 
 _NUM_SLOTS = 2

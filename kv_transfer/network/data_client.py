@@ -13,9 +13,10 @@ from ...core.channels.engine_tls import WrapSocket
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
 from ...core.errors import HandoffFailed, Unauthenticated
 from ..export.pool_address import PoolDescription
+from ..window.block_pairs import Generations, Ids
 from ..window.block_pieces import BlockCut
 from ..window.network_address import RemotePool
-from ..window.transport import Generations, Ids, PullOutcome
+from ..window.transport import PullOutcome
 from . import data_wire as wire
 from .stream import SILENCE_S, ConnectionBroken, Deadline, Recovery, Stream
 

@@ -24,9 +24,10 @@ from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import PADDING_BLOCK
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import PoolDescription
+from ..window.block_pairs import Generations, Ids
 from ..window.block_pieces import BlockCut
 from ..window.network_address import pair_key
-from ..window.transport import Generations, Ids, PullOutcome
+from ..window.transport import PullOutcome
 from . import data_wire as wire
 from .stream import Deadline, Stream
 

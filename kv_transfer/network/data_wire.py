@@ -29,8 +29,9 @@ import numpy as np
 
 from ...core.errors import HandoffFailed
 from ..export.pool_address import MAX_DESCRIPTION_BYTES
+from ..window.block_pairs import Generations, Ids
 from ..window.block_pieces import BlockCut
-from ..window.transport import Generations, Ids, PullOutcome
+from ..window.transport import PullOutcome
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384

@@ -22,9 +22,10 @@ import numpy as np
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import CANARY_BLOCK
+from ..window.block_pairs import Generations, Ids
 from ..window.block_pieces import BlockCut
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import Generations, Ids, PullOutcome
+from ..window.transport import PullOutcome
 from .data_client import DataClient, time_for
 from .stream import ConnectionBroken, Deadline, Recovery
 

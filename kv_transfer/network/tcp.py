@@ -18,9 +18,9 @@ from torch import Tensor
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
 from ...engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
+from ..window.block_pairs import Ids
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
-from ..window.transport import Ids
 from . import data_wire as wire
 from .data_client import DataClient, connect
 from .data_server import MakeOutlet, Outlet

@@ -17,8 +17,9 @@ from ...core.errors import BatonError
 from ...core.request.request import Ticket
 from ...core.request.token_ids import BlockHash
 from ...engine.kv.block_pool import BlockRef
+from ..window.block_pairs import BlockPairs
 from ..window.network_address import PoolAccess
-from ..window.transport import BlockPairs, PullOutcome
+from ..window.transport import PullOutcome
 from .messages import HandoffState, Message
 
 # ---- events of both sides

@@ -18,7 +18,8 @@ from ...core.errors import (
     UnknownTransfer,
 )
 from ...core.ports import Clock
-from ..window.transport import BlockPairs, PullOutcome
+from ..window.block_pairs import BlockPairs
+from ..window.transport import PullOutcome
 from .events import (
     CancelPull,
     ClosePeer,

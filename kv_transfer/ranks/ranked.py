@@ -33,17 +33,10 @@ from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
 from ..network.data_client import describe_remote
 from ..protocol.events import OpenWindow
+from ..window.block_pairs import BlockPairs
 from ..window.block_pieces import BlockPiece, pieces_of
 from ..window.network_address import RemotePool
-from ..window.transport import (
-    BlockPairs,
-    PoolWindow,
-    PullHandle,
-    PullOutcome,
-    Transport,
-    open_window,
-    worst,
-)
+from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport, open_window, worst
 
 _NUMBER = struct.Struct("<Q")
 

@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ...core.errors import HandoffFailed
-from .transport import BlockPairs, PoolWindow, PullOutcome
+from .block_pairs import BlockPairs
+from .transport import PoolWindow, PullOutcome
 
 _log = logging.getLogger(__name__)
 

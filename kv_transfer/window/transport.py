@@ -12,15 +12,11 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import BlockRef
+from .block_pairs import BlockPairs
 from .block_pieces import BlockPiece
 from .network_address import RemotePool
 
@@ -123,37 +119,3 @@ def open_window(
             reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
     tried = "; ".join(reasons) or "none is configured"
     raise HandoffFailed(f"no transport reaches source {source.name}: {tried}")
-
-
-Ids: TypeAlias = npt.NDArray[np.int64]
-Generations: TypeAlias = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockPairs:
-    """`ids` [2, n]: the blocks in the source's pool, and those of ours that they go to;
-    `generations` [n], as the source announced them. What else a BlockRef has is left out."""
-
-    ids: Ids
-    generations: Generations
-
-    @classmethod
-    def join(cls, sources: Sequence[BlockRef], destinations: Sequence[int]) -> BlockPairs:
-        """Of one pair at least; destinations may be more."""
-        _, block_ids, generations, _ = zip(*sources, strict=True)
-        ids = np.array([block_ids, destinations[: len(sources)]], np.int64)
-        return cls(ids, np.array(generations, np.uint64))
-
-    def __len__(self) -> int:
-        return len(self.generations)
-
-    def __getitem__(self, part: slice) -> BlockPairs:
-        ids = np.ascontiguousarray(self.ids[:, part])  # as an upload wants them
-        return BlockPairs(ids, self.generations[part])
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, BlockPairs)
-            and np.array_equal(self.ids, other.ids)
-            and np.array_equal(self.generations, other.generations)
-        )

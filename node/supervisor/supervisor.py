@@ -28,9 +28,9 @@ from ...core.channels.addresses import addresses_of, engine_addresses_of
 from ...core.config import ClusterConfig, NodeConfig
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
-from ...core.membership import Member, Role
+from ...core.membership import Directory, Member, Role
 from ...core.model_dir import resolve_model_dir
-from ...core.ports import Directory, SystemClock
+from ...core.ports import SystemClock
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import print_line, set_up_logging

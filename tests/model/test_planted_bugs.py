@@ -30,7 +30,7 @@ from baton.kv_transfer.protocol.pairing import Tombstones
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
-from baton.kv_transfer.shm.shm import _SourceMapping
+from baton.kv_transfer.shm.shm_window import _SourceMapping
 from baton.node.peers.windows import Windows
 
 Check = Callable[[], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from baton.engine.kv.block_pool import BlockRef
-from baton.kv_transfer.window.transport import BlockPairs
+from baton.kv_transfer.window.block_pairs import BlockPairs
 
 
 class BlockPair(NamedTuple):

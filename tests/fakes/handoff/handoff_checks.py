@@ -46,7 +46,7 @@ from baton.kv_transfer.protocol.events import (
 from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, Renew
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
-from baton.kv_transfer.shm.shm import _SourceMapping
+from baton.kv_transfer.shm.shm_window import _SourceMapping
 from baton.kv_transfer.window.block_pieces import BlockCut
 from baton.kv_transfer.window.transport import PullOutcome
 from baton.node.peers.windows import Windows

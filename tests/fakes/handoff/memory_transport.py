@@ -15,9 +15,10 @@ from fakes.handoff.block_pairs import BlockPair, split
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.generations import LocalGenerations
 from baton.kv_transfer.protocol.events import OpenWindow
+from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
+from baton.kv_transfer.window.transport import PullOutcome, Starter
 
 
 class MemoryPool:

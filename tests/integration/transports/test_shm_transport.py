@@ -40,7 +40,8 @@ from baton.kv_transfer.export.pool_address import (
     PoolDescription,
     PoolExporter,
 )
-from baton.kv_transfer.shm.shm import ShmTransport, ShmWindow, export_host_pool
+from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
+from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.network_address import RemotePool, pair_key
 from baton.kv_transfer.window.transport import PullOutcome
 

@@ -32,8 +32,9 @@ from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
+from baton.kv_transfer.window.block_pairs import BlockPairs, Ids
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPairs, Ids, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 BLOCK_BYTES, NUM_BLOCKS = 1536, 40

@@ -42,9 +42,10 @@ from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
+from baton.kv_transfer.window.block_pairs import Ids
 from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool
-from baton.kv_transfer.window.transport import Ids, PullOutcome
+from baton.kv_transfer.window.transport import PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 NUM_ROWS, HEAD_BYTES, NUM_HEADS = 4, 96, 4

@@ -66,7 +66,8 @@ from baton.kv_transfer.protocol.messages import (
 )
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import ReserveQueue
-from baton.kv_transfer.window.transport import BlockPairs, PullOutcome
+from baton.kv_transfer.window.block_pairs import BlockPairs
+from baton.kv_transfer.window.transport import PullOutcome
 
 LEASE_S = 9.0
 LINK_WAIT_S = 10.0

@@ -19,9 +19,10 @@ from baton.kv_transfer.protocol.events import (
     WindowFailed,
     WindowOpened,
 )
+from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import BlockPairs, PullOutcome, Starter
+from baton.kv_transfer.window.transport import PullOutcome, Starter
 from baton.node.peers.windows import Windows
 
 SOURCE, OTHER = "a" * 32, "b" * 32

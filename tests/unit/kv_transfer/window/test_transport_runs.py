@@ -20,7 +20,7 @@ from baton.engine.kv.cuda_memory import find_runs
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolPart
 from baton.kv_transfer.ranks.ranked import pack_pull, unpack_pull
-from baton.kv_transfer.window.transport import BlockPairs
+from baton.kv_transfer.window.block_pairs import BlockPairs
 
 SOURCE = "5" * 32
 ON_GPU = CudaMemory(bytes(range(16)), bytes(range(64)))
