@@ -134,7 +134,7 @@ class DecodeRole(EngineRole[_Intent]):
         summary = node_pb2.TransferInfo(
             bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
-            transport=self._peers.windows.transport_of(intent.ticket.source_incarnation),
+            transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )
         self._counts.transfer_s += self._clock.monotonic_s() - began_s
         self._counts.num_transfers += 1

@@ -103,7 +103,7 @@ class EngineLoop:
         for item in items:
             self._handle(item)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
-        self._is_watching = self._peers.windows.poll()
+        self._is_watching = self._peers.pulls.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._requests.begin_step()
@@ -111,7 +111,7 @@ class EngineLoop:
             self._numbers.num_steps += 1
             self._role.after_step(output)
         self._outbox.flush()
-        self._is_watching = self._peers.windows.poll()
+        self._is_watching = self._peers.pulls.poll()
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._numbers.recount()
@@ -129,7 +129,7 @@ class EngineLoop:
         items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
         for item in items:
             self._handle(item)
-        self._is_watching = self._peers.windows.poll()
+        self._is_watching = self._peers.pulls.poll()
         if items:
             self._outbox.flush()
             self._numbers.has_news = True

@@ -3,7 +3,7 @@
     Attach, Renew, Release ─► Source ─┬─► manifests; blocks back ─► `on_release`, of a role
                                       └─► PinPrefix ─► `loans`, of prefixes
 
-    Manifest, Revoked ──────► Puller ─┬─► StartPull, OpenWindow ─► windows ─► copies
+    Manifest, Revoked ──────► Puller ─┬─► OpenWindow ─► windows; StartPull ─► pulls
                                       └─► Reserve, Complete, Failed, DropReservation ─► a receiver:
                                           `handoffs`, of a role, or `fetches`, of prefixes
 
@@ -103,6 +103,7 @@ class PullerSide:
         """`make_windows` is told whom to feed."""
         self.machine = machine
         self.windows = make_windows(self.feed)
+        self.pulls = self.windows.pulls
         self._outbox = outbox
         self.fetches = fetches
         self.handoffs: Receiver | None = None
@@ -117,9 +118,9 @@ class PullerSide:
             case Send(incarnation, message):
                 self._outbox.to_peer(Kind.SOURCE, incarnation, message)
             case StartPull():
-                self.windows.start_pull(effect)
+                self.pulls.start(effect)
             case CancelPull(transfer_id):
-                self.windows.cancel_pulls(transfer_id)
+                self.pulls.cancel(transfer_id)
             case OpenWindow():
                 self.windows.open(effect)
             case CloseWindow(incarnation):
@@ -152,6 +153,7 @@ class Peers:
         self.source = source
         self.puller = puller
         self.windows = puller.windows
+        self.pulls = puller.pulls
         self.fetches = puller.fetches
         self._clock = clock
         # Whom a peer's link, its messages and its end are for.
@@ -193,7 +195,7 @@ class Peers:
     @property
     def is_idle(self) -> bool:
         """Nothing is lent, nothing is pulled."""
-        return not (self.source.loans or self.fetches.by_transfer or self.windows.num_pulls)
+        return not (self.source.loans or self.fetches.by_transfer or self.pulls)
 
     def ledger(self) -> dict[str, object]:
         """The transfers of both sides, their peers, and how many are over: JSON-able."""

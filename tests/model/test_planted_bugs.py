@@ -31,7 +31,7 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.shm.shm_window import _SourceMapping
-from baton.node.peers.windows import Windows
+from baton.node.peers.pulls import Pulls
 
 Check = Callable[[], None]
 Edit = tuple[str, str]
@@ -122,7 +122,7 @@ BUGS = [
     Bug(
         "a chunk is copied when it was launched",
         "blocks are copied before they are written",
-        Windows.start_pull,
+        Pulls.start,
         [("pull.step > (window.num_steps or 0)", "False")],
         checks.what_a_step_writes_is_not_copied_before,
         shows="is not the KV of this sequence",
@@ -130,7 +130,7 @@ BUGS = [
     Bug(
         "a pull that waits for its step cannot be cancelled",
         "its reservation is kept as long as nobody computes the step",
-        Windows.cancel_pulls,
+        Pulls.cancel,
         [("self._end_prepared(", "(lambda *_: None)(")],
         checks.what_waits_for_a_step_can_be_cancelled,
         shows="the reservation is kept",

@@ -101,13 +101,13 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     posted.pop()()
     events.clear()
     pair = BlockPair(BlockRef(0, 2, 0, None), 3)
-    windows.start_pull(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2))
-    assert windows.poll() and windows.num_pulls == 1 and not posted
-    windows.cancel_pulls("t")
+    windows.pulls.start(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2))
+    assert windows.pulls.poll() and len(windows.pulls) == 1 and not posted
+    windows.pulls.cancel("t")
     for run in posted:
         run()
     ended = [PullEnded("t", 0, PullOutcome.CANCELLED)]
-    assert events == ended and not windows.num_pulls, "the reservation is kept"
+    assert events == ended and not windows.pulls, "the reservation is kept"
 
 
 # ---- leases

@@ -61,7 +61,7 @@ class World:
     def pull(self, number: int, step: int) -> None:
         pair = BlockPair(BlockRef(0, 2, 0, None), 3)
         pull = StartPull(f"transfer {number}", number, SOURCE, block_pairs.join(pair), step)
-        self.windows.start_pull(pull)
+        self.windows.pulls.start(pull)
 
 
 class Transport(MemoryTransport):
@@ -116,26 +116,26 @@ def test_a_pull_begins_when_its_step_is_over() -> None:
     world.pull(0, step=1)
     world.pull(1, step=3)
     world.pull(2, step=2)
-    assert world.windows.poll() and world.windows.num_pulls == 3
+    assert world.windows.pulls.poll() and len(world.windows.pulls) == 3
     world.run()
     assert world.outcomes == {0: PullOutcome.OK}
     world.source.num_steps = 2
-    assert world.windows.poll(), "one waits still"
+    assert world.windows.pulls.poll(), "one waits still"
     world.run()
     assert world.outcomes == {0: PullOutcome.OK, 2: PullOutcome.OK}
     world.source.num_steps = 9
-    assert not world.windows.poll()
+    assert not world.windows.pulls.poll()
     world.run()
-    assert set(world.outcomes.values()) == {PullOutcome.OK} and world.windows.num_pulls == 0
+    assert set(world.outcomes.values()) == {PullOutcome.OK} and len(world.windows.pulls) == 0
 
 
 def test_cancelled_before_its_step_it_never_begins() -> None:
     world = World()
     world.pull(0, step=2)
     world.pull(1, step=2)
-    world.windows.cancel_pulls("transfer 0")
+    world.windows.pulls.cancel("transfer 0")
     world.source.num_steps = 2
-    world.windows.poll()
+    world.windows.pulls.poll()
     world.run()
     assert world.outcomes == {0: PullOutcome.CANCELLED, 1: PullOutcome.OK}
 
@@ -148,7 +148,7 @@ def test_a_window_that_closes_begins_what_is_finished_and_fails_the_rest() -> No
     world.windows.close(SOURCE)
     world.run()
     assert world.outcomes == {0: PullOutcome.OK, 1: PullOutcome.FAILED}
-    assert not world.windows.poll() and world.windows.num_pulls == 0
+    assert not world.windows.pulls.poll() and len(world.windows.pulls) == 0
 
 
 @pytest.mark.parametrize("error", [HandoffFailed("no such block"), RuntimeError("out of memory")])
