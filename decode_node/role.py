@@ -1,7 +1,7 @@
 """The puller's role: waits for KV, pulls it into reserved blocks, decodes.
 
-    Dispatch ─► Intended ─► PullerSide            step ─► tokens to the gateway
-    PullerSide ─► reserve ─► complete ─► engine.start
+    Dispatch ─► Intended ─► Peers            step ─► tokens to the gateway
+    Peers ─► reserve ─► complete ─► engine.start
 
 Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
@@ -46,7 +46,7 @@ class DecodeRole(EngineRole[_Intent]):
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
-        parts.peers.puller.handoffs = self
+        parts.peers.handoffs = self
         self._block_bytes = parts.block_bytes
         # By transfer, and when it was made: that is when a hand-off's time begins.
         self._reservations: dict[str, tuple[Reservation, float]] = {}
@@ -67,7 +67,7 @@ class DecodeRole(EngineRole[_Intent]):
         intent = _Intent(ticket, samples, hashes)
         self._handoffs.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        self._peers.puller.feed(
+        self._peers.feed_puller(
             Intended(
                 ticket,
                 entry.key,
@@ -82,7 +82,7 @@ class DecodeRole(EngineRole[_Intent]):
     def _call_off(self, intent: _Intent, error: BatonError) -> None:
         self._forget(intent)
         # Its reservation stays until the last copy into it has ended: DropReservation.
-        self._peers.puller.feed(IntentCancelled(intent.ticket.transfer_id))
+        self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
 
     # -- hand-offs -----------------------------------------------------------------------------
 
@@ -105,24 +105,24 @@ class DecodeRole(EngineRole[_Intent]):
         request = intent.samples[0]
         if self._engine.lacks_slot(request):
             self._is_short = True
-            self._peers.puller.feed(ReserveRefused(transfer_id, lacks_slot=True))
+            self._peers.feed_puller(ReserveRefused(transfer_id, lacks_slot=True))
             return
         try:
             reservation = self._engine.reserve(request, intent.block_hashes)
         except BatonError as error:
-            self._peers.puller.feed(ReserveRefused(transfer_id))
+            self._peers.feed_puller(ReserveRefused(transfer_id))
             self._fail_all(intent.samples, error)
             return
         if reservation is None:
             self._is_short = True
-            self._peers.puller.feed(ReserveRefused(transfer_id))
+            self._peers.feed_puller(ReserveRefused(transfer_id))
             return
         self._reservations[transfer_id] = (reservation, self._clock.monotonic_s())
         for sample in intent.samples:
             if entry := self._request_io.book.get(sample.key):
                 self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
                 self._request_io.stamp(entry, Event.TRANSFER_STARTED)
-        self._peers.puller.feed(
+        self._peers.feed_puller(
             Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids)
         )
 
@@ -214,7 +214,7 @@ class DecodeRole(EngineRole[_Intent]):
     def tick(self) -> float | None:
         if self._is_short:
             self._is_short = False  # perhaps; the engine knows without asking its pool again
-            self._peers.puller.feed(MemoryFreed())
+            self._peers.feed_puller(MemoryFreed())
         return super().tick()
 
     def _without_blocks(self) -> Iterable[Request]:

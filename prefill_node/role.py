@@ -1,7 +1,7 @@
 """The source's role: computes prompts, emits first tokens, keeps the KV until it is fetched.
 
-    Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► SourceSide
-    step ─► first token to the gateway          SourceSide ─► manifests, release or abort
+    Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Peers
+    step ─► first token to the gateway          Peers ─► manifests, release or abort
          └► chunks with the blocks
 
 Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
@@ -38,7 +38,7 @@ class PrefillRole(EngineRole[_Offer]):
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
-        parts.peers.source.on_release = self._release
+        parts.peers.on_release = self._release
         self._outbox = parts.outbox
 
     # -- gateways ------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ class PrefillRole(EngineRole[_Offer]):
         self._engine.add(entry.request, hold=True)
         offer = _Offer(ticket, samples)
         self._handoffs.update((sample.key, offer) for sample in samples)
-        self._peers.source.feed(Offered(ticket, entry.key, entry.deadline_s))
+        self._peers.feed_source(Offered(ticket, entry.key, entry.deadline_s))
 
     def _call_off(self, offer: _Offer, error: BatonError) -> None:
-        self._peers.source.feed(Withdrawn(offer.ticket.transfer_id, error))
+        self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
 
     # -- the engine's results ------------------------------------------------------------------
@@ -73,7 +73,7 @@ class PrefillRole(EngineRole[_Offer]):
             offer.is_first_token_out = True
             if not self._is_wanted(offer):
                 ended = Cancelled("the request ended with its first token")
-                self._peers.source.feed(Withdrawn(offer.ticket.transfer_id, ended))
+                self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, ended))
 
     def _on_chunk(self, chunk: ChunkDone, first_tokens: Mapping[str, int]) -> None:
         """Offer the blocks that the chunk completed, unless they were when it was launched."""
@@ -88,7 +88,7 @@ class PrefillRole(EngineRole[_Offer]):
         elif chunk.is_last:
             first_token_id, *fork_token_ids = (first_tokens[each.key] for each in offer.samples)
             state = HandoffState(offer.num_offered_blocks, first_token_id, tuple(fork_token_ids))
-        self._peers.source.feed(Chunk(offer.ticket.transfer_id, blocks, num_tokens, state))
+        self._peers.feed_source(Chunk(offer.ticket.transfer_id, blocks, num_tokens, state))
 
     def _on_launched(self, chunk: ChunkLaunched) -> None:
         offer = self._handoffs.get(chunk.key)
@@ -97,7 +97,7 @@ class PrefillRole(EngineRole[_Offer]):
         blocks = self._next_blocks(chunk.key, offer, chunk.num_tokens, is_last=chunk.is_last)
         if blocks:
             transfer_id = offer.ticket.transfer_id
-            self._peers.source.feed(Chunk(transfer_id, blocks, chunk.num_tokens, step=chunk.step))
+            self._peers.feed_source(Chunk(transfer_id, blocks, chunk.num_tokens, step=chunk.step))
 
     def _next_blocks(
         self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool

@@ -196,7 +196,7 @@ class EngineLoop:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
             linked = PeerLinked(link.name, link.host, link.opens_late)
-            self._peers.sides[link.kind].feed(linked)
+            self._peers.feeds[link.kind](linked)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -210,7 +210,7 @@ class EngineLoop:
             self._gate.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
-        self._peers.sides[link.kind].feed(PeerLost(link.name))
+        self._peers.feeds[link.kind](PeerLost(link.name))
         self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: Message | Refused) -> None:
@@ -219,7 +219,7 @@ class EngineLoop:
             self._end(link, message.error)
             return
         try:
-            self._peers.sides[link.kind].feed(PeerMessage(link.name, message))
+            self._peers.feeds[link.kind](PeerMessage(link.name, message))
         except EngineFailed:
             raise
         except Exception as error:

@@ -44,7 +44,7 @@ from ...kv_transfer.ranks.ranked import WindowOpener
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.mailboxes import Inbox, Outbox
-from ..peers.peers import Peers, PullerSide, SourceSide
+from ..peers.peers import Peers
 from ..peers.prefixes import PrefixFetches, PrefixLoans
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
@@ -191,11 +191,13 @@ def _serve(
         incarnation=incarnation,
         block_bytes=block_bytes,
     )
-    source = Source(hello, clock, node_config.lease_s, access)
-    make_windows = partial(Windows, opener.open, callbacks_to(inbox))
     peers = Peers(
-        SourceSide(source, outbox, PrefixLoans(engine)),
-        PullerSide(Puller(hello, clock, LINK_WAIT_S), make_windows, outbox, fetches),
+        Source(hello, clock, node_config.lease_s, access),
+        Puller(hello, clock, LINK_WAIT_S),
+        partial(Windows, opener.open, callbacks_to(inbox)),
+        outbox,
+        PrefixLoans(engine),
+        fetches,
         clock,
     )
     role = plan.build(

@@ -1,4 +1,4 @@
-"""Both sides of an engine towards its peers: what they pull from it, and what it pulls from them.
+"""An engine and its peers: what they pull from it, and what it pulls from them.
 
     Attach, Renew, Release ─► Source ─┬─► manifests; blocks back ─► `on_release`, of a role
                                       └─► PinPrefix ─► `loans`, of prefixes
@@ -28,8 +28,10 @@ from ...kv_transfer.protocol.events import (
     Failed,
     IntentCancelled,
     OpenWindow,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
     PinPrefix,
-    PullerEffect,
     PullerEvent,
     ReleaseBlocks,
     Reserve,
@@ -48,36 +50,6 @@ from .windows import Windows
 log = logging.getLogger(__name__)
 
 
-class SourceSide:
-    """`machine` decides; `on_release` gets the key of each request whose hand-off is over, and why,
-    if it failed."""
-
-    def __init__(self, machine: Source, outbox: Outbox, loans: PrefixLoans) -> None:
-        self.machine = machine
-        self._outbox = outbox
-        self.loans = loans
-        self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
-
-    def feed(self, event: SourceEvent) -> None:
-        for effect in self.machine.handle(event):
-            match effect:
-                case Send(incarnation, message):
-                    self._outbox.to_peer(Kind.PULLER, incarnation, message)
-                case ClosePeer(incarnation, error):
-                    log.warning("refused puller %s: %s", incarnation, error.message)
-                    self._outbox.close_peer(Kind.PULLER, incarnation, error)
-                case PinPrefix():
-                    for answer in self.loans.lend(effect):
-                        self.feed(answer)
-                case ReleaseBlocks(transfer_id, key, error):
-                    if key == LOAN_KEY:
-                        self.loans.take_back(transfer_id)
-                    else:
-                        self.on_release(key, error)
-                case _:
-                    assert_never(effect)
-
-
 class Receiver(Protocol):
     """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
 
@@ -90,77 +62,92 @@ class Receiver(Protocol):
     def dropped(self, transfer_id: str) -> None: ...
 
 
-class PullerSide:
-    """`machine` decides; `handoffs` is set where there are any."""
+class Peers:
+    """One engine's. `on_release` gets the key of each request whose hand-off to another engine is
+    over, and why, if it failed; `handoffs` is set where there are any to this one."""
 
     def __init__(
         self,
-        machine: Puller,
+        source: Source,
+        puller: Puller,
         make_windows: Callable[[Callable[[PullerEvent], None]], Windows],
         outbox: Outbox,
+        loans: PrefixLoans,
         fetches: PrefixFetches,
+        clock: Clock,
     ) -> None:
         """`make_windows` is told whom to feed."""
-        self.machine = machine
-        self.windows = make_windows(self.feed)
+        self._source, self._puller = source, puller
+        self.windows = make_windows(self.feed_puller)
         self.pulls = self.windows.pulls
         self._outbox = outbox
+        self._loans = loans
         self.fetches = fetches
+        self._clock = clock
+        self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
         self.handoffs: Receiver | None = None
+        # Whom a peer's link, its messages and its end are for.
+        self.feeds: Mapping[Kind, Callable[[PeerLinked | PeerLost | PeerMessage], None]] = {
+            Kind.PULLER: self.feed_source,
+            Kind.SOURCE: self.feed_puller,
+        }
 
-    def feed(self, event: PullerEvent) -> None:
+    # -- what they pull from it ----------------------------------------------------------------
+
+    def feed_source(self, event: SourceEvent) -> None:
+        for effect in self._source.handle(event):
+            match effect:
+                case Send(incarnation, message):
+                    self._outbox.to_peer(Kind.PULLER, incarnation, message)
+                case ClosePeer(incarnation, error):
+                    log.warning("refused puller %s: %s", incarnation, error.message)
+                    self._outbox.close_peer(Kind.PULLER, incarnation, error)
+                case PinPrefix():
+                    for answer in self._loans.lend(effect):
+                        self.feed_source(answer)
+                case ReleaseBlocks(transfer_id, key, error):
+                    if key == LOAN_KEY:
+                        self._loans.take_back(transfer_id)
+                    else:
+                        self.on_release(key, error)
+                case _:
+                    assert_never(effect)
+
+    # -- what it pulls from them ---------------------------------------------------------------
+
+    def feed_puller(self, event: PullerEvent) -> None:
         """A `Reserve` comes last: its answer may be fed."""
-        for effect in self.machine.handle(event):
-            self._apply(effect)
-
-    def _apply(self, effect: PullerEffect) -> None:
-        match effect:
-            case Send(incarnation, message):
-                self._outbox.to_peer(Kind.SOURCE, incarnation, message)
-            case StartPull():
-                self.pulls.start(effect)
-            case CancelPull(transfer_id):
-                self.pulls.cancel(transfer_id)
-            case OpenWindow():
-                self.windows.open(effect)
-            case CloseWindow(incarnation):
-                self.windows.close(incarnation)
-            case ClosePeer(incarnation, error):
-                log.warning("refused source %s: %s", incarnation, error.message)
-                self._outbox.close_peer(Kind.SOURCE, incarnation, error)
-            case Reserve(transfer_id, key):
-                self._receiver(transfer_id).reserve(transfer_id, key)
-            case Complete(transfer_id):
-                self._receiver(transfer_id).complete(effect)
-            case Failed(transfer_id):
-                self._receiver(transfer_id).failed(effect)
-            case DropReservation(transfer_id):
-                self._receiver(transfer_id).dropped(transfer_id)
-            case _:
-                assert_never(effect)
+        for effect in self._puller.handle(event):
+            match effect:
+                case Send(incarnation, message):
+                    self._outbox.to_peer(Kind.SOURCE, incarnation, message)
+                case StartPull():
+                    self.pulls.start(effect)
+                case CancelPull(transfer_id):
+                    self.pulls.cancel(transfer_id)
+                case OpenWindow():
+                    self.windows.open(effect)
+                case CloseWindow(incarnation):
+                    self.windows.close(incarnation)
+                case ClosePeer(incarnation, error):
+                    log.warning("refused source %s: %s", incarnation, error.message)
+                    self._outbox.close_peer(Kind.SOURCE, incarnation, error)
+                case Reserve(transfer_id, key):
+                    self._receiver(transfer_id).reserve(transfer_id, key)
+                case Complete(transfer_id):
+                    self._receiver(transfer_id).complete(effect)
+                case Failed(transfer_id):
+                    self._receiver(transfer_id).failed(effect)
+                case DropReservation(transfer_id):
+                    self._receiver(transfer_id).dropped(transfer_id)
+                case _:
+                    assert_never(effect)
 
     def _receiver(self, transfer_id: str) -> Receiver:
         if transfer_id in self.fetches.by_transfer:
             return self.fetches
         assert self.handoffs is not None, "nothing is handed off to this engine"
         return self.handoffs
-
-
-class Peers:
-    """One engine's. Belongs to the engine loop's thread."""
-
-    def __init__(self, source: SourceSide, puller: PullerSide, clock: Clock) -> None:
-        self.source = source
-        self.puller = puller
-        self.windows = puller.windows
-        self.pulls = puller.pulls
-        self.fetches = puller.fetches
-        self._clock = clock
-        # Whom a peer's link, its messages and its end are for.
-        self.sides: Mapping[Kind, SourceSide | PullerSide] = {
-            Kind.SOURCE: puller,
-            Kind.PULLER: source,
-        }
 
     def fetch(self, request: Request, on_over: Callable[[], None]) -> bool:
         """Pull the prefix that the request names; False: it is to be computed at once.
@@ -169,38 +156,44 @@ class Peers:
         """
         if request.prefix_source is None:
             return False
-        if not self.puller.machine.is_linked(request.prefix_source.incarnation):
+        if not self._puller.is_linked(request.prefix_source.incarnation):
             self.fetches.not_linked()
             return False
         intended = self.fetches.plan(request, on_over)
         if intended is not None:
-            self.puller.feed(intended)
+            self.feed_puller(intended)
         return intended is not None
 
     def forget(self, key: str, is_open: Callable[[str], bool]) -> None:
         """The request is over. If a prefix is awaited for it, and for no other sample of its prompt
         that `is_open`, it is not any more."""
         if (transfer_id := self.fetches.abandoned_by(key, is_open)) is not None:
-            self.puller.feed(IntentCancelled(transfer_id))
+            self.feed_puller(IntentCancelled(transfer_id))
+
+    # -- both ----------------------------------------------------------------------------------
 
     def tick(self) -> float | None:
         """Expire what is due; returns the next deadline on the monotonic clock."""
-        for side in (self.source, self.puller):
-            due_s = side.machine.next_deadline()
-            if due_s is not None and due_s <= self._clock.monotonic_s():
-                side.feed(Tick())
-        deadlines = (self.source.machine.next_deadline(), self.puller.machine.next_deadline())
+        if _is_due(self._source.next_deadline(), self._clock):
+            self.feed_source(Tick())
+        if _is_due(self._puller.next_deadline(), self._clock):
+            self.feed_puller(Tick())
+        deadlines = (self._source.next_deadline(), self._puller.next_deadline())
         return min((each for each in deadlines if each is not None), default=None)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is lent, nothing is pulled."""
-        return not (self.source.loans or self.fetches.by_transfer or self.pulls)
+        """No prefix is lent or fetched, and nothing is copied."""
+        return not (self._loans or self.fetches.by_transfer or self.pulls)
 
     def ledger(self) -> dict[str, object]:
         """The transfers of both sides, their peers, and how many are over: JSON-able."""
-        source: dict[str, Any] = self.source.machine.ledger()
-        puller: dict[str, Any] = self.puller.machine.ledger()
+        source: dict[str, Any] = self._source.ledger()
+        puller: dict[str, Any] = self._puller.ledger()
         return {name: source[name] | puller[name] for name in ("transfers", "peers")} | {
             "num_tombstones": source["num_tombstones"] + puller["num_tombstones"]
         }
+
+
+def _is_due(deadline_s: float | None, clock: Clock) -> bool:
+    return deadline_s is not None and deadline_s <= clock.monotonic_s()

@@ -31,7 +31,7 @@ from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
-from baton.node.peers.peers import Peers, PullerSide, SourceSide
+from baton.node.peers.peers import Peers
 from baton.node.peers.prefixes import PrefixFetches, PrefixLoans
 from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
@@ -155,13 +155,12 @@ class Node:
         )  # fmt: skip
         puller = Puller(hello, self.clock, LINK_WAIT_S)
         return Peers(
-            SourceSide(source, self.outbox, PrefixLoans(self.engine)),
-            PullerSide(
-                puller,
-                lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
-                self.outbox,
-                fetches,
-            ),
+            source,
+            puller,
+            lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
+            self.outbox,
+            PrefixLoans(self.engine),
+            fetches,
             self.clock,
         )
 
