@@ -119,7 +119,7 @@ class DecodeRole(EngineRole[_Intent]):
             return
         self._reservations[transfer_id] = (reservation, self._clock.monotonic_s())
         for sample in intent.samples:
-            if entry := self._request_io.book.get(sample.key):
+            if entry := self._table.get(sample.key):
                 self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
                 self._request_io.stamp(entry, Event.TRANSFER_STARTED)
         self._peers.feed_puller(
@@ -177,7 +177,7 @@ class DecodeRole(EngineRole[_Intent]):
             raise HandoffFailed("the source sent no candidates")
         self._engine.start_beams(reservation, first)
         for sample in intent.samples:
-            if entry := self._request_io.book.get(sample.key):
+            if entry := self._table.get(sample.key):
                 entry.transfer = summary
                 self._request_io.stamp(entry, Event.TRANSFER_ENDED)
                 self._request_io.emit_progress(entry)
@@ -192,7 +192,7 @@ class DecodeRole(EngineRole[_Intent]):
         summary: node_pb2.TransferInfo,
     ) -> None:
         """Let a sample decode, unless it was cancelled or has ended with its first token."""
-        entry = self._request_io.book.get(sample.key)
+        entry = self._table.get(sample.key)
         if entry is None:
             return
         is_fork = sample.key != reservation.key

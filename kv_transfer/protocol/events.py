@@ -1,9 +1,9 @@
 """What goes into the two state machines of the hand-off, and what comes out of them. Plain values.
 
         inbox                                      engine calls, frames, copies
-    ── event ──►  source.handle / puller.handle  ── effects ──►  glue of the role
+    ── event ──►  source.handle / puller.handle  ── effects ──►  node.peers
 
-The glue carries out effects in their order and feeds the answers back as events. Times are seconds
+They are carried out in their order, and the answers fed back as events. Times are seconds
 of the injected clock's monotonic reading.
 """
 

@@ -1,8 +1,8 @@
 """The puller's side of the hand-off: which KV is on its way here, and when it may be used.
 
 Owns intents, reservations in the making, pulls in flight and lease renewal; decides when a request
-may start. Knows no memory, stream or thread: `handle` maps events to effects, and the role's glue
-carries them out.
+may start. Knows no memory, stream or thread: `handle` maps events to effects, which `node.peers`
+carries out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The source's side of the hand-off: which blocks are kept for whom, and until when.
 
 Owns leases, tombstones and what was announced; decides when the engine gets blocks back. Knows no
-memory, stream or thread: `handle` maps events to effects, and the role's glue carries them out.
+memory, stream or thread: `handle` maps events to effects, which `node.peers` carries out.
 """
 
 from __future__ import annotations

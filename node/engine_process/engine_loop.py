@@ -78,7 +78,7 @@ class EngineLoop:
     _outbox: Outbox
     _inbox: Inbox[Item]
     _send: Send
-    _pulse: HeartbeatSender
+    _heartbeats: HeartbeatSender
     _numbers: EngineNumbers
     _clock: Clock
     _channels: EngineChannels
@@ -99,7 +99,7 @@ class EngineLoop:
         Returns how long the next turn may wait; None: until something comes.
         """
         items = self._inbox.receive(timeout_s)
-        self._pulse.turn_started()
+        self._heartbeats.turn_started()
         for item in items:
             self._handle(item)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
@@ -115,7 +115,7 @@ class EngineLoop:
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._numbers.recount()
-        self._pulse.turn_ended()
+        self._heartbeats.turn_ended()
         wait_s = self._wait_s(deadline_s, count_s)
         if has_work:
             return 0.0

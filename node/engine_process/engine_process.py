@@ -220,18 +220,18 @@ def _serve(
         links.channels.broadcast.heartbeat(numbers)
         frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
 
-    pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
-    pulse.start()
+    heartbeats = HeartbeatSender(beat, node_config.heartbeat_s, clock)
+    heartbeats.start()
     gate = DispatchGate(
         grammars,
         engine.adapters,
         assembly.adapters,
-        lambda key: requests.book.get(key) is not None,
+        lambda key: key in requests.table,
         inbox.put,
         links.channels.to_gateway,
     )
     orders = PromiseOrders(engine.promise)
-    numbers = EngineNumbers(engine, role, requests, orders, gate, pulse, clock)
+    numbers = EngineNumbers(engine, role, requests, orders, gate, heartbeats, clock)
     gc.enable()  # it was off for the start
     settle()
     loop = EngineLoop(
@@ -242,7 +242,7 @@ def _serve(
         outbox,
         inbox,
         frames.send,
-        pulse,
+        heartbeats,
         numbers,
         clock,
         links.channels,
@@ -256,7 +256,7 @@ def _serve(
         raise
     finally:
         gate.close()
-        pulse.stop()
+        heartbeats.stop()
         links.close()
         offered.close()
 

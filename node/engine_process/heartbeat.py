@@ -74,7 +74,7 @@ def heartbeat(
         links=vitals.links,
         held_blocks=load.held_blocks,
         counters=counters,
-        num_requests=len(requests.book),
+        num_requests=len(requests.table),
         room_blocks=load.room_blocks,
         output_tokens=load.output_tokens,
         step_cost=step_cost,
@@ -145,7 +145,7 @@ class EngineNumbers:
 class HeartbeatSender:
     """Sends the loop's latest numbers at a steady beat, and at once if another number of prompt
     tokens waits, a step with some of them has ended, or a link came or went: gateways route by
-    that. A turn that takes longer than `STALL_S` is a hang: the pulse stops, the gateways look
+    that. A turn that takes longer than `STALL_S` is a hang: heartbeats stop, the gateways look
     elsewhere, and the supervisor replaces the process.
 
     Written by the engine loop's thread, read by its own; each field is replaced whole.
@@ -161,7 +161,7 @@ class HeartbeatSender:
         self._turn_started_s: float | None = None
         self._is_stopped = False
         self._woken = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

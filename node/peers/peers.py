@@ -13,7 +13,7 @@ Glue: `kv_transfer.protocol` decides about leases and transfers, the engine abou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol, assert_never
 
 from ...core.errors import BatonError
@@ -164,10 +164,10 @@ class Peers:
             self.feed_puller(intended)
         return intended is not None
 
-    def forget(self, key: str, is_open: Callable[[str], bool]) -> None:
+    def forget(self, key: str, others: Container[str]) -> None:
         """The request is over. If a prefix is awaited for it, and for no other sample of its prompt
-        that `is_open`, it is not any more."""
-        if (transfer_id := self.fetches.abandoned_by(key, is_open)) is not None:
+        that is among `others`, it is not any more."""
+        if (transfer_id := self.fetches.abandoned_by(key, others)) is not None:
             self.feed_puller(IntentCancelled(transfer_id))
 
     # -- both ----------------------------------------------------------------------------------

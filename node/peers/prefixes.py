@@ -12,7 +12,7 @@ source is requested anything, so nobody holds another's blocks while waiting for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from ...core.errors import NodeLost, StaleBlocks
@@ -122,11 +122,16 @@ class PrefixFetches:
             Reserved(ticket.transfer_id, prefix.num_cached_blocks, prefix.block_ids),
         )
 
-    def abandoned_by(self, key: str, is_open: Callable[[str], bool]) -> str | None:
-        """The transfer for which nobody waits any more, since this request was the last to."""
+    def abandoned_by(self, key: str, others: Container[str]) -> str | None:
+        """The transfer for which nobody waits any more, since this request was the last to: none
+        of its samples is among the `others`."""
         for transfer_id, fetch in self.by_transfer.items():
             keys = [sample.key for sample in (fetch.request, *fetch.request.forks)]
-            if fetch.on_over is not None and key in keys and not any(map(is_open, keys)):
+            if (
+                fetch.on_over is not None
+                and key in keys
+                and not any(each in others for each in keys)
+            ):
                 fetch.on_over = None
                 return transfer_id
         return None

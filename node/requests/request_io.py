@@ -34,7 +34,7 @@ class RequestIO:
     """Belongs to the engine loop's thread."""
 
     def __init__(self, outbox: Outbox, clock: Clock, node_name: str, vocab_size: int) -> None:
-        self.book = RequestTable(clock)
+        self.table = RequestTable(clock)
         self.node_name = node_name
         self.is_draining = False
         self._outbox = outbox
@@ -71,7 +71,7 @@ class RequestIO:
         now_ns = self._now_ns()
         entry = Entry(request, gateway, deadline_s, ticket, now_ns)
         forks = [Entry(fork, gateway, deadline_s, ticket, now_ns) for fork in request.forks]
-        self.book.open(entry, *forks)
+        self.table.open(entry, *forks)
         return entry
 
     def knows(self, token_ids: Iterable[int]) -> bool:
@@ -130,7 +130,7 @@ class RequestIO:
 
     def emit_prompt(self, prompt: PromptLogprobs) -> None:
         """Queue what is known of a request's prompt; of one that is over, nothing."""
-        if entry := self.book.get(prompt.key):
+        if entry := self.table.get(prompt.key):
             output = self._output(entry)
             output.first_prompt_index = prompt.first_index
             output.prompt_logprobs.extend(map(codec.logprobs_to_wire, prompt.logprobs))
@@ -138,7 +138,7 @@ class RequestIO:
 
     def end(self, key: str, error: BatonError | None) -> Entry | None:
         """Close a request; with an error that is reported. None: it was not open."""
-        entry = self.book.close(key)
+        entry = self.table.close(key)
         if entry is not None and error is not None:
             if not isinstance(error, Cancelled):
                 log.info("failed %s: %s", key, error.message)
@@ -150,7 +150,7 @@ class RequestIO:
     def forget_gateway(self, gateway: str) -> list[str]:
         """The keys that now run for nobody."""
         self._outbox.forget_gateway(gateway)
-        return self.book.keys_of_gateway(gateway)
+        return self.table.keys_of_gateway(gateway)
 
     def _output(self, entry: Entry) -> node_pb2.RequestOutput:
         output = node_pb2.RequestOutput(
@@ -219,6 +219,9 @@ class RequestTable:
         for entry in coming:
             self._entries[entry.key] = entry
             heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)

@@ -77,7 +77,8 @@ class EngineRole(ABC, Generic[H]):
         self._peers = parts.peers
         self._fetches = parts.peers.fetches
         self._clock = parts.clock
-        self._trials = Trials(parts.requests.book, parts.engine.num_outputs)
+        self._table = parts.requests.table
+        self._trials = Trials(self._table, parts.engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
         self._counts = node_pb2.Counters()  # since the engine's incarnation began
 
@@ -144,14 +145,14 @@ class EngineRole(ABC, Generic[H]):
             self._engine.abort(key)
         elif not self._is_wanted(handoff):
             self._call_off(handoff, error or Cancelled("the request was cancelled"))
-        self._peers.forget(key, lambda each: self._request_io.book.get(each) is not None)
+        self._peers.forget(key, self._table)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:
             self.end(sample.key, error)
 
     def _is_open(self, sample: Request) -> bool:
-        return self._request_io.book.get(sample.key) is not None
+        return sample.key in self._table
 
     def _is_wanted(self, handoff: H) -> bool:
         """Whether a sample that shares it goes on."""
@@ -173,7 +174,7 @@ class EngineRole(ABC, Generic[H]):
     def _report_step(self, output: StepOutput) -> None:
         """What a step brought for gateways: what began in it, prompts' scores, tokens."""
         for key, cached_tokens in output.started.items():
-            if entry := self._request_io.book.get(key):
+            if entry := self._table.get(key):
                 if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
                     self._request_io.stamp_started(entry, Event.DECODE_STARTED)
                     continue
@@ -185,15 +186,15 @@ class EngineRole(ABC, Generic[H]):
         for token in output.tokens:
             self._on_token(token)
         for chunk in output.chunks:
-            if chunk.first is not None and (entry := self._request_io.book.get(chunk.key)):
+            if chunk.first is not None and (entry := self._table.get(chunk.key)):
                 self._request_io.emit_progress(entry)  # its prompt is computed
         for beam in output.beams:
-            if entry := self._request_io.book.get(beam.key):
+            if entry := self._table.get(beam.key):
                 self._request_io.emit_beam(entry, beam)
                 self._request_io.end(beam.key, None)
 
     def _on_token(self, token: TokenOutput) -> None:
-        entry = self._request_io.book.get(token.key)
+        entry = self._table.get(token.key)
         if entry is None:
             return
         if token.index == len(entry.request.output_token_ids):
@@ -206,10 +207,9 @@ class EngineRole(ABC, Generic[H]):
 
     def tick(self) -> float | None:
         """Expire what is due; returns the next deadline on the monotonic clock."""
-        book = self._request_io.book
-        for key in book.overdue():
+        for key in self._table.overdue():
             self.end(key, DeadlineExceeded("the request's deadline passed"))
-        deadlines = (self._peers.tick(), book.next_deadline_s())
+        deadlines = (self._peers.tick(), self._table.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
@@ -225,7 +225,7 @@ class EngineRole(ABC, Generic[H]):
 
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""
-        return not (self._request_io.book or self._handoffs) and self._peers.is_idle
+        return not (self._table or self._handoffs) and self._peers.is_idle
 
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""

@@ -18,9 +18,9 @@ def world() -> NodeWorld:
 
 
 def listen(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[node_pb2.Heartbeat]:
-    """The numbers that the loop gives its pulse from now on."""
+    """The numbers that the loop gives for heartbeats from now on."""
     heard: list[node_pb2.Heartbeat] = []
-    monkeypatch.setattr(node.loop._pulse, "count", heard.append)
+    monkeypatch.setattr(node.loop._heartbeats, "count", heard.append)
     return heard
 
 
