@@ -55,8 +55,8 @@ class DecodeRole(EngineRole[_Intent]):
     # -- gateways ------------------------------------------------------------------------------
 
     @property
-    def _num_coming(self) -> int:
-        return super()._num_coming + len(self._handoffs)
+    def num_coming(self) -> int:
+        return super().num_coming + len(self._handoffs)
 
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
@@ -217,11 +217,12 @@ class DecodeRole(EngineRole[_Intent]):
             self._peers.feed_puller(MemoryFreed())
         return super().tick()
 
-    def _without_blocks(self) -> Iterable[Request]:
+    def pending(self) -> Iterable[Request]:
         for key, intent in self._handoffs.items():
             first = intent.samples[0]
             if key == first.key and intent.ticket.transfer_id not in self._reservations:
                 yield first
+        yield from super().pending()
 
     def is_idle(self) -> bool:
         return super().is_idle() and not self._reservations

@@ -231,7 +231,7 @@ def _serve(
         links.channels.to_gateway,
     )
     orders = PromiseOrders(engine.promise)
-    numbers = EngineNumbers(engine, role, requests, orders, gate, heartbeats, clock)
+    numbers = EngineNumbers(engine, role, peers, requests, orders, gate, heartbeats, clock)
     gc.enable()  # it was off for the start
     settle()
     loop = EngineLoop(

@@ -11,8 +11,9 @@ from typing import Any
 from ...core.ports import Clock
 from ...engine.engine import Engine
 from ...proto.v1 import node_pb2
+from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
-from ..requests.request_role import EngineRole, Vitals
+from ..requests.request_role import EngineRole
 from .dispatch_gate import DispatchGate
 from .promise_orders import PromiseOrders
 
@@ -22,10 +23,14 @@ MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
 
 
 def heartbeat(
-    engine: Engine, vitals: Vitals, requests: RequestIO, orders: PromiseOrders
+    engine: Engine,
+    role: EngineRole[Any],
+    peers: Peers,
+    requests: RequestIO,
+    orders: PromiseOrders,
 ) -> node_pb2.Heartbeat:
-    """What the engine and its role know of themselves."""
-    load, totals = engine.load(vitals.pending), engine.totals()
+    """What the engine, its role and its peers' windows are to gateways."""
+    load, totals = engine.load(role.pending()), engine.totals()
     counters = node_pb2.Counters(
         num_preemptions=totals.num_preemptions,
         prefix_query_tokens=totals.prefix_query_tokens,
@@ -49,7 +54,7 @@ def heartbeat(
         num_draft_tokens=totals.speculation.num_draft_tokens,
         accepted_drafts=totals.speculation.accepted,
     )
-    counters.MergeFrom(vitals.counters)
+    counters.MergeFrom(role.counters())
     step_cost = None
     if (cost := engine.step_cost()) is not None:
         step_cost = node_pb2.StepCost(
@@ -65,13 +70,13 @@ def heartbeat(
     largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
     return node_pb2.Heartbeat(
         num_running=load.num_running,
-        num_waiting=load.num_waiting + vitals.num_pending,
+        num_waiting=load.num_waiting + role.num_coming,
         free_blocks=load.free_blocks,
         num_blocks=engine.limits.num_blocks,
         credit_blocks=load.credit_blocks,
         waiting_tokens=load.waiting_tokens,
         is_draining=requests.is_draining,
-        links=vitals.links,
+        links=peers.windows.links(),
         held_blocks=load.held_blocks,
         counters=counters,
         num_requests=len(requests.table),
@@ -108,13 +113,14 @@ class EngineNumbers:
         self,
         engine: Engine,
         role: EngineRole[Any],
+        peers: Peers,
         requests: RequestIO,
         orders: PromiseOrders,
         gate: DispatchGate,
         sender: HeartbeatSender,
         clock: Clock,
     ) -> None:
-        self._engine, self._role, self._requests = engine, role, requests
+        self._engine, self._role, self._peers, self._requests = engine, role, peers, requests
         self._orders, self._gate = orders, gate
         self._sender, self._clock = sender, clock
         self.num_steps = 0
@@ -134,7 +140,7 @@ class EngineNumbers:
             return self._recount_s
         self._recount_s = now_s + RECOUNT_S
         self.has_news = False
-        numbers = heartbeat(self._engine, self._role.vitals(), self._requests, self._orders)
+        numbers = heartbeat(self._engine, self._role, self._peers, self._requests, self._orders)
         numbers.num_steps = self.num_steps
         numbers.num_requests += self._gate.num_waiting
         self._has_reported_prompts = numbers.waiting_tokens > 0

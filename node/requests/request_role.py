@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -27,16 +27,6 @@ from ..channels.mailboxes import Outbox
 from ..peers.peers import Peers
 from .request_io import Entry, RequestIO
 from .trials import Trials
-
-
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """The role's part of a heartbeat: what the engine itself cannot know."""
-
-    num_pending: int = 0  # sequences that the engine has not seen yet
-    pending: tuple[Request, ...] = ()  # those that have no blocks: requests, each with its forks
-    links: tuple[node_pb2.PeerLink, ...] = ()
-    counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +70,7 @@ class EngineRole(ABC, Generic[H]):
         self._table = parts.requests.table
         self._trials = Trials(self._table, parts.engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
-        self._counts = node_pb2.Counters()  # since the engine's incarnation began
+        self._counts = node_pb2.Counters()
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._request_io.accept(gateway, dispatch)
@@ -104,7 +94,7 @@ class EngineRole(ABC, Generic[H]):
         if promise.tbt_target_s is not None and may_refuse and work != node_pb2.WORK_PREFILL:
             if work == node_pb2.WORK_LOCAL and not promise.is_promising:
                 raise PromiseRefused("this engine promises nothing now")
-            promise.check(entry.request, self._num_coming)
+            promise.check(entry.request, self.num_coming)
         is_half = work == self.ticket_work and entry.ticket is not None
         if work != node_pb2.WORK_LOCAL and not is_half:
             name = node_pb2.Work.Name(self.ticket_work)
@@ -132,7 +122,7 @@ class EngineRole(ABC, Generic[H]):
                 self._engine.abort(sample.key)
 
     @property
-    def _num_coming(self) -> int:
+    def num_coming(self) -> int:
         """Sequences that will come to the engine, and that it has not seen yet."""
         return sum(request.num_sequences for request in self._fetches.requests)
 
@@ -212,16 +202,16 @@ class EngineRole(ABC, Generic[H]):
         deadlines = (self._peers.tick(), self._table.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
-    def vitals(self) -> Vitals:
+    def pending(self) -> Iterable[Request]:
+        """What has no blocks yet: requests, each with its forks."""
+        return self._fetches.requests
+
+    def counters(self) -> node_pb2.Counters:
+        """Of hand-offs and of prefixes, since the engine's incarnation began."""
         counters = node_pb2.Counters()
         counters.MergeFrom(self._counts)
         counters.MergeFrom(self._fetches.counts)
-        pending = (*self._without_blocks(), *self._fetches.requests)
-        return Vitals(self._num_coming, pending, self._peers.windows.links(), counters)
-
-    def _without_blocks(self) -> Iterable[Request]:
-        """What waits for a hand-off and has no blocks yet."""
-        return ()
+        return counters
 
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""

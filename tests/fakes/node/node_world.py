@@ -166,8 +166,10 @@ class Node:
 
     def start(self, role: PrefillRole | DecodeRole, peers: Peers) -> None:
         pulse = HeartbeatSender(lambda numbers: None, 1.0, self.clock)
-        self.role, orders = role, PromiseOrders(self.engine.promise)
-        numbers = EngineNumbers(self.engine, role, self.desk, orders, _OPEN_GATE, pulse, self.clock)
+        self.role, self.peers, orders = role, peers, PromiseOrders(self.engine.promise)
+        numbers = EngineNumbers(
+            self.engine, role, peers, self.desk, orders, _OPEN_GATE, pulse, self.clock
+        )
         self.loop = EngineLoop(
             self.engine, role, peers, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
             numbers, self.clock, self.channels, _OPEN_GATE, orders,

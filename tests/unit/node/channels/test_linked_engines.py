@@ -27,7 +27,7 @@ def world() -> Iterator[NodeWorld]:
 def link(world: NodeWorld) -> None:
     world.link()
     world.settle()
-    assert world.decode.role.vitals().links
+    assert world.decode.peers.windows.links()
 
 
 def peers(node: Node) -> list[str]:

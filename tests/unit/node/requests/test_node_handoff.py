@@ -28,7 +28,7 @@ def linked_world(
     )
     world.link()
     world.settle()
-    assert world.decode.role.vitals().links
+    assert world.decode.peers.windows.links()
     return world
 
 

@@ -62,7 +62,7 @@ def from_peer(one: Request, node: Node, num_blocks: int = NUM_BLOCKS) -> Request
 
 
 def counts(node: Node) -> node_pb2.Counters:
-    return node.role.vitals().counters
+    return node.role.counters()
 
 
 def heard(node: Node, one: Request) -> Received:
@@ -344,7 +344,7 @@ def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: N
     world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket, 1.0)
     world.turn(world.prefill)
     world.turn(world.decode)
-    assert world.prefill.role.vitals().num_pending == 1
+    assert world.prefill.role.num_coming == 1
     world.clock.advance(1.5)
     world.settle()
     assert heard(world.prefill, one).error == heard(world.decode, one).error == "deadline_exceeded"
