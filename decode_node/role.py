@@ -47,6 +47,7 @@ class DecodeRole(EngineRole[_Intent]):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         parts.peers.handoffs = self
+        self._clock = parts.clock
         self._block_bytes = parts.block_bytes
         # By transfer, and when it was made: that is when a hand-off's time begins.
         self._reservations: dict[str, tuple[Reservation, float]] = {}

@@ -66,7 +66,6 @@ class EngineRole(ABC, Generic[H]):
         self._request_io = parts.requests
         self._peers = parts.peers
         self._fetches = parts.peers.fetches
-        self._clock = parts.clock
         self._table = parts.requests.table
         self._trials = Trials(self._table, parts.engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
