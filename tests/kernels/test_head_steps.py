@@ -27,6 +27,8 @@ from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.step_builder import BuiltSteps, StepBuilder
+from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout
 from baton.kernels.attention import decode_shares
 from baton.kernels.sampling.sample_spec import SampleSpec
 
@@ -63,6 +65,14 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+def by_gpu_steps(builder: StepBuilder, layout: KvLayout, num_blocks: int) -> BuiltSteps:
+    """In the place of StepBuilder.on_cpu."""
+    builder._choose_max_num_seqs(num_blocks)
+    builder.prefill_attention = "triton"
+    kv = CpuKvMemory(layout, num_blocks)
+    return BuiltSteps(kv, builder.gpu_steps(kv.tensor), None)
+
+
 @pytest.fixture
 def on_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
     """A runner whose steps are a GPU's, made as on a GPU."""
@@ -80,14 +90,12 @@ def on_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
     monkeypatch.setattr(gpu_steps, "measure_products", lambda *args: ProductTimes({}, {}))
     monkeypatch.setattr(gpu_steps, "_MAX_PROMPT_TOKENS", 24)
     monkeypatch.setattr(decode_shares, "_PROGRAMS_WANTED", 16)
-    runner = ModelRunner(config)
-    runner._prefill_attention = "triton"
-    assert runner._head_steps is not None
-    steps = runner._new_gpu_steps(runner.model, runner._head_steps._head, runner.kv.tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepBuilder, "on_cpu", by_gpu_steps)
+        runner = ModelRunner(config)
+    steps: Any = runner._steps
     steps.capture_graphs()
-    assert steps.head is not None
     steps.head.capture_graphs()
-    runner._steps, runner._head_steps = steps, steps.head
     yield runner
     runner.close()
 
@@ -158,16 +166,12 @@ def test_two_ranks_draft_what_one_does(
             )
         return runner.draft(drafting)
 
-    def by_gpu_steps(communicator: Any) -> list[list[int]]:
-        runner = ModelRunner(replace(config, tensor_parallel_size=2), None, communicator)
-        runner._prefill_attention = "triton"
-        assert runner._head_steps is not None
-        steps = runner._new_gpu_steps(runner.model, runner._head_steps._head, runner.kv.tensor)
-        runner._steps, runner._head_steps = steps, steps.head
-        return drafts(runner)
+    def of_rank(communicator: Any) -> list[list[int]]:
+        return drafts(ModelRunner(replace(config, tensor_parallel_size=2), None, communicator))
 
+    monkeypatch.setattr(StepBuilder, "on_cpu", by_gpu_steps)
     with ThreadPoolExecutor(2) as threads:
-        found = [*threads.map(by_gpu_steps, ThreadGroup(2).ranks())]
+        found = [*threads.map(of_rank, ThreadGroup(2).ranks())]
     assert found == [drafts(alone)] * 2 and all(len(each) == MOST for each in found[0])
 
 

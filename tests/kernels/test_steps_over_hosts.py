@@ -24,13 +24,14 @@ pytest.importorskip("triton")
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution import gpu_steps, runner
+from baton.engine.execution import gpu_steps, step_builder
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.step_builder import BuiltSteps, StepBuilder
 from baton.engine.hosts.tcp_stages import TcpStages
-from baton.engine.kv.kv_memory import CpuKvMemory
+from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout
 from baton.engine.parallel.torch_communicator import StageOfOne
 from baton.kernels.sampling.sample_spec import SampleSpec
 
@@ -147,8 +148,8 @@ def test_stages_start_at_their_own_pace(tmp_path: Path, monkeypatch: pytest.Monk
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runners start so from now on, with fewer blocks the later their stage."""
 
-    def start(self: ModelRunner, model: Any, drafting: Any) -> None:
-        self._start_gpu(model, drafting, self.kv.layout)
+    def start(self: StepBuilder, layout: KvLayout, num_blocks: int) -> BuiltSteps:
+        return self.on_gpu(layout)
 
     def choose(*args: Any) -> int:
         *_, run_largest_step = args
@@ -160,8 +161,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
 
     nums_fewer = itertools.count(1)
-    monkeypatch.setattr(ModelRunner, "_start_cpu", start)
-    monkeypatch.setattr(runner, "choose_num_gpu_blocks", choose)
-    monkeypatch.setattr(runner, "CudaKvMemory", lambda layout, n, device: CpuKvMemory(layout, n))
+    monkeypatch.setattr(StepBuilder, "on_cpu", start)
+    monkeypatch.setattr(step_builder, "choose_num_gpu_blocks", choose)
+    monkeypatch.setattr(
+        step_builder, "CudaKvMemory", lambda layout, n, device: CpuKvMemory(layout, n)
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(StepGraphs, "capture", capture)
