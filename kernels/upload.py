@@ -8,6 +8,7 @@ that the device has to do: `reserve_pinned_memory` has it do so before there are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def pin(values: NDArray[Any], device: torch.device) -> Tensor:
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """`values` as a tensor on `device`, ordered before whatever is launched after this."""
     return pin(values, device).to(device, non_blocking=True)
+
+
+def upload_numbers(values: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
+    """The same of a list: int64, or float32."""
+    return upload(torch.tensor(values).numpy(), device)
 
 
 def upload_into(target: Tensor, values: NDArray[Any]) -> None:

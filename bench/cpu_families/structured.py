@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from baton.constraints.grammars import Grammars
 from baton.core.request.request import Constraint, ConstraintKind, SamplingParams
 from baton.engine.execution.constraints import Constraints, Sample
+from baton.kernels.sampling.logit_adjustment import adjust_logits
 from baton.kernels.sampling.sample_spec import SampleSpec
-from baton.kernels.sampling.sampling import adjust_logits
 
 from ..floors.figures import ROOT, Figure, repeat_s, time_s
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...core.request.request import TokenLogprobs
 from ...kernels.sampling.sample_spec import SampleSpec
-from ...kernels.sampling.sampling import candidates, sample, token_logprobs, top_logprobs
-from ...kernels.upload import upload
+from ...kernels.sampling.sampling import sample, token_logprobs
+from ...kernels.sampling.top_logprobs import candidates, top_logprobs
+from ...kernels.upload import upload_numbers
 from .batch import Candidate, SampledToken, StepBatch
 from .step_parts import SampledRows, has_extras
 
@@ -109,7 +110,7 @@ def compute_extras(
 
     def whole(wanted: Sequence[int]) -> Tensor:
         assert logits is not None
-        return gather(logits.index_select(0, _index(wanted, logits.device)))
+        return gather(logits.index_select(0, upload_numbers(wanted, logits.device)))
 
     fork_tokens = top_tokens = found = None
     if forks:
@@ -180,8 +181,8 @@ def _score_prompts(
     most = max(part.num_top for part in parts)
     scores = []
     for part in _parts(len(rows)):
-        wanted = _index(targets[part], hidden.device)
-        logits = project(hidden.index_select(0, _index(rows[part], hidden.device)))
+        wanted = upload_numbers(targets[part], hidden.device)
+        logits = project(hidden.index_select(0, upload_numbers(rows[part], hidden.device)))
         scores.append((token_logprobs(logits, wanted), *top_logprobs(logits, most)))
     return parts, _joined(scores)
 
@@ -193,10 +194,6 @@ def _parts(num_rows: int) -> list[slice]:
 def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """One tensor of each kind, on its way to the host."""
     return _to_host(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
-
-
-def _index(values: Sequence[int], device: torch.device) -> Tensor:
-    return upload(np.array(values, np.int64), device)
 
 
 def _to_host(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -39,7 +39,8 @@ from baton.core.request.request import Request, SamplingParams, token_key
 from baton.core.request.timeline import Event
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.kernels.sampling.sampling import as_signed, filter_logits, gumbel_noise
+from baton.kernels.sampling.logit_adjustment import filter_logits
+from baton.kernels.sampling.sampling import as_signed, gumbel_noise
 from baton.proto.v1 import node_pb2_grpc
 
 BLOCK_SIZE = 16

@@ -24,14 +24,10 @@ from transformers import (
 
 from baton.core.request.request import SamplingParams, token_key
 from baton.engine.execution.constraints import TokenCounts
+from baton.kernels.sampling.logit_adjustment import adjust_logits
 from baton.kernels.sampling.sample_spec import SampleSpec
-from baton.kernels.sampling.sampling import (
-    adjust_logits,
-    candidates,
-    sample,
-    token_logprobs,
-    top_logprobs,
-)
+from baton.kernels.sampling.sampling import sample, token_logprobs
+from baton.kernels.sampling.top_logprobs import candidates, top_logprobs
 
 VOCAB_SIZE = 60
 allowed_ids = st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import SamplingParams, mix64, token_key
 from baton.kernels.sampling import sampling
+from baton.kernels.sampling.logit_adjustment import filter_logits
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling import sample
 
@@ -132,7 +133,7 @@ def test_filters_keep_what_the_reference_keeps(
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, 30).astype(np.float32)
     scaled = torch.from_numpy(logits)[None] / temperature
-    kept = sampling.filter_logits(
+    kept = filter_logits(
         scaled, torch.tensor([min(top_k or 30, 30)]), torch.tensor([top_p], dtype=torch.float32)
     )[0]
     wanted = reference_probs(logits, temperature, top_k, top_p)
@@ -146,7 +147,7 @@ def test_filters_keep_what_the_reference_keeps(
 
 def test_top_p_of_one_keeps_every_token_of_a_long_tail() -> None:
     logits = torch.linspace(0, -40, 5000)[None]
-    kept = sampling.filter_logits(logits, torch.tensor([5000]), torch.tensor([1.0]))
+    kept = filter_logits(logits, torch.tensor([5000]), torch.tensor([1.0]))
     assert torch.equal(kept, logits)
 
 

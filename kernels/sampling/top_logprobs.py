@@ -1,0 +1,47 @@
+"""The likeliest tokens of a row, for requests that ask for alternatives and for beams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..upload import upload_numbers
+from .logit_adjustment import adjust_logits
+from .sample_spec import SampleSpec
+
+_LOW_32 = 0xFFFF_FFFF
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids [rows, k] int64 and their log-probabilities [rows, k] float32.
+
+    Falling; equal logits by rising id, which `topk` alone leaves open: it sorts by unique keys, the
+    logit's bits above the id's.
+    """
+    logits = logits.float() + 0.0  # -0.0 is 0.0
+    vocab_size = logits.shape[-1]
+    bits = logits.view(torch.int32).long()
+    rising = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
+    ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = ((rising << 32) | ids).topk(min(k, vocab_size)).values
+    top_ids = vocab_size - 1 - (keys & _LOW_32)
+    return top_ids, logits.gather(-1, top_ids) - logits.logsumexp(-1, keepdim=True)
+
+
+def candidates(logits: Tensor, specs: Sequence[SampleSpec], k: int) -> tuple[Tensor, ...]:
+    """The k likeliest tokens of each row by its adjusted logits: ids [rows, k] int64, scores [rows,
+    k] float32, and their log-probabilities [rows, k] float32 under the unadjusted distribution.
+
+    Scores are log-probabilities under the adjusted one, temperature 1; order as of top_logprobs.
+    """
+    logits = logits.float()
+    changed = [i for i, spec in enumerate(specs) if spec.changes_logits]
+    if not changed:
+        ids, scores = top_logprobs(logits, k)
+        return ids, scores, scores
+    index = upload_numbers(changed, logits.device)
+    adjusted = adjust_logits(logits.index_select(0, index), [specs[i] for i in changed])
+    ids, scores = top_logprobs(logits.index_copy(0, index, adjusted), k)
+    return ids, scores, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
