@@ -27,7 +27,8 @@ from baton.engine.model.decoder import Decoder
 from baton.engine.model.model_config import ModelConfig, read_model_config
 from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.placement import Placement
-from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
+from baton.kernels.attention.attention import AttentionMetadata
+from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.layers.ops import Ops
 from baton.kernels.products.weights import FP8, FP8_MAX, quantise_blocks
 

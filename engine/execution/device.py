@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
-from ...kernels.attention.attention import AttentionBackend, TorchAttention
+from ...kernels.attention.attention import AttentionBackend
+from ...kernels.attention.attention_torch import TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
 from ..model.model_config import ModelConfig
 from ..model.quantization import Quantization, stays_packed

@@ -59,7 +59,7 @@ class GraphPrefillPart(PrefillPart, Protocol):
 
 
 class GpuAttention:
-    """An AttentionBackend over `pool`. `windows`: see attention.TorchAttention.
+    """An AttentionBackend over `pool`. `windows`: see TorchAttention.
 
     In CUDA graphs `graph_prefill` replaces `prefill`, or where the graph has room for decodes
     `graph_prefill_beside`.

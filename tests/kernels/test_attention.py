@@ -14,11 +14,8 @@ from engines.steps import leading_decodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kernels.attention.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    TorchAttention,
-)
+from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
+from baton.kernels.attention.attention_torch import TorchAttention
 
 BACKENDS: dict[str, Callable[[torch.Tensor], AttentionBackend]] = {"torch": TorchAttention}
 BLOCK_SIZE, LAYERS, LAYER = 4, 2, 1

@@ -9,7 +9,8 @@ import pytest
 import torch
 from engines.steps import leading_decodes
 
-from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata, TorchAttention
+from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
+from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.kv import kv_blocks
 from baton.kernels.kv.kv_8bit import (
     SMALLEST,

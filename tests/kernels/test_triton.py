@@ -16,12 +16,9 @@ pytest.importorskip("triton")
 from engines.steps import leading_decodes
 
 from baton.core.request.request import SamplingParams
-from baton.kernels.attention.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    TorchAttention,
-)
+from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
+from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.attention.decode_shares import divide, max_shares
 from baton.kernels.kv import kv_blocks
 from baton.kernels.kv.kv_blocks_triton import rotate_and_store

@@ -25,7 +25,8 @@ from baton.engine.model.decoder import Decoder
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.placement import Placement
-from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
+from baton.kernels.attention.attention import AttentionMetadata
+from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised

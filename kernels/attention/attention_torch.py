@@ -1,0 +1,146 @@
+"""Attention in torch, slice by slice: the backend on CPUs, and the reference for those of GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kv.kv_8bit import dequantize, head_dim_of, is_8bit, store_kv_8bit
+from ..kv.kv_blocks import apply_rope, block_rows, store_kv
+from .attention import AttentionMetadata
+
+_TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    first: int  # tokens [first, last) of the step
+    last: int
+    seq_len: int
+    is_decode: bool
+    rows: tuple[Tensor, ...]  # for each layer [2 * kv_heads * blocks]
+
+
+class TorchAttention:
+    """An AttentionBackend over `pool`.
+
+    A slice's K and V are gathered to exactly its length, so no other sequence and no stale slot
+    behind its end can reach the result, not even as NaN times zero; and gathered pieces stay in the
+    cache, which a padded batch of all decodes would not. `windows`: how many positions each layer
+    sees, the token's own included; None sees all. `dtype` is what is computed in, over a pool of 8
+    bits; over any other the pool's own.
+    """
+
+    def __init__(
+        self,
+        pool: Tensor,
+        windows: Sequence[int | None] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._pool = pool
+        self._kv_heads, self._block_size = pool.shape[3:5]
+        self._head_dim = head_dim_of(pool)
+        self._is_8bit = is_8bit(pool)
+        self._store_kv = store_kv_8bit if self._is_8bit else store_kv
+        self._dtype = dtype if self._is_8bit else pool.dtype
+        self._pieces = pool.view(-1, *pool.shape[4:])
+        self._slices: list[_Slice] = []
+        self._windows = windows or [None] * pool.shape[1]
+        empty = pool.new_empty(_TILE_TOKENS, 0, dtype=self._dtype)
+        self._masks = dict.fromkeys(self._windows, empty)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        block_size = self._block_size
+        self._blocks = metadata.slot_mapping // block_size
+        self._offsets = metadata.slot_mapping % block_size
+        self._slices = []
+        first = 0
+        num_decodes = metadata.num_decodes
+        for index, (query_len, seq_len, block_table) in enumerate(
+            zip(metadata.query_lens, metadata.seq_lens, metadata.block_tables, strict=True)
+        ):
+            num_blocks = math.ceil(seq_len / block_size)
+            block_ids = torch.tensor(block_table[:num_blocks], device=self._pool.device)
+            rows = block_rows(self._pool, block_ids).unbind(0)
+            last = first + query_len
+            is_decode = index < num_decodes or query_len == 1
+            self._slices.append(_Slice(first, last, seq_len, is_decode, rows))
+            first = last
+            if not is_decode:
+                self._grow_masks(seq_len)
+
+    def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q_and_k, v = qkv.tensor_split([-self._kv_heads], dim=1)
+        q, k = apply_rope(q_and_k, *rope).tensor_split([-self._kv_heads], dim=1)
+        self._store_kv(self._pool, layer, k, v, self._blocks, self._offsets)
+        return torch.cat([self._run_slice(layer, s, q[s.first : s.last]) for s in self._slices])
+
+    def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Tensor:
+        """q [query_len, heads, dim] of one slice -> the same shape."""
+        gathered = self._pieces.index_select(0, s.rows[layer])
+        if self._is_8bit:
+            gathered = dequantize(gathered, self._dtype)
+        kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
+        k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
+        window = self._windows[layer]
+        if s.is_decode and len(q) == 1:
+            return self._run_decode(q, k, v, s.seq_len, window)
+        if s.is_decode:
+            ends = range(s.seq_len - len(q) + 1, s.seq_len + 1)
+            rows = zip(torch.split(q, 1), ends, strict=True)
+            return torch.cat([self._run_decode(row, k, v, end, window) for row, end in rows])
+        start = s.seq_len - len(q)
+        return torch.cat(
+            [
+                self._run_tile(tile, k, v, start + first + len(tile), window)
+                for first, tile in zip(
+                    range(0, len(q), _TILE_TOKENS), torch.split(q, _TILE_TOKENS), strict=True
+                )
+            ]
+        )
+
+    def _run_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
+    ) -> Tensor:
+        """q [1, heads, dim]: the position before `last_key` -> the same shape."""
+        first_key = 0 if window is None else max(0, last_key - window)
+        # The heads of a group see the same keys: they pass as query rows of one head.
+        grouped = q.view(1, self._kv_heads, -1, self._head_dim)
+        k, v = k[:, :, first_key:last_key], v[:, :, first_key:last_key]
+        return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
+
+    def _run_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
+    ) -> Tensor:
+        """q [t, heads, dim]: the t positions before `last_key` -> the same shape."""
+        kv_heads, t = self._kv_heads, len(q)
+        first_key = 0 if window is None else max(0, last_key - t + 1 - window)
+        num_keys = last_key - first_key
+        shape = (kv_heads, q.shape[1] // kv_heads, num_keys, self._head_dim)
+        mask = self._masks[window]
+        out = F.scaled_dot_product_attention(
+            q.view(t, kv_heads, -1, self._head_dim).permute(1, 2, 0, 3),
+            k[0, :, None, first_key:last_key].expand(shape),
+            v[0, :, None, first_key:last_key].expand(shape),
+            attn_mask=mask[_TILE_TOKENS - t :, mask.shape[1] - num_keys :],
+        )  # [kv_heads, group, t, dim]
+        return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+    def _grow_masks(self, num_keys: int) -> None:
+        """Keep one mask [tile, length >= num_keys] for each window, aligned to its lower right.
+
+        Its own lower right corner of any size is the mask of a smaller tile over fewer keys.
+        """
+        for window, mask in self._masks.items():
+            if num_keys > mask.shape[1]:
+                length = 1 << max(num_keys - 1, _TILE_TOKENS).bit_length()
+                hidden = mask.new_full((_TILE_TOKENS, length), -math.inf)
+                own = length - _TILE_TOKENS  # the column of the first row's own key
+                self._masks[window] = hidden.triu(own + 1)
+                if window is not None:
+                    self._masks[window] += hidden.tril(own - window)
