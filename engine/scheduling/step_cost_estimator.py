@@ -2,9 +2,8 @@
 record of what they had in them, how long those with decodes were, and how many of these kept what
 was promised.
 
-    steps, by size of each part ─► median of the last ones of each size ─► least squares of the
-                                                                           relative error, no part
-                                                                           negative
+    steps, by size of each part ─► median of the last ones of each size ─► fit of the cost
+                                                                           (step_cost_fit.py)
 A few steps that took far too long (the first one, a compilation, a paused process) change nothing,
 and steps of one kind, however many, do not displace what was seen of others. How much longer than
 expected the last steps of decodes and prompts took is found against the last fit, not the one that
@@ -23,9 +22,8 @@ import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from ...core.step_cost import KNOTS, StepCost, StepShape
+from ...core.step_cost import StepCost, StepShape
+from .step_cost_fit import fit_step_cost
 
 MIN_SAMPLES = 3  # of a size, before it counts
 _NUM_SAMPLES = 15
@@ -37,15 +35,7 @@ _PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps woul
 _NUM_RECORDED = 512  # steps that the percentile is of
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
-_FLATTER_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
-_STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to read the weights
-# What parts weigh in the fit: base, a row, bends, pairs, keys. Sizes between which nothing was seen
-# are joined by a straight line, and pairs do not stand for bends.
-_BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
-_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0])
-_REACH = 1.25  # of a knot, at least, to know how steep it is behind it: a few rows tell noise
 _LEAST_S = 1e-9
-_CONVERGED = 1e-9
 
 _Size = tuple[int, int, int, int]
 
@@ -162,23 +152,7 @@ class StepCostEstimator:
 
     def _fit(self) -> StepCost | None:
         known = [alike for alike in self._sizes.values() if len(alike.samples) >= MIN_SAMPLES]
-        points = [alike.find_middle() for alike in known]
-        rows = [shape.num_rows for shape, _ in points]
-        if not points or max(rows) < 2 * min(rows):
-            return None
-        seconds = np.array([seconds for _, seconds in points])
-        features = _features([shape for shape, _ in points])
-        base_s, *of_rows, pair_s, key_s = _non_negative_least_squares(
-            features / seconds[:, None], _WEIGHTS
-        )
-        steeper = list(zip(_STEEPER_AFTER, of_rows, strict=False))
-        flatter = list(zip(_FLATTER_AFTER, of_rows[len(steeper) :], strict=True))
-
-        def slope_behind(knot: int) -> float:
-            more = sum(part for begin, part in steeper if begin <= knot)
-            return more + sum(part for end, part in flatter if knot < end)
-
-        return StepCost(base_s, tuple(map(slope_behind, KNOTS)), pair_s, key_s, max(rows))
+        return fit_step_cost([alike.find_middle() for alike in known])
 
 
 class StepRecord:
@@ -223,45 +197,3 @@ def _size_of(shape: StepShape) -> _Size:
         shape.pairs.bit_length() // 3,
         shape.keys.bit_length() // 2,
     )
-
-
-def _features(shapes: list[StepShape]) -> np.ndarray:
-    """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER that some are far behind, rows
-    until each of _FLATTER_AFTER, pairs and keys."""
-    rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
-    is_reached = rows.max() >= _REACH * np.array(_STEEPER_AFTER)
-    behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER) * is_reached
-    until = np.minimum(rows[:, None], _FLATTER_AFTER)
-    return np.column_stack([np.ones_like(rows), behind, until, pairs, keys])
-
-
-def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> list[float]:
-    """argmin over x >= 0 of |features @ x - 1|^2 and the squares of x by their weights, features
-    scaled to be 1 at most; by active sets (Lawson and Hanson 1974)."""
-    scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
-    scaled = features / scale
-    gram, product = scaled.T @ scaled, scaled.sum(axis=0)
-    gram[np.diag_indices_from(gram)] += weights
-    found = np.zeros(len(product))
-    is_free = np.zeros(len(product), bool)
-    for _ in range(3 * len(product)):
-        slopes = np.where(is_free, -np.inf, product - gram @ found)
-        if slopes.max() <= _CONVERGED:
-            break
-        is_free[slopes.argmax()] = True
-        while True:
-            free = np.flatnonzero(is_free)
-            best = np.linalg.lstsq(gram[np.ix_(free, free)], product[free], rcond=None)[0]
-            if (best > 0).all():
-                break
-            # As far towards it as all stay non-negative; what arrives at 0 is free no more.
-            falling = best <= 0
-            now = found[free]
-            share = (now[falling] / (now - best)[falling]).min()
-            found[free] = now + share * (best - now)
-            is_free[free[found[free] <= _CONVERGED]] = False
-            if not is_free.any():
-                return [0.0] * len(product)
-        found[:] = 0.0
-        found[free] = best
-    return [float(value) for value in found / scale]

@@ -1,0 +1,80 @@
+"""The cost of steps (core/step_cost.py) that fits a few measured ones best: least squares of the
+relative error, no part negative."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...core.step_cost import KNOTS, StepCost, StepShape
+
+_FLATTER_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
+_STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to read the weights
+# What parts weigh in the fit: base, a row, bends, pairs, keys. Sizes between which nothing was seen
+# are joined by a straight line, and pairs do not stand for bends.
+_BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
+_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0])
+_REACH = 1.25  # of a knot, at least, to know how steep it is behind it: a few rows tell noise
+_CONVERGED = 1e-9
+
+
+def fit_step_cost(points: list[tuple[StepShape, float]]) -> StepCost | None:
+    """By steps and their seconds, of which none is 0; None unless one has twice the rows of
+    another."""
+    rows = [shape.num_rows for shape, _ in points]
+    if not points or max(rows) < 2 * min(rows):
+        return None
+    seconds = np.array([seconds for _, seconds in points])
+    features = _features([shape for shape, _ in points])
+    base_s, *of_rows, pair_s, key_s = _non_negative_least_squares(
+        features / seconds[:, None], _WEIGHTS
+    )
+    steeper = list(zip(_STEEPER_AFTER, of_rows, strict=False))
+    flatter = list(zip(_FLATTER_AFTER, of_rows[len(steeper) :], strict=True))
+
+    def slope_behind(knot: int) -> float:
+        more = sum(part for begin, part in steeper if begin <= knot)
+        return more + sum(part for end, part in flatter if knot < end)
+
+    return StepCost(base_s, tuple(map(slope_behind, KNOTS)), pair_s, key_s, max(rows))
+
+
+def _features(shapes: list[StepShape]) -> np.ndarray:
+    """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER that some are far behind, rows
+    until each of _FLATTER_AFTER, pairs and keys."""
+    rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
+    is_reached = rows.max() >= _REACH * np.array(_STEEPER_AFTER)
+    behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER) * is_reached
+    until = np.minimum(rows[:, None], _FLATTER_AFTER)
+    return np.column_stack([np.ones_like(rows), behind, until, pairs, keys])
+
+
+def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> list[float]:
+    """argmin over x >= 0 of |features @ x - 1|^2 and the squares of x by their weights, features
+    scaled to be 1 at most; by active sets (Lawson and Hanson 1974)."""
+    scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
+    scaled = features / scale
+    gram, product = scaled.T @ scaled, scaled.sum(axis=0)
+    gram[np.diag_indices_from(gram)] += weights
+    found = np.zeros(len(product))
+    is_free = np.zeros(len(product), bool)
+    for _ in range(3 * len(product)):
+        slopes = np.where(is_free, -np.inf, product - gram @ found)
+        if slopes.max() <= _CONVERGED:
+            break
+        is_free[slopes.argmax()] = True
+        while True:
+            free = np.flatnonzero(is_free)
+            best = np.linalg.lstsq(gram[np.ix_(free, free)], product[free], rcond=None)[0]
+            if (best > 0).all():
+                break
+            # As far towards it as all stay non-negative; what arrives at 0 is free no more.
+            falling = best <= 0
+            now = found[free]
+            share = (now[falling] / (now - best)[falling]).min()
+            found[free] = now + share * (best - now)
+            is_free[free[found[free] <= _CONVERGED]] = False
+            if not is_free.any():
+                return [0.0] * len(product)
+        found[:] = 0.0
+        found[free] = best
+    return [float(value) for value in found / scale]
