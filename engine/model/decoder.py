@@ -16,9 +16,8 @@ from ...kernels.experts.experts import ExpertLoads, LayerLoads
 from ...kernels.products.weights import Activations
 from .communicator import Summand
 from .experts import Experts
-from .layers import MLP, Embedding, Linear, Outputs, Product, RMSNorm, RowLinear
+from .layers import MLP, Embedding, Linear, Outputs, Product, RMSNorm, RotaryEmbedding, RowLinear
 from .model_config import ModelConfig
-from .rotary import RotaryEmbedding
 from .sharding import Heads, heads_of_rank
 from .stages import LayerRange
 from .weights.placement import Placement

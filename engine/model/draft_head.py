@@ -26,9 +26,8 @@ from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from .decoder import Attention, DecoderLayer
-from .layers import MLP, Embedding, Linear, Outputs, RMSNorm
+from .layers import MLP, Embedding, Linear, Outputs, RMSNorm, RotaryEmbedding
 from .model_config import ModelConfig
-from .rotary import RotaryEmbedding
 from .weights.placement import Placement
 from .weights.targets import Targets
 

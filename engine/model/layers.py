@@ -1,4 +1,5 @@
-"""The building blocks of the models: products with weights, norms, embeddings.
+"""The building blocks of the models: products with weights, norms, embeddings of tokens and of
+positions.
 
 Each block names its weights as checkpoints do, by `targets()`. Where several ranks share a model:
 
@@ -16,12 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.kv.kv_blocks import rope_angles
 from ...kernels.lora.lora import Place
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
 from .communicator import Communicator, Summand
+from .rope_config import DynamicScaling, RopeConfig, YarnScaling
+from .rotary import dynamic_inv_freq, inv_freq
 from .weights.placement import Placement
 from .weights.targets import Cut, Target, Targets
 
@@ -296,3 +301,24 @@ class Embedding:
             )
         else:
             yield f"{self._name}.weight", Target(self.weight[: self._num_ids], cut)
+
+
+class RotaryEmbedding:
+    """Positions to what `kernels.kv.kv_blocks.apply_rope` takes, once per step."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        scaling = rope.scaling
+        self._trained_length: int | None = None
+        if isinstance(scaling, DynamicScaling):
+            self._trained_length = scaling.max_position_embeddings
+            self._inv_freq = dynamic_inv_freq(rope.theta, scaling, head_dim).to(device)
+        else:
+            self._inv_freq = inv_freq(rope, head_dim).to(device)
+        self._scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [tokens] -> cos and signed sin, [tokens, 1, dim] float32 each."""
+        if self._trained_length is None:
+            return rope_angles(positions, self._inv_freq, self._scale)
+        rows = (positions + 1 - self._trained_length).clamp(min=0)
+        return rope_angles(positions, self._inv_freq.index_select(0, rows))

@@ -1,4 +1,4 @@
-"""Rotary embeddings: positions to angles, with the scalings of long contexts."""
+"""How fast pairs of dimensions turn in rotary embeddings, with the scalings of long contexts."""
 
 from __future__ import annotations
 
@@ -7,29 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...kernels.kv.kv_blocks import rope_angles
 from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-
-
-class RotaryEmbedding:
-    """Positions to what `kernels.kv.kv_blocks.apply_rope` takes, once per step."""
-
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        scaling = rope.scaling
-        self._trained_length: int | None = None
-        if isinstance(scaling, DynamicScaling):
-            self._trained_length = scaling.max_position_embeddings
-            self._inv_freq = dynamic_inv_freq(rope.theta, scaling, head_dim).to(device)
-        else:
-            self._inv_freq = inv_freq(rope, head_dim).to(device)
-        self._scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
-
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [tokens] -> cos and signed sin, [tokens, 1, dim] float32 each."""
-        if self._trained_length is None:
-            return rope_angles(positions, self._inv_freq, self._scale)
-        rows = (positions + 1 - self._trained_length).clamp(min=0)
-        return rope_angles(positions, self._inv_freq.index_select(0, rows))
 
 
 def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:

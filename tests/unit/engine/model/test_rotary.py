@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.model.config_fields import Fields
+from baton.engine.model.layers import RotaryEmbedding
 from baton.engine.model.rope_config import DynamicScaling, RopeConfig, YarnScaling, read_rope
-from baton.engine.model.rotary import RotaryEmbedding, inv_freq
+from baton.engine.model.rotary import inv_freq
 
 HEAD_DIM, LENGTH = 48, 256
 SCALINGS: dict[str, dict[str, Any]] = {
