@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 from functools import partial
+from itertools import count
 from typing import TypeAlias
 
 from ..core.errors import InvalidRequest
@@ -26,7 +27,7 @@ from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
 from .scheduling.decode_batch import DecodeBatch
 from .scheduling.outputs import StepOutput
-from .scheduling.schedule import ScheduledSequence, step_shape
+from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
 from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
@@ -179,38 +180,17 @@ class Stepper:
         `is_waited_for`: the one before has just been collected, for this one to have drafts.
         """
         began_s = self._clock.monotonic_s()
-        self.poll_host()
-        if self._sequences.beams.by_key:
-            self._sequences.beams.advance(output)
-        if previous is None and self._speculator is not None:
-            make_room = self._scheduler.preemption.make_room_for_drafts
-            self._speculator.draft(self._scheduler.queues, make_room, self._last_shape)
-        in_front_s = None if previous is None else self._step_costs.expected_s(previous.shape)
-        self._scheduler.promise.in_front_s = in_front_s or 0.0
-        schedule = self._scheduler.schedule()
-        for sequence, error in schedule.failed:
-            self._sequences.fail(sequence, error, output)
-        if not schedule.scheduled:
-            # Who failed may have been what others waited for.
-            again = partial(self._launch, previous, output, is_waited_for=is_waited_for)
-            return again() if schedule.failed else None
-        masks = self._masks(schedule.scheduled, output)
-        if output.failed:
-            schedule.drop_preempted()
-        clear, others, planned = schedule.clear, schedule.others, schedule.scheduled
-        if not planned:
-            # All have failed: there may be room for others.
-            return self._launch(previous, output, is_waited_for=is_waited_for)
-        fresh = [sequence for sequence, _ in planned if not sequence.has_started]
-        for sequence in fresh:
-            sequence.has_started = True
-            keys = self._sequences.keys_of(sequence)
-            output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
+        planned = self._plan(previous, output)
+        if planned is None:
+            return None
+        schedule, masks = planned
+        clear, others, sequences = schedule.clear, schedule.others, schedule.sequences
+        fresh = self._begin(sequences, output)
         shape = step_shape(clear, others)
         places = {} if previous is None else previous.fence.places
         known = (places, masks, self._sequences.eos_token_ids)
         batch = StepBatch(self._decodes.launch(clear, *known), launch_slices(others, *known))
-        fence = self._tables.open_step({one: place for place, (one, _) in enumerate(planned)})
+        fence = self._tables.open_step(dict(zip(sequences, count())))
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
@@ -228,21 +208,55 @@ class Stepper:
         self._launching_s[shape.num_prompt_tokens > 0] = launching_s
         num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))
         step = StepInFlight(
-            *(clear, planned, fence, launched, shape, launched_s, launching_s, promise_s),
+            *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=num_in_flight,
             hid_end=previous is not None and previous.launched.has_completed(),
         )
         self._last_shape = shape
-        if shape.num_rows > len(planned):
-            for sequence, num_tokens in others:
-                if num_tokens > 1:
-                    self._tables.prepare_store(sequence)
+        for sequence, num_tokens in others:
+            if num_tokens > 1:
+                self._tables.prepare_store(sequence)
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
         if step.launched.number:
             output.launched += launched_chunks(others, step.launched.number)
         return step
+
+    def _plan(
+        self, previous: StepInFlight | None, output: StepOutput
+    ) -> tuple[Schedule, Mapping[Sequence, Row[Mask]]] | None:
+        """What the step behind `previous` computes, and which tokens it may give to those that are
+        constrained; None: nothing. What cannot go on ends."""
+        while True:
+            self.poll_host()
+            if self._sequences.beams.by_key:
+                self._sequences.beams.advance(output)
+            if previous is None and self._speculator is not None:
+                make_room = self._scheduler.preemption.make_room_for_drafts
+                self._speculator.draft(self._scheduler.queues, make_room, self._last_shape)
+            in_front_s = None if previous is None else self._step_costs.expected_s(previous.shape)
+            self._scheduler.promise.in_front_s = in_front_s or 0.0
+            schedule = self._scheduler.schedule()
+            if schedule.is_empty and not schedule.failed:
+                return None
+            for sequence, error in schedule.failed:
+                self._sequences.fail(sequence, error, output)
+            masks = self._masks(schedule, output)
+            if output.failed:
+                schedule.drop_preempted()
+            if not schedule.is_empty:
+                return schedule, masks
+            # All have failed: there may be room for others, which waited for them.
+
+    def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
+        """Those that are in a step for the first time."""
+        fresh = [sequence for sequence in sequences if not sequence.has_started]
+        for sequence in fresh:
+            sequence.has_started = True
+            keys = self._sequences.keys_of(sequence)
+            output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
+        return fresh
 
     def poll_host(self) -> bool:
         """Take note of what was copied to or from host memory; whether a prompt can go on."""
@@ -252,14 +266,12 @@ class Stepper:
         self._scheduler.queues.wake()
         return True
 
-    def _masks(
-        self, planned: list[ScheduledSequence], output: StepOutput
-    ) -> Mapping[Sequence, Row[Mask]]:
+    def _masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
         """Which tokens those may be given that are constrained; what cannot go on ends here."""
         found: dict[Sequence, Row[Mask]] = {}
         if self._constraints is None:
             return found
-        for sequence, masks in constrained_masks(self._constraints, planned).items():
+        for sequence, masks in constrained_masks(self._constraints, schedule).items():
             if isinstance(masks, InvalidRequest):
                 self._sequences.fail(sequence, masks, output)
             else:
@@ -275,12 +287,12 @@ class Stepper:
         step.fence.close()
         self._measure(step, behind)
         here = step.fence.places  # not what was aborted or preempted in flight, or ended late
-        for index, logprobs in prompts.items():
-            if (sequence := step.scheduled[index].sequence) in here:
-                output.tell_prompt(sequence, logprobs)
         n = len(step.clear)
+        for index, logprobs in prompts.items():
+            if (sequence := step.others[index - n].sequence) in here:
+                output.tell_prompt(sequence, logprobs)
         self._results.advance_clear(step.clear, results[:n], here, output)
-        for (sequence, num_tokens), sampled in zip(step.scheduled[n:], results[n:], strict=True):
+        for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
             if sequence in here:
                 self._results.advance(sequence, num_tokens, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):

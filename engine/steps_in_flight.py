@@ -21,10 +21,11 @@ from .scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step: its results are parallel to `scheduled`, the first of which are `clear`."""
+    """A launched step: its results are parallel to those that are `clear`, and behind them to the
+    `others`."""
 
     clear: list[Sequence]
-    scheduled: list[ScheduledSequence]
+    others: list[ScheduledSequence]
     fence: StepFence
     launched: LaunchedStep
     shape: StepShape

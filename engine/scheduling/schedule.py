@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
 from typing import NamedTuple
 
 from ...core.errors import BatonError
@@ -40,12 +38,10 @@ class ScheduledSequence(NamedTuple):
         return self.num_scheduled_tokens == self.sequence.num_unlaunched_tokens
 
 
-_scheduled = partial(tuple.__new__, ScheduledSequence)  # a step makes hundreds
-
-
 @dataclass(slots=True)
 class Schedule:
-    """One step. `failed` sequences can never go on: they are out of the scheduler already.
+    """One step: a token of each that is `clear`, and behind them the `others`. `failed` sequences
+    can never go on: they are out of the scheduler already.
 
     The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
     in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
@@ -60,8 +56,8 @@ class Schedule:
     num_small_tokens: int = 0
     num_prompt_tokens: int = 0
     prompt_callers: set[int] = field(default_factory=set)
-    clear: list[Sequence] = field(default_factory=list)  # in front of the others in `scheduled`
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    clear: list[Sequence] = field(default_factory=list)
+    others: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
     def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
@@ -76,28 +72,31 @@ class Schedule:
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         """Have so many of the sequence's unlaunched tokens in the step."""
-        self.scheduled.append(_scheduled((sequence, num_tokens)))
+        self.others.append(ScheduledSequence(sequence, num_tokens))
         budget, chunk = self.num_budget_tokens, self.num_chunk_tokens
         self.num_budget_tokens = budget - num_tokens if num_tokens < budget else 0
         self.num_chunk_tokens = chunk - num_tokens if num_tokens < chunk else 0
 
     def take_clear(self, sequences: list[Sequence]) -> None:
-        """Have a token of each of these, as many as there is room for, in front of all others."""
+        """Have a token of each of these, as many as there is room for."""
         assert not self.clear
         self.clear = clear = sequences[: self.num_budget_tokens]
-        self.scheduled[:0] = map(_scheduled, zip(clear, repeat(1)))
         self.num_budget_tokens -= len(clear)
         self.num_chunk_tokens = max(0, self.num_chunk_tokens - len(clear))
 
     @property
-    def others(self) -> list[ScheduledSequence]:
-        """Behind those that are clear."""
-        return self.scheduled[len(self.clear) :]
+    def is_empty(self) -> bool:
+        return not (self.clear or self.others)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """In the order of the step."""
+        return [*self.clear, *(one for one, _ in self.others)]
 
     def drop_preempted(self) -> None:
         """Leave out what was preempted, or has ended, since it was planned."""
         self.clear = [one for one in self.clear if one.state is SequenceState.RUNNING]
-        self.scheduled = [s for s in self.scheduled if s.sequence.state is SequenceState.RUNNING]
+        self.others = [s for s in self.others if s.sequence.state is SequenceState.RUNNING]
 
     def limit_prompts(self, num_tokens: int) -> None:
         """Let the step have no more tokens of prompts than these, though it had room for more."""

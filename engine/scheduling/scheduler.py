@@ -175,14 +175,14 @@ class Scheduler:
         )
         may_pass, self._is_long_due = not self._is_long_due, False
         self._plan_decodes(schedule)
-        if self.promise.tbt_target_s is not None and schedule.scheduled:
+        if self.promise.tbt_target_s is not None and not schedule.is_empty:
             self.promise.keep(schedule)
         if limits.num_stages > 1:
             self._share_prompts(schedule)
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
-        if schedule.scheduled:
+        if not schedule.is_empty:
             self._pipeline_tokens = schedule.num_prompt_tokens
         return schedule
 
@@ -191,13 +191,13 @@ class Scheduler:
         of hundreds are clear (see Sequence): only the others are looked at one by one."""
         running, most = self.queues.running, self._share_of_decodes()
         for sequence in [s for s in running if s.num_launched_tokens >= s.num_clear_tokens]:
-            if schedule.num_budget_tokens == 0 or len(schedule.scheduled) == most:
+            if schedule.num_budget_tokens == 0 or len(schedule.others) == most:
                 break
             self._plan_decode(sequence, schedule)
         clear = [s for s in running if s.num_launched_tokens < s.num_clear_tokens]
         if most is not None:
             clear = [s for s in clear if not s.num_awaited_tokens]
-            clear = clear[: most - len(schedule.scheduled)]
+            clear = clear[: most - len(schedule.others)]
         schedule.take_clear(clear)
 
     def _plan_decode(self, sequence: Sequence, schedule: Schedule) -> None:
@@ -270,10 +270,10 @@ class Scheduler:
         is_passed = False
         running = self.queues.running
         for sequence in [s for s in running if s.num_launched_tokens < s.num_prefill_tokens]:
-            num_before = len(schedule.scheduled)
+            num_before = len(schedule.others)
             if may_pass:
                 self._admit_waiting(schedule, before=sequence)
-            is_passed |= len(schedule.scheduled) > num_before
+            is_passed |= len(schedule.others) > num_before
             num_tokens, caller_id = sequence.num_unlaunched_tokens, sequence.request.caller_id
             is_stretching = is_passed and schedule.would_stretch(caller_id, num_tokens)
             if schedule.num_budget_tokens and not is_stretching:

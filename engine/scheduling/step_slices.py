@@ -12,7 +12,7 @@ from ...kernels.sampling.sample_spec import SampleSpec
 from ..execution.batch import SequenceSlice
 from ..execution.constraints import Constraints, Mask, without
 from .outputs import ChunkLaunched
-from .schedule import ScheduledSequence
+from .schedule import Schedule, ScheduledSequence
 from .sequence import Sequence
 
 _AWAITED = (0,)  # stands for the token that is not known yet
@@ -103,14 +103,11 @@ def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[Chu
 
 
 def constrained_masks(
-    constraints: Constraints, planned: Iterable[ScheduledSequence]
+    constraints: Constraints, schedule: Schedule
 ) -> dict[Sequence, list[Mask] | InvalidRequest]:
     """Which tokens those may be given that are constrained, or why one of them cannot go on."""
-    samples = [
-        (one.sequence, one.sequence.constrained)
-        for one in planned
-        if one.sequence.constrained is not None and one.samples
-    ]
+    sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
+    samples = [(one, one.constrained) for one in sampled if one.constrained is not None]
     if not samples:
         return {}
     masks = constraints.masks([(c, s.output_token_ids, s.draft_token_ids) for s, c in samples])

@@ -83,13 +83,13 @@ class Bench:
         """Schedule and "compute"; the scheduled tokens by name."""
         schedule = self.scheduler.schedule()
         self.failed = schedule.failed
-        for scheduled in schedule.scheduled:
-            sequence = scheduled.sequence
-            sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+        planned = [*((one, 1) for one in schedule.clear), *schedule.others]
+        for sequence, num_tokens in planned:
+            sequence.num_computed_tokens += num_tokens
             sequence.num_launched_tokens = sequence.num_computed_tokens
             self.tables.store(sequence)
             if sequence.num_tokens == sequence.num_computed_tokens:
                 sequence.token_ids.append(9)
                 if sequence.is_held:
                     self.scheduler.queues.hold(sequence)
-        return {s.sequence.request.request_id: s.num_scheduled_tokens for s in schedule.scheduled}
+        return {sequence.request.request_id: num_tokens for sequence, num_tokens in planned}

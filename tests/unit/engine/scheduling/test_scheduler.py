@@ -143,7 +143,7 @@ def test_a_prompt_gets_on_in_a_step_that_is_not_too_large(
     prompt = Bench().new(num_tokens)
     prompt.num_prefill_tokens = num_tokens
     schedule.plan(prompt, is_in_queue=is_in_queue)
-    (planned,) = schedule.scheduled
+    (planned,) = schedule.others
     assert 1 <= planned.num_scheduled_tokens <= num_tokens
     assert num_decodes + planned.num_scheduled_tokens <= max(budget + spare, chunk)
 
