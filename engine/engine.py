@@ -16,6 +16,7 @@ from ..core.ports import Clock, SystemClock
 from ..core.request.request import Request
 from ..core.request.token_ids import BlockHash
 from ..core.step_cost import StepCost
+from .decode_batch import DecodeBatch
 from .engine_ledger import engine_ledger
 from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints
@@ -34,7 +35,6 @@ from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
-from .scheduling.decode_batch import DecodeBatch
 from .scheduling.outputs import Load, Reservation, SpeculationCounts, StepOutput, Totals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState

@@ -20,20 +20,20 @@ from typing import TypeAlias
 from ..core.errors import InvalidRequest
 from ..core.ports import Clock
 from ..core.step_cost import StepShape
+from .decode_batch import DecodeBatch
 from .execution.batch import Runner, StepBatch
 from .execution.constraints import Constraints, Mask
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
-from .scheduling.decode_batch import DecodeBatch
 from .scheduling.outputs import StepOutput
 from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
 from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
-from .scheduling.step_slices import constrained_masks, launch_slices, launched_chunks
 from .speculation.speculator import Speculator
 from .step_results import StepResults
+from .step_slices import constrained_masks, launch_slices, launched_chunks
 from .steps_in_flight import StepInFlight, StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -82,8 +82,8 @@ class Stepper:
         self._in_flight: StepInFlight | None = None
         self._pipeline: StepsInFlight | None = None
         self._num_stages = num_stages
-        if num_stages > 1:
-            self._pipeline = StepsInFlight(self._most_in_flight)
+        if scheduler.pipeline is not None:
+            self._pipeline = StepsInFlight(scheduler.pipeline.most_in_flight)
 
     @property
     def has_work(self) -> bool:
@@ -142,11 +142,6 @@ class Stepper:
             if meanwhile is not None and self._host is not None and self._host.has_work:
                 meanwhile()
         return output
-
-    def _most_in_flight(self) -> int:
-        """One for each stage; of prompts alone one more, which the first stage goes on with while
-        the host is told of the last one's. Decodes would wait for it."""
-        return self._num_stages + (not self._scheduler.is_decoding)
 
     def _launch_due_s(self, previous: StepInFlight | None) -> float:
         """When to launch what comes behind `previous`: late, for a prompt that comes meanwhile to

@@ -35,11 +35,11 @@ from collections.abc import Iterable
 from itertools import chain
 
 from ...core.request.request import Request
-from ...core.step_cost import StepShape
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
 from .admission import Admission, Footprint, OutputLengthEstimator, distinct_blocks
 from .block_tables import BlockTables
+from .pipeline_share import PipelineShare
 from .preemption import Preemption
 from .queues import Queues
 from .schedule import Schedule
@@ -61,8 +61,9 @@ class Scheduler:
     ) -> None:
         self.queues = Queues(limits, pool)
         self.promise = StepPromise(limits, self.queues, step_costs)
-        self._step_costs = step_costs
-        self._pipeline_tokens = 0  # of prompts, in a pipeline's last step
+        self.pipeline: PipelineShare | None = None
+        if limits.num_stages > 1:
+            self.pipeline = PipelineShare(limits, self.queues, step_costs)
         self.preemption = Preemption(limits, tables, self.queues)
         self._limits = limits
         self._pool = pool
@@ -177,19 +178,20 @@ class Scheduler:
         self._plan_decodes(schedule)
         if self.promise.tbt_target_s is not None and not schedule.is_empty:
             self.promise.keep(schedule)
-        if limits.num_stages > 1:
-            self._share_prompts(schedule)
+        if self.pipeline is not None:
+            self.pipeline.limit_prompts(schedule)
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
-        if not schedule.is_empty:
-            self._pipeline_tokens = schedule.num_prompt_tokens
+        if self.pipeline is not None:
+            self.pipeline.observe(schedule)
         return schedule
 
     def _plan_decodes(self, schedule: Schedule) -> None:
         """One token of each running sequence, for no more is unlaunched, and its drafts. Nearly all
         of hundreds are clear (see Sequence): only the others are looked at one by one."""
-        running, most = self.queues.running, self._share_of_decodes()
+        running = self.queues.running
+        most = None if self.pipeline is None else self.pipeline.num_decodes
         for sequence in [s for s in running if s.num_launched_tokens >= s.num_clear_tokens]:
             if schedule.num_budget_tokens == 0 or len(schedule.others) == most:
                 break
@@ -230,32 +232,6 @@ class Scheduler:
             most = 1 if needs_history else num_left - 1
             sequence.num_clear_tokens = min(num_slots, num_launched + most)
 
-    def _share_prompts(self, schedule: Schedule) -> None:
-        """Leave prompts for the steps that follow: one stage computes while the others wait, unless
-        there is a step for each. While all of n equal steps pass through S stages, n + S - 1 step
-        times pass: as large steps as make that least, once it is known what they take."""
-        queues, limits = self.queues, self._limits
-        num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
-        num_tokens += sum(queues.waiting.waiting_tokens().values())
-        cost = self._step_costs.estimate()
-        known = 0 if cost is None else 2 * cost.max_rows  # beyond that an estimate is a guess
-        sizes = [limits.max_num_batched_tokens >> halvings for halvings in range(4)]
-        step_s = {
-            size: cost.seconds(StepShape(num_prompt_tokens=size))
-            for size in sizes
-            if cost is not None and 0 < size <= known
-        }
-        if not step_s:
-            share = -(-num_tokens // limits.num_stages)
-            schedule.limit_prompts(max(share, limits.small_step_tokens))
-            return
-        behind = limits.num_stages - 1
-        size = min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
-        # Behind larger steps smaller ones wait for the next stage as long as those.
-        if any(one.has_prefill_in_flight for one in queues.running):
-            size = max(size, self._pipeline_tokens)
-        schedule.limit_prompts(size)
-
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""
         known = chain(self.queues.owners(), self.queues.waiting)
@@ -287,27 +263,6 @@ class Scheduler:
             return False  # it makes no difference
         others = (other for other in self.queues.running if other is not sequence)
         return bool(self.queues.waiting) or any(other.has_prefill_in_flight for other in others)
-
-    def _share_of_decodes(self) -> int | None:
-        """How many decodes a step has at most, so that those of a pipeline have as many each; None:
-        there is one step at a time, which has all."""
-        num_stages = self._limits.num_stages
-        if num_stages == 1:
-            return None
-        return -(-sum(not one.is_prefilling for one in self.queues.running) // num_stages)
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a step to come has a token of a sequence that is past its prompt."""
-        return any(
-            not (one.is_prefilling or one.is_held or self._has_its_last(one))
-            for one in self.queues.running
-        )
-
-    def _has_its_last(self, sequence: Sequence) -> bool:
-        """Whether a step in flight computes the last token that it can have here."""
-        num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
-        return num_tokens >= sequence.most_tokens or num_tokens >= self._limits.max_model_len
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""

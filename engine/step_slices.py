@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
 
-from ...core.errors import InvalidRequest
-from ...core.request.request import key_at, token_key
-from ...kernels.sampling.sample_spec import SampleSpec
-from ..execution.batch import SequenceSlice
-from ..execution.constraints import Constraints, Mask, without
-from .outputs import ChunkLaunched
-from .schedule import Schedule, ScheduledSequence
-from .sequence import Sequence
+from ..core.errors import InvalidRequest
+from ..core.request.request import key_at, token_key
+from ..kernels.sampling.sample_spec import SampleSpec
+from .execution.batch import SequenceSlice
+from .execution.constraints import Constraints, Mask, without
+from .scheduling.outputs import ChunkLaunched
+from .scheduling.schedule import Schedule, ScheduledSequence
+from .scheduling.sequence import Sequence
 
 _AWAITED = (0,)  # stands for the token that is not known yet
 

@@ -11,7 +11,7 @@ from baton.core.request.request import Request, SamplingParams, token_key
 from baton.core.request.token_ids import BlockHash
 from baton.engine.scheduling.schedule import ScheduledSequence
 from baton.engine.scheduling.sequence import Sequence
-from baton.engine.scheduling.step_slices import launch_slices
+from baton.engine.step_slices import launch_slices
 
 seeds = st.none() | st.integers(0, 2**64 - 1)  # None: greedy
 

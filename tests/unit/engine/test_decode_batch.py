@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.token_ids import BlockHash
+from baton.engine.decode_batch import DecodeBatch
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.scheduling.decode_batch import DecodeBatch
 from baton.engine.scheduling.schedule import ScheduledSequence
 from baton.engine.scheduling.sequence import Sequence
-from baton.engine.scheduling.step_slices import launch_slices
+from baton.engine.step_slices import launch_slices
 
 BLOCK_SIZE = 4
 params = st.builds(

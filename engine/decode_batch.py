@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ...core.request.request import key_at
-from ..execution.batch import NO_DECODES, DecodeColumns, Int64s
-from ..execution.constraints import Mask
-from .sequence import Sequence
+from ..core.request.request import key_at
+from .execution.batch import NO_DECODES, DecodeColumns, Int64s
+from .execution.constraints import Mask
+from .scheduling.sequence import Sequence
 from .step_slices import sample_spec
 
 # `place`: of the start's block in the block table. `draws`: whether `key`, the sample's, matters.
