@@ -35,6 +35,7 @@ from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
+from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import Load, Reservation, SpeculationCounts, StepOutput, Totals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
@@ -96,7 +97,8 @@ class Engine:
                 limits.block_size,
                 None if disk is None else DiskTier(disk, host_blocks, clock),
             )
-        self._tables = BlockTables(self.pool, cache, generations, limits.block_size, self._host)
+        host = None if self._host is None else HostPrefixes(self._host, limits.block_size)
+        self._tables = BlockTables(self.pool, cache, generations, limits.block_size, host)
         self._step_record = StepRecord()
         self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
         self.num_expert_ranks = 1  # that have experts whole, each as many

@@ -1,26 +1,20 @@
 """Gives blocks to sequences and takes them back: the one writer of `Sequence.block_ids`.
 
-Joins pool, prefix cache and host memory: an admission takes cached blocks first, a computed full
-block becomes a cached one, and a block that a step on the device still touches stays fenced. Blocks
-go to host memory when a sequence ends, when a second one uses them, and when one is preempted.
-Decides nothing.
+Joins pool and prefix cache: an admission takes cached blocks first, a computed full block becomes a
+cached one, and a block that a step on the device still touches stays fenced. Decides nothing.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as Row
 from itertools import chain, count, repeat
 
-from ...core.request.token_ids import BlockHash
 from ..kv.block_pool import BlockPool, BlockRef, Fence
 from ..kv.generations import Generations
-from ..kv.host_tier import HostMatch, HostTier, Load
 from ..kv.prefix_cache import PrefixCache
+from .host_prefixes import HostPrefixes
 from .sequence import Sequence
-
-_SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
 
 
 class StepFence:
@@ -57,10 +51,11 @@ class BlockTables:
         cache: PrefixCache,
         generations: Generations,
         block_size: int,
-        host: HostTier | None = None,
+        host: HostPrefixes | None = None,
     ) -> None:
+        """`host`: where the prefix cache goes on, if it does."""
         self._pool = pool
-        self._host = host
+        self.host = host
         self._cache = cache
         self._generations = generations
         self._block_size = block_size
@@ -76,53 +71,15 @@ class BlockTables:
         """
         if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
             return []
-        return self._match(sequence, 0, num_tokens, self._cache.match)
-
-    def match_host(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
-        """What goes on behind `num_matched` cached blocks, if it pays to copy it; limits as of
-        `match`. None: nothing."""
-        if self._host is None or sequence.owes_prompt_logprobs:
-            return None
-        coming = self._match(sequence, num_matched, num_tokens, self._host.match_coming)
-        num_before = num_matched + len(coming)
-        in_host = self._match(sequence, num_before, num_tokens, self._host.match)
-        num_before += len(in_host)
-        matched = HostMatch(coming, in_host, self._match_disk(sequence, num_before, num_tokens))
-        if not matched.num_blocks or not self._host.pays(matched, num_matched):
-            return None
-        return matched
-
-    def _match_disk(self, sequence: Sequence, num_before: int, num_tokens: int) -> list[int]:
-        """The same of what is on disk behind `num_before` blocks: as much as may be read now."""
-        if self._host is None or self._host.disk is None or not (room := self._host.disk.room):
-            return []
-        slots = self._match(sequence, num_before, num_tokens, self._host.match_disk)[:room]
-        pays = slots and self._host.pays(HostMatch([], [], slots), num_before)
-        return slots if pays else []
-
-    def _match(
-        self,
-        sequence: Sequence,
-        first: int,
-        num_tokens: int,
-        match: Callable[[list[BlockHash]], list[int]],
-    ) -> list[int]:
-        """What `match` finds from block `first` on."""
-        num_blocks, matched = num_tokens // self._block_size, list[int]()
-        for start in range(first, num_blocks, _SLICE_BLOCKS):
-            end = min(start + _SLICE_BLOCKS, num_blocks)
-            hashes = sequence.block_hashes(end, self._block_size)
-            matched += match(hashes[start:])
-            if first + len(matched) < end:
-                break  # the hashes behind can wait until a step is on the device
-        return matched
+        return sequence.find(self._cache.match, 0, num_tokens, self._block_size)
 
     def num_to_compute(self, sequence: Sequence) -> int:
         """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
-        num_matched = len(self.match(sequence, sequence.num_tokens - 1))
-        in_host = self.match_host(sequence, sequence.num_tokens - 1, num_matched)
-        if in_host is not None:
-            num_matched += in_host.num_blocks
+        num_tokens = sequence.num_tokens - 1
+        num_matched = len(self.match(sequence, num_tokens))
+        if self.host is not None:
+            in_host = self.host.match(sequence, num_tokens, num_matched)
+            num_matched += 0 if in_host is None else in_host.num_blocks
         return sequence.num_tokens - num_matched * self._block_size
 
     def take(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
@@ -146,18 +103,8 @@ class BlockTables:
         sequence.num_launched_tokens = sequence.num_cached_tokens
         return True
 
-    def load(self, sequence: Sequence, match: HostMatch) -> Load:
-        """Begin to copy what goes on behind its cached blocks; its blocks are taken."""
-        assert self._host is not None
-        first = sequence.num_stored_blocks
-        last = first + match.num_blocks
-        hashes = sequence.block_hashes(last, self._block_size)
-        own = sequence.block_ids[first + len(match.coming) : last]
-        parent = hashes[first - 1] if first else None
-        return self._host.load(hashes[first:], match, own, parent)
-
     def loaded(self, sequence: Sequence, num_blocks: int) -> None:
-        """The copy has ended: so many blocks count as computed beside the cached ones."""
+        """What host memory had is there: so many blocks count as computed beside the cached."""
         num_tokens = num_blocks * self._block_size
         sequence.num_cached_tokens += num_tokens
         sequence.num_computed_tokens += num_tokens
@@ -165,22 +112,6 @@ class BlockTables:
         self.num_hit_tokens += num_tokens
         self.num_host_hit_tokens += num_tokens
         self.store(sequence)
-
-    def write(self, sequence: Sequence) -> None:
-        """Copy what it has in the prefix cache to host memory: it ends, or they have a second use.
-
-        Others may leave host memory for it: what is to be loaded from there is loading already.
-        """
-        if self._host is not None and sequence.num_stored_blocks:
-            self._host.write(*self._stored(sequence))
-
-    def swap_out(self, sequence: Sequence) -> bool:
-        """The same where it is preempted: all of it, or nothing if that cannot be or costs more."""
-        return self._host is not None and self._host.swap_out(*self._stored(sequence))
-
-    def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], Row[int]]:
-        n = sequence.num_stored_blocks
-        return sequence.block_hashes(n, self._block_size), sequence.block_ids[:n]
 
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
         """Give an empty-handed child its computed tokens' blocks, and room for the token behind.
@@ -253,7 +184,8 @@ class BlockTables:
 
     def end(self, sequence: Sequence) -> None:
         """It needs its blocks no more."""
-        self.write(sequence)
+        if self.host is not None:
+            self.host.write(sequence)
         self.give_back(sequence)
 
     def give_back(self, sequence: Sequence) -> None:

@@ -86,7 +86,8 @@ class Preemption:
     def _take_blocks(self, sequence: Sequence) -> None:
         self._queues.running.remove(sequence)
         self._tables.store(sequence)  # what was pulled for it may not be there yet
-        self.num_swaps += self._tables.swap_out(sequence)
+        if self._tables.host is not None:
+            self.num_swaps += self._tables.host.swap_out(sequence)
         self._tables.give_back(sequence)
         sequence.was_preempted = True
 

@@ -93,7 +93,8 @@ class Scheduler:
             return False
         self.queues.reserved.append(sequence)
         self.queues.take_in(sequence.group)
-        self._tables.write(sequence)  # a second use of what was matched
+        if self._tables.host is not None:
+            self._tables.host.write(sequence)  # a second use of what was matched
         return True
 
     def start(self, sequence: Sequence) -> None:
@@ -266,6 +267,7 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
+        host = self._tables.host
         beside: list[Footprint] | None = None  # of all that have blocks
         while schedule.num_budget_tokens:
             sequence = self.queues.next_to_admit
@@ -279,7 +281,9 @@ class Scheduler:
                 return  # as far as can be told without a look into the prefix cache
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
-            in_host = self._tables.match_host(sequence, sequence.num_tokens - 1, len(matched))
+            in_host = None
+            if host is not None:
+                in_host = host.match(sequence, sequence.num_tokens - 1, len(matched))
             num_matched = len(matched) + (0 if in_host is None else in_host.num_blocks)
             num_tokens = sequence.num_tokens - num_matched * self._limits.block_size
             if schedule.would_stretch(sequence.request.caller_id, num_tokens):
@@ -303,15 +307,15 @@ class Scheduler:
             self.queues.waiting.pop(num_tokens)
             self.queues.take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
-            if in_host is not None:
+            if host is not None and in_host is not None:
                 sequence.state = SequenceState.LOADING
-                self.queues.loading[sequence] = self._tables.load(sequence, in_host)
+                self.queues.loading[sequence] = host.load(sequence, in_host)
             else:
                 self.queues.run(sequence)
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
             beside += self._admission.footprints([sequence])
-            if matched:
-                self._tables.write(sequence)  # their second use
+            if matched and host is not None:
+                host.write(sequence)  # their second use
 
     def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
         """Whether a waiting prompt with so many tokens to compute goes before a running prefill.

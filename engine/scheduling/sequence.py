@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
 from ...core.request.request import Request, SamplingParams, sample_key
 from ...core.request.token_ids import BlockHash, block_hashes
 from ..execution.constraints import Constrained, TokenCounts
+
+_SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
 
 
 class SequenceState(enum.Enum):
@@ -214,6 +216,23 @@ class Sequence:
             tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
             hashes += block_hashes(parent, tokens, block_size)
         return hashes[:num_blocks]
+
+    def find(
+        self,
+        match: Callable[[list[BlockHash]], list[int]],
+        first: int,
+        num_tokens: int,
+        block_size: int,
+    ) -> list[int]:
+        """The blocks that `match` finds of its first `num_tokens` tokens, from block `first` on, by
+        their hashes: `match` returns those that it has up to the first that it has not."""
+        num_blocks, found = num_tokens // block_size, list[int]()
+        for start in range(first, num_blocks, _SLICE_BLOCKS):
+            end = min(start + _SLICE_BLOCKS, num_blocks)
+            found += match(self.block_hashes(end, block_size)[start:])
+            if first + len(found) < end:
+                break  # the hashes behind can wait until a step is on the device
+        return found
 
     def share_hashes(self, parent: Sequence, num_blocks: int) -> None:
         """Those of its first blocks, which are the parent's."""

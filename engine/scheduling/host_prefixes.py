@@ -1,0 +1,71 @@
+"""Blocks of sequences in host memory, and on a disk behind it: what of a sequence is there. They go
+there when a sequence ends, when a second one uses them, and when one is preempted.
+
+Knows sequences, as block_tables.py does for the pool; host_tier.py knows blocks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+
+from ...core.request.token_ids import BlockHash
+from ..kv.host_tier import HostMatch, HostTier, Load
+from .sequence import Sequence
+
+
+class HostPrefixes:
+    """Of one engine."""
+
+    def __init__(self, tier: HostTier, block_size: int) -> None:
+        self._tier = tier
+        self._block_size = block_size
+
+    def match(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
+        """What of its first `num_tokens` tokens goes on behind `num_matched` cached blocks, if it
+        pays to copy it; None: nothing."""
+        if sequence.owes_prompt_logprobs:
+            return None
+        tier, size = self._tier, self._block_size
+        coming = sequence.find(tier.match_coming, num_matched, num_tokens, size)
+        num_before = num_matched + len(coming)
+        in_host = sequence.find(tier.match, num_before, num_tokens, size)
+        num_before += len(in_host)
+        matched = HostMatch(coming, in_host, self._match_disk(sequence, num_before, num_tokens))
+        if not matched.num_blocks or not tier.pays(matched, num_matched):
+            return None
+        return matched
+
+    def _match_disk(self, sequence: Sequence, num_before: int, num_tokens: int) -> list[int]:
+        """The same of what is on disk behind `num_before` blocks: as much as may be read now."""
+        if self._tier.disk is None or not (room := self._tier.disk.room):
+            return []
+        slots = sequence.find(self._tier.match_disk, num_before, num_tokens, self._block_size)[
+            :room
+        ]
+        pays = slots and self._tier.pays(HostMatch([], [], slots), num_before)
+        return slots if pays else []
+
+    def load(self, sequence: Sequence, match: HostMatch) -> Load:
+        """Begin to copy what goes on behind its cached blocks; its blocks are taken."""
+        first = sequence.num_stored_blocks
+        last = first + match.num_blocks
+        hashes = sequence.block_hashes(last, self._block_size)
+        own = sequence.block_ids[first + len(match.coming) : last]
+        parent = hashes[first - 1] if first else None
+        return self._tier.load(hashes[first:], match, own, parent)
+
+    def write(self, sequence: Sequence) -> None:
+        """Copy what it has in the prefix cache: it ends, or they have a second use.
+
+        Others may leave host memory for it: what is to be loaded from there is loading already.
+        """
+        if sequence.num_stored_blocks:
+            self._tier.write(*self._stored(sequence))
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """The same where it is preempted: all of it, or nothing if that cannot be or costs more."""
+        return self._tier.swap_out(*self._stored(sequence))
+
+    def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], Row[int]]:
+        n = sequence.num_stored_blocks
+        return sequence.block_hashes(n, self._block_size), sequence.block_ids[:n]
