@@ -31,7 +31,7 @@ import torch
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.execution.cuda_graphs import StepGraph
+from baton.engine.execution.gpu.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
 from baton.kernels.sampling.sample_spec import SampleSpec
 

@@ -124,7 +124,7 @@ class Player:
         """All jobs to their ends."""
         if self._is_cpu or scheme.has_graphs:
             return self._play(scheme, jobs, arrivals_s)
-        from baton.engine.execution.cuda_graphs import StepGraphs
+        from baton.engine.execution.gpu.cuda_graphs import StepGraphs
 
         with mock.patch.object(StepGraphs, "find", return_value=None):  # no size is captured
             return self._play(scheme, jobs, arrivals_s)

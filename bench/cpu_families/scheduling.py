@@ -27,7 +27,8 @@ from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
-from baton.engine.execution.step_parts import SampledRows, decode_arrays, has_extras, metadata_of
+from baton.engine.execution.gpu.step_arrays import decode_arrays
+from baton.engine.execution.step_parts import SampledRows, has_extras, metadata_of
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits

@@ -3,7 +3,7 @@
     config ─► placement ─► weights ─► KV pool and steps (step_builder.py)
 
 Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it. What executes steps is cpu_steps.py and gpu_steps.py.
+slice's token must not depend on it. What executes steps is cpu_steps.py and gpu/gpu_steps.py.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ from .device import make_attention
 from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
 from .drafting.head_steps import HeadSteps
-from .step_model import load_kernels
+from .gpu.graphed_model import load_kernels
 
 if TYPE_CHECKING:
-    from .gpu_steps import GpuSteps  # needs Triton
+    from .gpu.gpu_steps import GpuSteps  # needs Triton
 
 # Every row sampled with all there is.
 _NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
@@ -156,7 +156,7 @@ class StepBuilder:
 
     def gpu_steps(self, pool: torch.Tensor) -> GpuSteps:
         """Of the model over `pool`, and behind them those of its head; without graphs."""
-        from .gpu_steps import GpuSteps
+        from .gpu.gpu_steps import GpuSteps
 
         config, max_num_seqs = self.config, self.max_num_seqs
         of_prompts = config.max_num_batched_tokens
@@ -181,7 +181,7 @@ class StepBuilder:
 
     def _gpu_draft_steps(self, pool: torch.Tensor) -> GpuSteps | None:
         """Of a draft model over `pool`; without graphs."""
-        from .gpu_steps import GpuSteps
+        from .gpu.gpu_steps import GpuSteps
 
         if not isinstance(self.drafting, Decoder):
             return None

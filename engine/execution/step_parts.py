@@ -138,33 +138,6 @@ def has_extras(batch: StepBatch, rows: SampledRows) -> bool:
     return bool(rows.asking) or any(piece.prompt_targets for piece in batch.others)
 
 
-def sampling_arrays(rows: SampledRows) -> Int64s:
-    """[2, rows]: keys, and the bits of the temperatures in float64."""
-    decodes, specs, n = rows.decodes, rows.specs, len(rows.decodes)
-    arrays = np.empty((2, len(rows)), np.int64)
-    arrays[:, :n] = decodes.keys.view(np.int64), decodes.temperatures.view(np.int64)
-    arrays[0, n:] = np.array([spec.key for spec in specs], np.uint64).view(np.int64)
-    arrays[1, n:] = np.array([spec.params.temperature for spec in specs]).view(np.int64)
-    return arrays
-
-
-def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
-    """[4, num_tokens]: what `flatten` and `awaited_places` give. Tokens behind them are padding."""
-    flat = flatten(batch, block_size)
-    arrays, n = np.zeros((4, num_tokens), np.int64), flat.shape[1]
-    arrays[:3, :n] = flat
-    arrays[3, :n], arrays[3, n:] = awaited_places(batch), -1
-    return arrays
-
-
-def decode_arrays(batch: StepBatch, block_size: int, rows: SampledRows, num_tokens: int) -> Int64s:
-    """[6, num_tokens]: what `token_arrays` and `sampling_arrays` give. Padding is greedy."""
-    arrays = np.zeros((6, num_tokens), np.int64)
-    arrays[:4] = token_arrays(batch, block_size, num_tokens)
-    arrays[4:, : len(rows)] = sampling_arrays(rows)
-    return arrays
-
-
 def metadata_of(
     batch: StepBatch,
     slots: Tensor,
@@ -190,26 +163,6 @@ def num_decodes(batch: StepBatch) -> int:
         if len(piece.token_ids) != 1 + len(piece.draft_samples):
             return index
     return len(batch)
-
-
-def has_drafts(batch: StepBatch) -> bool:
-    return any(piece.draft_samples for piece in batch.others)
-
-
-def awaited_places(batch: StepBatch) -> Int64s:
-    """[tokens]: where among the samples of the step before a token that is not known yet will be;
-    -1 for those that are known."""
-    at, places, end = list[int](), list[int](), len(batch.decodes)
-    found = np.full(sum(batch.query_lens), -1, np.int64)
-    found[:end] = batch.decodes.follows
-    for piece in batch.others:
-        end += len(piece.token_ids)
-        if piece.follows is not None:
-            num_awaited = 1 + len(piece.draft_samples)
-            at += range(end - num_awaited, end)
-            places += range(piece.follows, piece.follows + num_awaited)
-    found[at] = places
-    return found
 
 
 def plan_adapters(adapters: RankAdapters | None, batch: StepBatch, num_rows: int) -> bool:

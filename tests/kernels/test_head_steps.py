@@ -22,10 +22,10 @@ pytest.importorskip("triton")
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution import gpu_steps
 from baton.engine.execution.batch import SequenceSlice, StepBatch
-from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
-from baton.engine.execution.gpu_steps import GpuSteps
+from baton.engine.execution.gpu import gpu_steps
+from baton.engine.execution.gpu.cuda_graphs import ProductTimes, StepGraphs
+from baton.engine.execution.gpu.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.step_builder import BuiltSteps, StepBuilder
 from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout

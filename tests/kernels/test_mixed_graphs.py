@@ -18,10 +18,10 @@ from fakes.combinations.decode_columns import columns_of
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution import gpu_steps
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
-from baton.engine.execution.cuda_graphs import ProductTimes
-from baton.engine.execution.gpu_steps import GpuSteps
+from baton.engine.execution.gpu import gpu_steps
+from baton.engine.execution.gpu.cuda_graphs import ProductTimes
+from baton.engine.execution.gpu.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.step_parts import metadata_of
 from baton.kernels.attention.attention import MAX_GRAPH_TOKENS

@@ -24,10 +24,11 @@ pytest.importorskip("triton")
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution import gpu_steps, step_builder
+from baton.engine.execution import step_builder
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.execution.cuda_graphs import ProductTimes, StepGraphs
-from baton.engine.execution.gpu_steps import GpuSteps
+from baton.engine.execution.gpu import gpu_steps
+from baton.engine.execution.gpu.cuda_graphs import ProductTimes, StepGraphs
+from baton.engine.execution.gpu.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.step_builder import BuiltSteps, StepBuilder
 from baton.engine.hosts.tcp_stages import TcpStages

@@ -25,7 +25,7 @@ from ..batch import LaunchedStep, SequenceSlice
 from ..cpu_steps import CpuSteps
 
 if TYPE_CHECKING:
-    from ..gpu_steps import GpuSteps  # needs Triton
+    from ..gpu.gpu_steps import GpuSteps  # needs Triton
 
 _NOBODYS = SampleSpec(SamplingParams(temperature=0.0), key=0)  # of a token that is known
 MOST_ROWS = 2  # of a sequence in the first step of its drafts

@@ -32,7 +32,7 @@ from .draft_steps import DraftSteps
 from .head_decoder import HeadDecoder
 
 if TYPE_CHECKING:
-    from ..gpu_steps import GpuSteps
+    from ..gpu.gpu_steps import GpuSteps
 
 
 class HeadSteps(DraftSteps):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from baton.engine.execution.cuda_graphs import decode_sizes, load_products, rows_with_kernels
+from baton.engine.execution.gpu.cuda_graphs import decode_sizes, load_products, rows_with_kernels
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 64, 100, 256, 257, 1000])

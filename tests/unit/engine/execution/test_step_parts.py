@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import DecodeColumns, SequenceSlice, StepBatch
-from baton.engine.execution.step_parts import (
-    SampledRows,
-    awaited_places,
-    decode_arrays,
-    flatten,
-    metadata_of,
-)
+from baton.engine.execution.gpu.step_arrays import awaited_places, decode_arrays
+from baton.engine.execution.step_parts import SampledRows, flatten, metadata_of
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE = 4

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.errors import EngineFailed
-from ...core.request.request import TokenLogprobs
-from .batch import SampledToken
-from .extras import Extras
-from .step_parts import SampledRows
+from ....core.errors import EngineFailed
+from ....core.request.request import TokenLogprobs
+from ..batch import SampledToken
+from ..extras import Extras
+from ..step_parts import SampledRows
 
 
 @dataclass(frozen=True, slots=True)

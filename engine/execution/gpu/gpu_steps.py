@@ -25,16 +25,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
-from ...kernels.results_triton import fill_in, write_results
-from ...kernels.sampling.sampling import sample
-from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
-from ...kernels.upload import upload, upload_into
-from ..kv.block_pool import PADDING_BLOCK
-from ..kv.cuda_step_count import CudaStepCount
-from ..kv.limits import decode_graph_rows
-from ..lora.rank_adapters import RankAdapters
-from .batch import SequenceSlice, StepBatch
+from ....kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
+from ....kernels.results_triton import fill_in, write_results
+from ....kernels.sampling.sampling import sample
+from ....kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
+from ....kernels.upload import upload, upload_into
+from ...kv.block_pool import PADDING_BLOCK
+from ...kv.cuda_step_count import CudaStepCount
+from ...kv.limits import decode_graph_rows
+from ...lora.rank_adapters import RankAdapters
+from ..batch import SequenceSlice, StepBatch
+from ..extras import Extras, compute_extras
+from ..step_model import StepHead, StepModel
+from ..step_parts import PADDING_SLICE, SampledRows, metadata_of, num_decodes, plan_adapters
 from .cuda_graphs import (
     ProductTimes,
     StepGraph,
@@ -43,20 +46,9 @@ from .cuda_graphs import (
     measure_products,
     prefill_sizes,
 )
-from .extras import Extras, compute_extras
 from .gpu_step import GpuStep, device_errors
-from .step_model import GraphedModel, StepHead, StepModel
-from .step_parts import (
-    PADDING_SLICE,
-    SampledRows,
-    decode_arrays,
-    has_drafts,
-    metadata_of,
-    num_decodes,
-    plan_adapters,
-    sampling_arrays,
-    token_arrays,
-)
+from .graphed_model import GraphedModel
+from .step_arrays import decode_arrays, has_drafts, sampling_arrays, token_arrays
 
 # Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096

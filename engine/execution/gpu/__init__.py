@@ -1,0 +1,1 @@
+"""What steps are on a GPU alone."""

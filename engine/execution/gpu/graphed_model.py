@@ -1,0 +1,66 @@
+"""What of a model is in CUDA graphs, and the kernels that are launched outside of them.
+
+    stages whose operations can be captured      | receive, layers, send |
+    others, over a network           receive ─►  |        layers         |  ─► send
+
+The graphs themselves are cuda_graphs.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....kernels.attention.attention import AttentionBackend
+from ...model.decoder import Decoder
+from ..step_model import StepModel
+from .cuda_graphs import StepGraph, load_products
+
+_MOST_SAMPLED = 1024  # rows whose kernels are loaded at the start: more are seldom
+
+
+def load_kernels(model: Decoder, most_tokens: int, most_sampled: int) -> None:
+    """Run a model's products that are launched outside of graphs: those of layers for steps of up
+    to `most_tokens`, the LM head for up to so many sampled rows. See `rows_with_kernels`."""
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    load_products(model.products(), most_tokens, like)
+    if model.range.is_last:
+
+        def project(hidden: Tensor) -> Tensor:
+            """As rows that were selected have it, with no room behind them."""
+            return model.lm_head.project_part(hidden.clone())
+
+        load_products([(model.hidden_size, project)], min(most_sampled, _MOST_SAMPLED), like)
+
+
+class GraphedModel:
+    """`model` as graphs of up to `most_tokens` tokens have it. What is received and sent around
+    them is so in the order of the stream: a graph's memory is free again once it is read."""
+
+    def __init__(self, model: StepModel, most_tokens: int) -> None:
+        self._model = model
+        self._stages = model.communicator.stages
+        self._received: Tensor | None = None
+        if isinstance(model, Decoder) and not (self._is_whole or model.range.is_first):
+            self._received = model.new_residual(most_tokens).zero_()
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._stages.can_be_captured
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """To be captured."""
+        if self._is_whole or not isinstance(self._model, Decoder):
+            return self._model.forward(token_ids, positions, slots, attention)
+        received = None if self._received is None else self._received[: len(token_ids)]
+        return self._model.compute(token_ids, positions, slots, attention, received)
+
+    def replay(self, graph: StepGraph) -> None:
+        """Launch a step that was captured."""
+        if self._received is not None:
+            self._stages.receive(self._received[: graph.size])
+        graph.replay()
+        if not (self._is_whole or self._model.range.is_last):
+            self._stages.send(graph.output)

@@ -1,0 +1,55 @@
+"""A step as the arrays that a GPU gets: what `flatten` gives, and what it needs beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..batch import Int64s, StepBatch
+from ..step_parts import SampledRows, flatten
+
+
+def sampling_arrays(rows: SampledRows) -> Int64s:
+    """[2, rows]: keys, and the bits of the temperatures in float64."""
+    decodes, specs, n = rows.decodes, rows.specs, len(rows.decodes)
+    arrays = np.empty((2, len(rows)), np.int64)
+    arrays[:, :n] = decodes.keys.view(np.int64), decodes.temperatures.view(np.int64)
+    arrays[0, n:] = np.array([spec.key for spec in specs], np.uint64).view(np.int64)
+    arrays[1, n:] = np.array([spec.params.temperature for spec in specs]).view(np.int64)
+    return arrays
+
+
+def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
+    """[4, num_tokens]: what `flatten` and `awaited_places` give. Tokens behind them are padding."""
+    flat = flatten(batch, block_size)
+    arrays, n = np.zeros((4, num_tokens), np.int64), flat.shape[1]
+    arrays[:3, :n] = flat
+    arrays[3, :n], arrays[3, n:] = awaited_places(batch), -1
+    return arrays
+
+
+def decode_arrays(batch: StepBatch, block_size: int, rows: SampledRows, num_tokens: int) -> Int64s:
+    """[6, num_tokens]: what `token_arrays` and `sampling_arrays` give. Padding is greedy."""
+    arrays = np.zeros((6, num_tokens), np.int64)
+    arrays[:4] = token_arrays(batch, block_size, num_tokens)
+    arrays[4:, : len(rows)] = sampling_arrays(rows)
+    return arrays
+
+
+def awaited_places(batch: StepBatch) -> Int64s:
+    """[tokens]: where among the samples of the step before a token that is not known yet will be;
+    -1 for those that are known."""
+    at, places, end = list[int](), list[int](), len(batch.decodes)
+    found = np.full(sum(batch.query_lens), -1, np.int64)
+    found[:end] = batch.decodes.follows
+    for piece in batch.others:
+        end += len(piece.token_ids)
+        if piece.follows is not None:
+            num_awaited = 1 + len(piece.draft_samples)
+            at += range(end - num_awaited, end)
+            places += range(piece.follows, piece.follows + num_awaited)
+    found[at] = places
+    return found
+
+
+def has_drafts(batch: StepBatch) -> bool:
+    return any(piece.draft_samples for piece in batch.others)
