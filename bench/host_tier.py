@@ -206,7 +206,7 @@ class Bench:
             prompt = self._prompt(num_tokens)
             cold_ms.append(self._serve(prompt))
             deadline_s = time.monotonic() + 5
-            while engine.totals().host.num_blocks == 0 or engine.has_work:
+            while engine.stats.totals().host.num_blocks == 0 or engine.has_work:
                 engine.step()
                 assert time.monotonic() < deadline_s, "nothing went to host memory"
             time.sleep(0.2)
@@ -214,9 +214,9 @@ class Bench:
             evicted = pool.allocate(pool.num_available)
             assert evicted is not None
             pool.release(evicted)
-            hits = engine.totals().host_hit_tokens
+            hits = engine.stats.totals().host_hit_tokens
             warm_ms.append(self._serve((*prompt, *self._prompt(20))))
-            assert engine.totals().host_hit_tokens > hits, "it was computed anew"
+            assert engine.stats.totals().host_hit_tokens > hits, "it was computed anew"
         yield Figure(f"first token of {num_tokens}, computed", "ms", tuple(cold_ms[1:]))
         yield Figure(f"first token of {num_tokens}, from host memory", "ms", tuple(warm_ms[1:]))
 

@@ -113,7 +113,7 @@ def measure(run: Run) -> dict[str, Any]:
     began_s = time.monotonic()
     simulation = asyncio.run(play(run))
     engines = [one for one in simulation.engines.values() if one.cache is not None]
-    totals = [one.engine.totals() for one in engines]
+    totals = [one.engine.stats.totals() for one in engines]
     ttfts_s = [call.ttft_s for call in simulation.calls]
     span_s = trace()[-1].at_s / run.speed
     num_tokens = sum(arrival.prompt.num_tokens for arrival in trace())

@@ -8,25 +8,24 @@ to no other process. Everything happens on the caller's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 
 from ..constraints.grammars import Grammars
 from ..core.errors import HandoffFailed
 from ..core.ports import Clock, SystemClock
 from ..core.request.request import Request
 from ..core.request.token_ids import BlockHash
-from ..core.step_cost import StepCost
 from .decode_batch import DecodeBatch
-from .engine_ledger import engine_ledger
+from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints
 from .first_steps import measure_first_steps
 from .kv.block_pool import BlockPool, BlockRef
 from .kv.disk.disk_thread import DiskThread
-from .kv.disk.disk_tier import DiskCounts, DiskTier
+from .kv.disk.disk_tier import DiskTier
 from .kv.generations import Generations
 from .kv.host_blocks import HostBlocks
-from .kv.host_copies import HostCopier, HostCounts
+from .kv.host_copies import HostCopier
 from .kv.host_tier import HostTier
 from .kv.lent_prefixes import LentPrefixes
 from .kv.limits import EngineLimits
@@ -36,7 +35,7 @@ from .lora.adapter_room import AdapterRoom
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
 from .scheduling.host_prefixes import HostPrefixes
-from .scheduling.outputs import Load, Reservation, SpeculationCounts, StepOutput, Totals
+from .scheduling.outputs import Reservation, StepOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
@@ -48,7 +47,8 @@ from .stepper import Meanwhile, Stepper
 
 class Engine:
     """`pool`: transports open fences on the blocks that they fill; `prefixes`: from and for other
-    engines; `promise`: how long steps with decodes take at most."""
+    engines; `promise`: how long steps with decodes take at most; `stats`: what it tells of itself.
+    """
 
     def __init__(
         self,
@@ -100,8 +100,6 @@ class Engine:
         host = None if self._host is None else HostPrefixes(self._host, limits.block_size)
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size, host)
         self._step_record = StepRecord()
-        self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
-        self.num_expert_ranks = 1  # that have experts whole, each as many
         self._scheduler = scheduler = Scheduler(
             limits, self.pool, self._tables, self._estimator, self._step_costs
         )
@@ -117,7 +115,6 @@ class Engine:
             eos_token_ids=eos_token_ids,
             on_end=self._estimator.observe,
         )
-        self._num_prompts = 0  # to compute here
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(
@@ -152,6 +149,19 @@ class Engine:
             clock=clock,
             num_stages=limits.num_stages,
         )
+        self.stats = EngineStats(
+            limits,
+            self.pool,
+            scheduler,
+            self._tables,
+            self._sequences.by_key,
+            self._estimator,
+            adapters,
+            self._step_record,
+            self._step_costs,
+            self._host,
+            self._speculator,
+        )
         self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 
     # -- requests in ------------------------------------------------------------------------------
@@ -169,7 +179,7 @@ class Engine:
         self._sequences.keep(sequence)
         if request.adapter is None or self.adapters is None or self.adapters.enter(sequence):
             self._scheduler.add(sequence)
-        self._num_prompts += 1
+        self._step_record.num_prompts += 1
 
     def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
         """Of the full blocks of its known tokens, or of the first `num_tokens` of them."""
@@ -292,64 +302,10 @@ class Engine:
 
     # -- looking in -------------------------------------------------------------------------------
 
-    def load(self, pending: Iterable[Request] = ()) -> Load:
-        """`pending`: requests that will come, but are not here yet."""
-        queues = self._scheduler.queues
-        held_blocks = queues.num_held_blocks
-        waiting = queues.waiting_tokens()
-        parked = [] if self.adapters is None else self.adapters.parked
-        for sequence in parked:
-            waiting[sequence.request.caller_id] += sequence.num_tokens
-        return Load(
-            num_running=len(queues.running),
-            num_waiting=len(queues.waiting) + len(queues.loading) + len(parked),
-            waiting_tokens=waiting.total(),
-            free_blocks=self.pool.num_available,
-            credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),
-            held_blocks=held_blocks,
-            room_blocks=self._scheduler.room_blocks(pending),
-            output_tokens=self._estimator.expected,
-            waiting_by_caller=waiting,
-            decodes=queues.decodes(),
-        )
-
-    def totals(self) -> Totals:
-        return Totals(
-            num_preemptions=self._scheduler.preemption.num_preemptions,
-            prefix_query_tokens=self._tables.num_queried_tokens,
-            prefix_hit_tokens=self._tables.num_hit_tokens,
-            num_prompts=self._num_prompts,
-            num_prompt_tokens=self._step_record.num_prompt_tokens,
-            num_decode_tokens=self._step_record.num_decode_tokens,
-            num_promised_steps=self._step_record.num_promised_steps,
-            num_kept_steps=self._step_record.num_kept_steps,
-            num_refusals=self.promise.num_refusals,
-            expert_tokens=self.count_experts(),
-            num_swaps=self._scheduler.preemption.num_swaps,
-            host_hit_tokens=self._tables.num_host_hit_tokens,
-            host=HostCounts() if self._host is None else self._host.counts,
-            disk=self._host.disk.counts if self._host and self._host.disk else DiskCounts(),
-            speculation=self._speculator.counts if self._speculator else SpeculationCounts(),
-        )
-
-    @property
-    def decode_step_p99_s(self) -> float | None:
-        """How long the last steps with decodes took, 99th percentile; None: there were none."""
-        return self._step_record.p99_s
-
     @property
     def has_prompts(self) -> bool:
         """Whether tokens of prompts wait, or are being computed."""
         return bool(self._scheduler.queues.waiting) or self._scheduler.queues.has_prefills
-
-    def step_cost(self) -> StepCost | None:
-        """By the steps that were computed so far; None: too few."""
-        return self._step_costs.estimate()
-
-    @property
-    def step_cost_error(self) -> float | None:
-        """How far the last steps were from that, relative, 90th percentile; None: too few."""
-        return self._step_costs.relative_error
 
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).
@@ -362,7 +318,3 @@ class Engine:
         """Tokens behind a request's prompt, so far; 0 if it has no sequence here."""
         sequence = self._sequences.by_key.get(key)
         return 0 if sequence is None else sequence.num_outputs
-
-    def ledger(self) -> dict[str, object]:
-        """Who holds what, JSON-able, for people and for tests."""
-        return engine_ledger(self.pool, self._scheduler, self._sequences.by_key.values())

@@ -155,7 +155,7 @@ class Player:
                     del running[token.key]
             self._observe(scheme, engine, running, outcome)
         outcome.duration_s = clock() - began_s + skipped_s
-        outcome.num_preemptions = engine.totals().num_preemptions
+        outcome.num_preemptions = engine.stats.totals().num_preemptions
         outcome.times = [
             TokenTimes(at_s, tuple(token_s[job.request.key]))
             for at_s, job in zip(arrivals_s, jobs, strict=True)

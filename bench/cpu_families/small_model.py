@@ -82,7 +82,7 @@ def _decode_ms(local: LocalEngine, batch: int) -> tuple[float, ...]:
     ]
     for request in requests:
         engine.add(request)
-    while engine.load().waiting_tokens > batch:
+    while engine.stats.load().waiting_tokens > batch:
         engine.step()
     samples = repeat_s(engine.step, _REPEATS, warmups=3)
     for request in requests:

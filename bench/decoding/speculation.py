@@ -139,7 +139,7 @@ def code_completion(num_drafts: int) -> list[Figure]:
         figures.append(Figure(f"{name}: without", "tokens/s", tuple(speeds["without"])))
         for kind, target in (("n-grams", 1.3), ("draft model", 1.2)):
             assert outputs[kind] == outputs["without"], "speculation has changed a token"
-            counts = engines[kind].totals().speculation
+            counts = engines[kind].stats.totals().speculation
             length = 1 + sum(counts.accepted) / max(1, counts.num_drafts)
             gains = tuple(speed / plain for speed in speeds[kind])
             figures += [
@@ -332,13 +332,13 @@ def _speed(
         engine.start(reservation, token_id=draw.randrange(vocab_size))
         requests.append(request)
     _tokens_in(engine, _WARMUP_SECONDS)
-    before = engine.totals().speculation.num_draft_tokens
+    before = engine.stats.totals().speculation.num_draft_tokens
     counts, speeds = 0, []
     for _ in range(_REPEATS):
         num_steps, speed = _tokens_in(engine, _GPU_SECONDS / _REPEATS)
         counts += num_steps
         speeds.append(speed)
-    drafted = engine.totals().speculation.num_draft_tokens - before
+    drafted = engine.stats.totals().speculation.num_draft_tokens - before
     for request in requests:
         engine.abort(request.key)
     while engine.has_work:

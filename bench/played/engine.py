@@ -247,7 +247,7 @@ class PlayedEngine:
             self.engine.abort(key)
 
     def load(self) -> ReportedLoad:
-        load, totals = self.engine.load(self._intents.values()), self.engine.totals()
+        load, totals = self.engine.stats.load(self._intents.values()), self.engine.stats.totals()
         self._reported = load.waiting_tokens, self._num_steps if load.waiting_tokens else 0
         self.most_waiting = max(self.most_waiting, load.num_waiting)
         return ReportedLoad(
@@ -264,7 +264,7 @@ class PlayedEngine:
             num_requests=load.num_running + load.num_waiting + len(self._intents),
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
-            step_cost=self.engine.step_cost(),
+            step_cost=self.engine.stats.step_cost(),
             decodes=load.decodes,
             tbt_target_s=self.engine.promise.target_s,
             step_tokens=self.engine.limits.prompt_step_tokens,

@@ -156,9 +156,10 @@ class StepCostEstimator:
 
 
 class StepRecord:
-    """One engine's, since it was made."""
+    """One engine's, since it was made. `num_prompts`: those that came to be computed here."""
 
     def __init__(self) -> None:
+        self.num_prompts = 0
         self.num_prompt_tokens = 0
         self.num_decode_tokens = 0
         self.num_promised_steps = 0

@@ -169,9 +169,9 @@ def _serve(
         engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_observer=outbox
     )
     engine = assembly.engine
-    engine.count_experts = runner.expert_tokens
+    engine.stats.count_experts = runner.expert_tokens
     if engine_config.enable_expert_parallel:
-        engine.num_expert_ranks = engine_config.tensor_parallel_size
+        engine.stats.num_expert_ranks = engine_config.tensor_parallel_size
     report.line(describe_pool(limits))
     if runner.runs_ahead:
         took_s = engine.measure_first_steps(BUDGET_S)

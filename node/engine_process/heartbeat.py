@@ -30,7 +30,7 @@ def heartbeat(
     orders: PromiseOrders,
 ) -> node_pb2.Heartbeat:
     """What the engine, its role and its peers' windows are to gateways."""
-    load, totals = engine.load(role.pending()), engine.totals()
+    load, totals = engine.stats.load(role.pending()), engine.stats.totals()
     counters = node_pb2.Counters(
         num_preemptions=totals.num_preemptions,
         prefix_query_tokens=totals.prefix_query_tokens,
@@ -56,14 +56,14 @@ def heartbeat(
     )
     counters.MergeFrom(role.counters())
     step_cost = None
-    if (cost := engine.step_cost()) is not None:
+    if (cost := engine.stats.step_cost()) is not None:
         step_cost = node_pb2.StepCost(
             base_s=cost.base_s,
             row_s=cost.row_s,
             pair_s=cost.pair_s,
             key_s=cost.key_s,
             max_rows=cost.max_rows,
-            relative_error=engine.step_cost_error,
+            relative_error=engine.stats.step_cost_error,
         )
     adapters = engine.adapters
     callers, decodes = load.waiting_by_caller.items(), load.decodes
@@ -83,7 +83,7 @@ def heartbeat(
         room_blocks=load.room_blocks,
         output_tokens=load.output_tokens,
         step_cost=step_cost,
-        expert_ranks=engine.num_expert_ranks,
+        expert_ranks=engine.stats.num_expert_ranks,
         num_decodes=decodes.num_decodes,
         decode_keys=decodes.keys,
         tbt_target_s=engine.promise.target_s,
@@ -91,7 +91,7 @@ def heartbeat(
         is_promise_withdrawn=not engine.promise.is_promising,
         promise_epoch=orders.epoch,
         promise_leader=orders.leader,
-        decode_step_p99_s=engine.decode_step_p99_s,
+        decode_step_p99_s=engine.stats.decode_step_p99_s,
         host_blocks=totals.host.num_blocks,
         host_block_s=totals.host.block_s,
         disk_blocks=totals.disk.num_blocks,

@@ -219,7 +219,7 @@ class EngineRole(ABC, Generic[H]):
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
         name = {"node": self._request_io.node_name}
-        return name | self._engine.ledger() | self._peers.ledger()
+        return name | self._engine.stats.ledger() | self._peers.ledger()
 
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:

@@ -111,7 +111,7 @@ def test_tokens_are_the_same_from_host_memory(monkeypatch: pytest.MonkeyPatch) -
         assert [generate(tight, each) for each in prompts] == [
             generate(cold, each) for each in prompts
         ]
-    totals = tight.engine.totals()
+    totals = tight.engine.stats.totals()
     assert totals.host_hit_tokens > sum(map(len, chats)), totals
     tight.close()
     cold.close()
@@ -134,7 +134,7 @@ def test_tokens_are_the_same_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path
     for _ in range(3):
         assert [generate(tight, chat) for chat in chats] == expected
         settle(tight)
-    counts = tight.engine.totals().disk
+    counts = tight.engine.stats.totals().disk
     assert counts.num_hit_blocks > 20 and not counts.num_failures
     tight.close()
 

@@ -43,4 +43,4 @@ def test_a_stop_string_ends_a_request_whose_next_step_is_under_way(llm: LLM) -> 
     while engine.has_work:
         engine.step()
     check_integrity(engine)
-    assert engine.load().num_running == 0
+    assert engine.stats.load().num_running == 0

@@ -71,7 +71,7 @@ def cold() -> Iterator[LocalEngine]:
     """In which nothing is displaced."""
     engine = engine_of(config_of(400))
     yield engine
-    assert not engine.engine.totals().num_preemptions
+    assert not engine.engine.stats.totals().num_preemptions
     engine.close()
 
 
@@ -95,7 +95,7 @@ def check_disk(cold: LocalEngine, kind: str, tmp_path: Path) -> None:
         for chat, tokens in zip(CHATS, expected, strict=True):
             assert generate(tight, chat) == tokens
             settle(tight)
-    counts = tight.engine.totals().disk
+    counts = tight.engine.stats.totals().disk
     assert counts.num_hit_blocks > 20 and counts.bytes_in == counts.num_hit_blocks * block_bytes
     assert not counts.num_failures
     assert not [*tmp_path.iterdir()]

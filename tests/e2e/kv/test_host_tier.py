@@ -64,7 +64,7 @@ def cold() -> Iterator[LocalEngine]:
     """In which nothing is displaced."""
     engine = engine_of("auto", 800, 0)
     yield engine
-    assert not engine.engine.totals().num_preemptions
+    assert not engine.engine.stats.totals().num_preemptions
     engine.close()
 
 
@@ -84,7 +84,7 @@ def check_host_memory(cold: LocalEngine, kind: str) -> None:
     for prompts in (CHATS, LONGER, CHATS):
         expected = [generate(cold, [prompt], 8)[0] for prompt in prompts]
         assert [generate(tight, [prompt], 8)[0] for prompt in prompts] == expected
-    assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS))
+    assert tight.engine.stats.totals().host_hit_tokens > sum(map(len, CHATS))
     tight.close()
 
 
@@ -92,7 +92,7 @@ def test_tokens_of_swapped_requests_are_the_same(cold: LocalEngine) -> None:
     tight = engine_of("auto", 36, 0.1)
     tight.engine._estimator.__class__ = Optimist
     assert generate(tight, GROWING, 60) == generate(cold, GROWING, 60)
-    totals = tight.engine.totals()
+    totals = tight.engine.stats.totals()
     assert totals.num_swaps and totals.host_hit_tokens
     tight.close()
 
@@ -110,7 +110,7 @@ def test_tokens_of_two_ranks_are_the_same(cold: LocalEngine) -> None:
     for prompts in (CHATS, LONGER):
         for prompt in prompts:
             assert generate(tight, [prompt], 8) == generate(cold, [prompt], 8)
-    assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS)) // 2
+    assert tight.engine.stats.totals().host_hit_tokens > sum(map(len, CHATS)) // 2
     tight.close()
 
 

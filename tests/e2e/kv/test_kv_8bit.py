@@ -55,7 +55,7 @@ def tokens_of(
     ]
     outputs = outputs_of(engine, requests)
     check_integrity(engine.engine)
-    assert (engine.engine.totals().num_preemptions > 0) == is_tight
+    assert (engine.engine.stats.totals().num_preemptions > 0) == is_tight
     engine.close()
     for request in requests:
         for fork in request.forks:

@@ -115,5 +115,5 @@ class HeadEngine:
 
     @property
     def acceptance(self) -> float:
-        counts = self.engine.totals().speculation
+        counts = self.engine.stats.totals().speculation
         return sum(counts.accepted) / counts.num_draft_tokens

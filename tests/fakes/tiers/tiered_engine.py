@@ -158,7 +158,7 @@ class Rig:
 
     @property
     def totals(self) -> Counter[str]:
-        totals = self.engine.totals()
+        totals = self.engine.stats.totals()
         return Counter(
             swaps=totals.num_swaps,
             host_hits=totals.host_hit_tokens,
@@ -228,7 +228,7 @@ def play(seed: int, *, num_disk: int = 0, faults: Sequence[Fault] = (Fault.NONE,
     assert host._blocks.num_free + len(host._blocks) == host._blocks.num_blocks
     check_integrity(rig.engine)
     assert rig.engine.pool.counts.held == 0 and not rig.engine.pool.open_fences
-    assert rig.engine.ledger()["requests"] == {}
+    assert rig.engine.stats.ledger()["requests"] == {}
     check_observer(rig)
     return rig.totals
 

@@ -63,7 +63,7 @@ def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOut
         for token in step.tokens:
             found[token.key].append(token)
     check_integrity(local.engine)
-    accepted = sum(local.engine.totals().speculation.accepted)
+    accepted = sum(local.engine.stats.totals().speculation.accepted)
     local.close()
     return list(found.values()), accepted
 
@@ -192,7 +192,7 @@ def test_a_head_drafts_what_it_does_on_a_cpu(
         drafted = drafts.run(asked)
         check_equal([drafted[one.key] for one in asked], [plain[one.key] for one in asked])
         is_scarce = num_blocks < HEAD_BLOCKS and num_requests > 1
-        assert bool(drafts.engine.totals().num_preemptions) == is_scarce
+        assert bool(drafts.engine.stats.totals().num_preemptions) == is_scarce
         assert found.share_of(wanted) >= 0.97, "but for near-ties"
         if not is_scarce:
             assert drafts.acceptance == pytest.approx(reference.acceptance, rel=0.05)

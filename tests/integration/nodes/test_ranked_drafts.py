@@ -57,7 +57,7 @@ def test_two_ranks_draft_and_give_the_tokens_of_one(
                     for index in range(4)
                 ],
             )
-            return dict(tokens), engine.engine.totals().speculation
+            return dict(tokens), engine.engine.stats.totals().speculation
         finally:
             engine.close()
 

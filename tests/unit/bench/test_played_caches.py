@@ -53,7 +53,7 @@ async def played(
 
 
 def computed_tokens(simulation: Simulation) -> int:
-    totals = [engine.engine.totals() for engine in simulation.engines.values()]
+    totals = [engine.engine.stats.totals() for engine in simulation.engines.values()]
     return sum(each.prefix_query_tokens - each.prefix_hit_tokens for each in totals)
 
 
@@ -67,7 +67,7 @@ async def test_a_hot_prefix_is_fetched_by_others() -> None:
     ttfts_s = await played(sim, calls)
     engines = [engine for engine in sim.engines.values() if engine.cache is not None]
     assert sum(engine.num_fetches > 0 for engine in engines) >= 1
-    assert all(engine.engine.totals().prefix_hit_tokens > 0 for engine in engines)
+    assert all(engine.engine.stats.totals().prefix_hit_tokens > 0 for engine in engines)
     assert computed_tokens(sim) < 8192 * 2 + 150 * (1024 + SIZE), "no engine computes it again"
     assert sum(ttfts_s[1:]) / 150 < 0.06
 
@@ -84,7 +84,7 @@ async def test_what_left_the_pool_comes_back_from_host_memory() -> None:
     turns = [(0.5 * n, prompt((n % 4, 64 * 80), (n + 10, 64)), "") for n in range(12)]
     await played(sim, turns)
     (engine, *_) = sim.engines.values()
-    assert engine.engine.totals().host_hit_tokens >= 7 * 64 * 80
+    assert engine.engine.stats.totals().host_hit_tokens >= 7 * 64 * 80
     assert computed_tokens(sim) < 4 * 64 * 80 + 12 * 3 * SIZE + 64 * 80
 
 

@@ -296,8 +296,8 @@ def run(
             outcome.reasons[token.key] = token.finish_reason
         outcome.errors |= dict(output.failed)
         check_integrity(engine)
-    assert not engine.ledger()["requests"]
-    outcome.num_preemptions = engine.totals().num_preemptions
+    assert not engine.stats.ledger()["requests"]
+    outcome.num_preemptions = engine.stats.totals().num_preemptions
     outcome.batches = runner.batch_sizes
     return outcome
 

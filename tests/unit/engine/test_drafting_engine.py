@@ -111,7 +111,7 @@ class Scene:
         for engine in engines:
             check_integrity(engine)
             assert engine.pool.counts.held == 0
-            assert engine.ledger()["requests"] == {}
+            assert engine.stats.ledger()["requests"] == {}
 
 
 def mixed_run(seed: int, *, runs_ahead: bool, has_cache: bool) -> Engine:
@@ -151,7 +151,7 @@ def test_outputs_are_those_without_speculation(runs_ahead: bool, has_cache: bool
     preempted = accepted = late = 0
     for seed in range(number(8, 15)):
         engine = mixed_run(seed, runs_ahead=runs_ahead, has_cache=has_cache)
-        totals = engine.totals()
+        totals = engine.stats.totals()
         preempted += totals.num_preemptions
         accepted += sum(totals.speculation.accepted)
         late += engine._runner.draft_steps.num_late_rows  # type: ignore[attr-defined]
@@ -196,8 +196,8 @@ def played(
         while puller.has_work:
             scene.take(puller.step())
     scene.check(source, puller)
-    assert not source.totals().speculation.num_draft_tokens, "held ones have one token"
-    found = puller.totals()
+    assert not source.stats.totals().speculation.num_draft_tokens, "held ones have one token"
+    found = puller.stats.totals()
     counts = found.speculation
     return counts.num_draft_tokens, sum(counts.accepted), found.num_decode_tokens
 
@@ -227,7 +227,7 @@ def test_a_perfect_draft_model_takes_few_steps(runs_ahead: bool) -> None:
         scene.take(engine.step())
         num_steps += 1
     scene.check(engine)
-    counts = engine.totals().speculation
+    counts = engine.stats.totals().speculation
     assert sum(counts.accepted) == counts.num_draft_tokens
     assert num_steps < 45
 
@@ -239,7 +239,7 @@ def test_an_engine_that_ends_with_drafts_in_flight_leaves_nothing(runs_ahead: bo
     engine, other = (make_engine(200, runs_ahead=runs_ahead, rate=0.8) for _ in range(2))
     for _ in range(6):
         engine.add(scene.new_request(most=40))
-    while engine.totals().speculation.num_draft_tokens < 30:
+    while engine.stats.totals().speculation.num_draft_tokens < 30:
         scene.take(engine.step())
     for key, request in scene.requests.items():
         is_over = key not in engine._sequences.by_key

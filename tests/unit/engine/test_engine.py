@@ -123,7 +123,7 @@ def assert_idle(engine: Engine) -> None:
     check_integrity(engine)
     counts = engine.pool.counts
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
-    assert engine.ledger()["requests"] == {}
+    assert engine.stats.ledger()["requests"] == {}
     assert engine.pool.open_fences == ()
 
 
@@ -302,7 +302,7 @@ class EngineMachine(RuleBasedStateMachine):
     def no_block_is_lost(self) -> None:
         for engine in getattr(self, "engines", ()):
             check_integrity(engine)
-            load = engine.load()
+            load = engine.stats.load()
             assert load.waiting_tokens == sum(load.waiting_by_caller.values())
             assert (load.waiting_tokens > 0) >= (load.num_waiting > 0)
             assert 0 <= load.room_blocks <= engine.limits.capacity
@@ -388,7 +388,7 @@ def test_preemption_changes_no_token(budget: int, is_caching: bool) -> None:
     recorder = run(engine)
     for request in requests:
         assert recorder.tokens[request.key] == expected_outputs(request)[0]
-    assert engine.ledger()["num_preemptions"] != 0 or budget == 1
+    assert engine.stats.ledger()["num_preemptions"] != 0 or budget == 1
     assert_idle(engine)
 
 
@@ -397,7 +397,7 @@ def test_a_good_estimate_needs_no_preemption() -> None:
     for i in range(5):
         engine.add(new_request(f"r{i}", [i] * (5 + i), max_tokens=25))
     run(engine)
-    assert engine.ledger()["num_preemptions"] == 0
+    assert engine.stats.ledger()["num_preemptions"] == 0
 
 
 def test_history_lets_more_requests_in() -> None:
@@ -411,7 +411,7 @@ def test_history_lets_more_requests_in() -> None:
         for name in "ab":
             engine.add(new_request(name, [3, 4], max_tokens=40))
         engine.step()
-        assert engine.load().num_running == num_running
+        assert engine.stats.load().num_running == num_running
 
 
 def test_a_block_is_cached_only_when_its_last_slot_is_written() -> None:
@@ -542,7 +542,7 @@ def test_blocks_of_a_request_aborted_in_flight_are_fenced(hold: bool) -> None:
     def abort(batch: Sequence[SequenceSlice]) -> None:
         engine.abort("r/0")
         check_integrity(engine)
-        seen.append(engine.ledger())
+        seen.append(engine.stats.ledger())
         assert engine.pool.counts.held == 3
         handed_out = engine.pool.allocate(3) or []
         assert not set(handed_out) & set(batch[0].block_table)
@@ -572,7 +572,7 @@ def test_chunks_of_a_held_request() -> None:
         num_cached = 0 if name == "a" else 12
         assert [o.started for o in outputs if o.started] == [{f"{name}/0": num_cached}]
         assert [t.index for output in outputs for t in output.tokens] == [0]
-    assert engine.load().num_running == 0
+    assert engine.stats.load().num_running == 0
     for name in "ab":
         engine.abort(f"{name}/0")
         engine.abort(f"{name}/0")
@@ -730,16 +730,16 @@ def test_load_and_ledger() -> None:
     engine = new_engine(20, max_held_blocks=8, max_num_seqs=1)
     engine.add(new_request("a", [1] * 20), hold=True)
     engine.add(new_request("b", [2] * 6))
-    assert engine.load() == Load(
+    assert engine.stats.load() == Load(
         0, 2, waiting_tokens=26, free_blocks=20, credit_blocks=8, held_blocks=0,
         room_blocks=9, output_tokens=0, waiting_by_caller={0: 26},
     )  # fmt: skip
     engine.step()
-    assert engine.load() == Load(
+    assert engine.stats.load() == Load(
         1, 1, waiting_tokens=10, free_blocks=15, credit_blocks=3, held_blocks=5,
         room_blocks=9, output_tokens=0, waiting_by_caller={0: 10},
     )  # fmt: skip
-    ledger = json.loads(json.dumps(engine.ledger()))
+    ledger = json.loads(json.dumps(engine.stats.ledger()))
     assert ledger["blocks"] == {"free": 15, "cached": 0, "held": 5, "reserved": 2, "total": 22}
     assert ledger["requests"]["a/0"] == {
         "state": "running",
@@ -778,7 +778,7 @@ def test_a_request_that_would_break_the_promise_is_refused(
     with pytest.raises(PromiseRefused, match="5 decodes takes longer"):
         engine.promise.check(new_request("f", [1, 2, 3], tbt_target_ms=15.0))
     engine.promise.check(new_request("f", [1, 2, 3], tbt_target_ms=1.0))
-    assert engine.totals().num_refusals == 2, "what no engine keeps holds nobody up"
+    assert engine.stats.totals().num_refusals == 2, "what no engine keeps holds nobody up"
     run(engine)
     engine.promise.check(new_request("f", [1, 2, 3], tbt_target_ms=15.0), num_coming=1)
 
@@ -787,13 +787,14 @@ def test_what_steps_had_in_them_and_whether_they_kept_the_promise() -> None:
     engine = new_engine(max_num_batched_tokens=64)
     engine.promise.tbt_target_s = 1e-9
     engine.add(new_request("a", [1, 2, 3], max_tokens=6, ignore_eos=True))
-    assert engine.decode_step_p99_s is None
+    assert engine.stats.decode_step_p99_s is None
     run(engine)
-    totals = engine.totals()
+    totals = engine.stats.totals()
     assert (totals.num_prompts, totals.num_prompt_tokens, totals.num_decode_tokens) == (1, 3, 5)
     assert (totals.num_promised_steps, totals.num_kept_steps) == (5, 0)
     engine.promise.tbt_target_s = 60.0
     engine.add(new_request("b", [1, 2, 3], max_tokens=6, ignore_eos=True))
     run(engine)
-    assert (engine.totals().num_promised_steps, engine.totals().num_kept_steps) == (10, 5)
-    assert engine.decode_step_p99_s is not None and engine.decode_step_p99_s > 0
+    totals = engine.stats.totals()
+    assert (totals.num_promised_steps, totals.num_kept_steps) == (10, 5)
+    assert engine.stats.decode_step_p99_s is not None and engine.stats.decode_step_p99_s > 0

@@ -58,7 +58,7 @@ class Played:
 
     def run(self, coming: list[tuple[float, int]], num_bulk_left: int) -> None:
         """Until so few bulk prompts are left; `coming`: when, and of how many tokens."""
-        num_bulk = self.engine.load().num_waiting
+        num_bulk = self.engine.stats.load().num_waiting
         coming.reverse()
 
         def meanwhile() -> bool:
@@ -110,7 +110,7 @@ def test_a_light_caller_waits_for_little_more_than_the_step_in_flight(
     played.run(light_prompts(played, 5.0, 600.0), num_bulk_left=400)
     ttfts, idle_s = sorted(played.ttft_s.values()), cost_s(64)
     chunk_s = cost_s(max(played.device.batches))
-    cost = played.engine.step_cost()
+    cost = played.engine.stats.step_cost()
     assert cost is not None
     for num_tokens in (64, 2000):
         shape = StepShape().with_prompt(num_tokens, 0)

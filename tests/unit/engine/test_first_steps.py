@@ -76,7 +76,7 @@ def measured(
 @pytest.mark.parametrize("seconds", [LINEAR_S, mixture_s])
 def test_the_first_heartbeat_has_what_steps_take(seconds: Callable[[StepShape], float]) -> None:
     engine, runner, took_s = measured(10.0, seconds)
-    cost = engine.step_cost()
+    cost = engine.stats.step_cost()
     assert cost is not None and cost.max_rows == 2048 and took_s < 10.0
     decodes = [StepShape(num_decodes=n, keys=n * 1000) for n in (1, 2, 6, 12, 20, 40, 200)]
     for shape in (StepShape(1000, pairs_of(1000, 0)), *decodes):
@@ -84,7 +84,7 @@ def test_the_first_heartbeat_has_what_steps_take(seconds: Callable[[StepShape], 
     assert min(runner.blocks) == NUM_RESERVED_BLOCKS
     check_integrity(engine)
     assert engine.pool.num_available == engine.limits.capacity, "no block was taken"
-    assert engine.totals().num_prompt_tokens == 0
+    assert engine.stats.totals().num_prompt_tokens == 0
 
 
 @pytest.mark.parametrize("budget_s", [0.25, 1.5])

@@ -70,12 +70,12 @@ def test_others_go_on_while_blocks_come() -> None:
     rig.num_looks = range(50, 51)
     slow = rig.add([*PROMPT, 7])
     rig.step()
-    assert rig.engine.load().num_running == 0 and rig.engine.has_prompts
+    assert rig.engine.stats.load().num_running == 0 and rig.engine.has_prompts
     quick = rig.add([5, 6, 7], 2)
     for _ in range(4):
         rig.step()
     assert len(rig.tokens[quick]) == 2 and not rig.tokens[slow]
-    assert rig.engine.load().waiting_tokens == 1  # the rest is being copied
+    assert rig.engine.stats.load().waiting_tokens == 1  # the rest is being copied
     rig.run()
     rig.check(slow)
     assert rig.cached[slow] == 20
@@ -113,7 +113,7 @@ def test_two_that_begin_alike_are_copied_once() -> None:
     keys = [rig.add([*PROMPT, 7]), rig.add([*PROMPT, 8])]
     rig.step()
     rig.step()
-    assert rig.engine.load().num_waiting == 2 and rig.engine.load().waiting_tokens == 2
+    assert rig.engine.stats.load().num_waiting == 2 and rig.engine.stats.load().waiting_tokens == 2
     assert rig.engine.pool.counts.held == 5 + 2
     rig.run()
     for key in keys:

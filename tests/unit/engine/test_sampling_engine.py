@@ -219,7 +219,7 @@ def test_prompt_logprobs_are_told_once_in_spite_of_preemptions(models: Models) -
         for part in engine.step().prompt_logprobs:
             assert part.first_index == 1 + len(found[part.key])
             found[part.key] += part.logprobs
-    assert engine.ledger()["num_preemptions"]
+    assert engine.stats.ledger()["num_preemptions"]
     assert [len(logprobs) for logprobs in found.values()] == [39, 40]
 
 
@@ -243,7 +243,7 @@ def test_the_same_after_preemption(models: Models) -> None:
     engine = new_engine(models, num_blocks=2 + 8)
     engine._scheduler._admission.fits = lambda *_: True  # type: ignore[method-assign]
     squeezed = run(engine, *requests)
-    assert engine.ledger()["num_preemptions"]
+    assert engine.stats.ledger()["num_preemptions"]
     for request in requests:
         assert said(squeezed[request.key]) == said(alone(models, request))
 

@@ -130,7 +130,7 @@ class Scene:
             assert is_full or tokens[-1] in ends, key
         check_integrity(engine)
         assert engine.pool.counts.held == 0
-        assert engine.ledger()["requests"] == {}
+        assert engine.stats.ledger()["requests"] == {}
 
 
 def mixed_run(
@@ -175,7 +175,7 @@ def mixed_run(
 def test_outputs_are_those_without_speculation(runs_ahead: bool) -> None:
     preempted = accepted = 0
     for seed in range(25):
-        totals = mixed_run(seed, 8, runs_ahead=runs_ahead).totals()
+        totals = mixed_run(seed, 8, runs_ahead=runs_ahead).stats.totals()
         preempted += totals.num_preemptions
         accepted += sum(totals.speculation.accepted)
         assert sum(totals.speculation.accepted) <= totals.speculation.num_draft_tokens
@@ -203,9 +203,9 @@ def test_perfect_drafts_take_few_steps(runs_ahead: bool) -> None:
         num_steps += 1
     scene.check(engine)
     assert num_steps < 45
-    counts = engine.totals().speculation
+    counts = engine.stats.totals().speculation
     assert sum(counts.accepted) == counts.num_draft_tokens
-    assert engine.totals().num_decode_tokens == 59
+    assert engine.stats.totals().num_decode_tokens == 59
 
 
 def hand_over(scene: Scene, source: Engine, puller: Engine, key: str) -> Reservation:
@@ -234,7 +234,7 @@ def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
             (source if handed_over else puller).add(request, hold=handed_over)
         while source.has_work:
             scene.take(source.step())
-        assert not source.totals().speculation.num_draft_tokens, "held ones have one token"
+        assert not source.stats.totals().speculation.num_draft_tokens, "held ones have one token"
         for key in [*scene.requests] if handed_over else []:
             reservation = hand_over(scene, source, puller, key)
             puller.start(reservation, scene.tokens[key][-1])
@@ -242,7 +242,7 @@ def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
         while puller.has_work:
             scene.take(puller.step())
         scene.check(puller)
-        found = puller.totals().speculation
+        found = puller.stats.totals().speculation
         return [found.num_draft_tokens, sum(found.accepted)]
 
     (drafted, accepted), (drafted_one, accepted_one) = (
@@ -261,4 +261,4 @@ def test_a_request_without_speculation_has_no_drafts() -> None:
     while engine.has_work:
         scene.take(engine.step())
     scene.check(engine)
-    assert engine.totals().speculation.num_draft_tokens == 0
+    assert engine.stats.totals().speculation.num_draft_tokens == 0

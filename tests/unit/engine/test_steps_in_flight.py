@@ -110,7 +110,7 @@ def test_steps_are_as_large_as_prompts_that_come_need_again(
     index = 0
     while index < 20:
         rig.engine.step()
-        if rig.engine.load().waiting_tokens < 8:
+        if rig.engine.stats.load().waiting_tokens < 8:
             index += 1
             rig.add(index, 40)
     sizes = [sum(size for size in step if size > 1) for step in rig.runner.batch_sizes]

@@ -83,7 +83,7 @@ def tokens_of(engine: Engine, names: set[str], adapter: str = "") -> set[str]:
     hand_offs = (f"h{number}" for number in itertools.count())
     for _ in range(60):
         seen |= {token.key for token in engine.step().tokens}
-        while engine.load().num_running < 6 and take_over(engine, next(hand_offs), adapter):
+        while engine.stats.load().num_running < 6 and take_over(engine, next(hand_offs), adapter):
             pass
     return {name for name in names if f"{name}/0" in seen}
 
@@ -128,7 +128,7 @@ def test_a_search_without_room_beside_held_kv_waits() -> None:
     engine.add(request("beams", 15, max_tokens=12, use_beam_search=True, best_of=4))
     for _ in range(20):
         engine.step()
-    assert engine.totals().num_preemptions == 0
+    assert engine.stats.totals().num_preemptions == 0
     engine.abort("held/0")
     found = [beam for _ in range(60) if engine.has_work for beam in engine.step().beams]
     assert found and not engine.has_work

@@ -201,7 +201,7 @@ def test_a_ctrl_c_ends_the_call_and_the_llm_goes_on(llm: LLM) -> None:
         interrupt.join()
     assert len(llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)) == 1
     check_integrity(llm._calls._local.engine)
-    assert llm._calls._local.engine.load().num_running == 0
+    assert llm._calls._local.engine.stats.load().num_running == 0
 
 
 def test_the_package_has_what_it_names() -> None:

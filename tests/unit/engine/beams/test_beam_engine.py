@@ -129,7 +129,7 @@ def assert_idle(engine: Engine) -> None:
     check_integrity(engine)
     counts = engine.pool.counts
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
-    assert engine.ledger()["requests"] == {}
+    assert engine.stats.ledger()["requests"] == {}
     assert engine.pool.open_fences == ()
     assert not engine._sequences.beams.by_key and engine._scheduler.queues.groups == []
 
@@ -214,7 +214,7 @@ def test_crowded_out_beams_come_back_with_the_same_result(
     assert outcome.failed == {}
     for request in requests:
         outcome.check(request)
-    assert engine.totals().num_preemptions > 0
+    assert engine.stats.totals().num_preemptions > 0
     assert_idle(engine)
 
 
@@ -234,7 +234,7 @@ def test_beams_that_lent_blocks_leave_no_room_for_wait_for_them(
     engine.add(request)
     engine.add(behind)
     outcome = Outcome().run(engine)
-    assert engine.totals().num_preemptions == 1
+    assert engine.stats.totals().num_preemptions == 1
     assert not outcome.beams and not outcome.failed
     if is_aborted:
         engine.abort(request.key)
@@ -273,7 +273,7 @@ def test_a_search_needs_places_for_all_its_beams() -> None:
         engine.add(each)
     outcome = Outcome().run(engine)
     outcome.check(request)
-    assert engine.totals().num_preemptions == 0
+    assert engine.stats.totals().num_preemptions == 0
 
 
 def test_it_goes_on_until_nobody_wants_a_hypothesis() -> None:

@@ -127,11 +127,11 @@ def test_blocks_of_one_adapter_are_never_hit_by_another(world: World, engine: Lo
     one = engine.load_adapter("one", str(world.paths["one"]))
     two = engine.load_adapter("two", str(world.paths["two"]))
     for number, adapter in enumerate([None, one, two, None, one, two]):
-        before = engine.engine.totals().prefix_hit_tokens
+        before = engine.engine.stats.totals().prefix_hit_tokens
         asked = request(PROMPTS[0], number, adapter)
         name = "" if adapter is None else adapter.name
         assert outputs_of(engine, [asked])[asked.key] == world.expected[name][0]
-        hit = engine.engine.totals().prefix_hit_tokens - before
+        hit = engine.engine.stats.totals().prefix_hit_tokens - before
         assert (hit > 0) == (number >= 3), "its own blocks alone"
 
 
@@ -148,7 +148,7 @@ def test_drafts_are_verified_with_the_adapter(world: World, method: dict[str, ob
         drafted["model"] = str(world.base)
     engine = lora(world.base, speculative_config=json.dumps(drafted))
     assert mixed(world, engine) == world.expected
-    assert engine.engine.totals().speculation.num_draft_tokens > 0
+    assert engine.engine.stats.totals().speculation.num_draft_tokens > 0
     assert mixed(world, engine) == world.expected, "from blocks that verified drafts have filled"
     engine.close()
 
@@ -182,7 +182,7 @@ def test_preempted_requests_keep_their_adapter(world: World) -> None:
         engine, [request(PROMPTS[2], n, num_tokens=1) for n in range(64)]
     )  # "outputs are short"
     assert mixed(world, engine) == world.expected
-    assert engine.engine.totals().num_preemptions > 0
+    assert engine.engine.stats.totals().num_preemptions > 0
     engine.close()
 
 

@@ -93,7 +93,7 @@ class Outcome:
             while engine.engine.has_work:
                 self._take(engine.engine.step())
         check_integrity(engine.engine)
-        self.totals = engine.engine.totals()
+        self.totals = engine.engine.stats.totals()
 
     def _take(self, output: StepOutput) -> None:
         assert not output.failed

@@ -99,7 +99,7 @@ def test_what_is_learned_of_steps_is_what_they_take(
     kernels_s: float, promise_s: float | None
 ) -> None:
     engine, _ = run(kernels_s, promise_s=promise_s)
-    cost = engine.step_cost()
+    cost = engine.stats.step_cost()
     assert cost is not None
     for num_tokens in (0, 200, 700):
         shape = StepShape(num_tokens, pairs_of(num_tokens, 0), 20, 20 * 700)
@@ -125,7 +125,7 @@ def test_steps_that_each_hide_the_end_of_the_one_before_are_learned_too() -> Non
             engine.add(Request(f"{name}{index}", 0, (1,) * num_tokens, params))
         while engine.has_work:
             engine.step(meanwhile)
-    cost = engine.step_cost()
+    cost = engine.stats.step_cost()
     assert cost is not None
     shape = StepShape(2048, pairs_of(2048, 0))
     assert COST.seconds(shape) < 0.05

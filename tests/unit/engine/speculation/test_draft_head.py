@@ -153,7 +153,7 @@ def outputs(engine: Engine, asked: Sequence[Request]) -> dict[str, list[int]]:
 
 
 def acceptance(engine: Engine) -> float:
-    counts = engine.totals().speculation
+    counts = engine.stats.totals().speculation
     return sum(counts.accepted) / counts.num_draft_tokens
 
 
@@ -181,8 +181,8 @@ def test_outputs_are_those_without_a_head(
     plain_runner.close()
     engine = engine_of(runner, Recorder(runner), num_blocks, estimator=Optimist())
     assert outputs(engine, asked) == plain
-    assert sum(engine.totals().speculation.accepted) > 20
-    assert engine.totals().num_preemptions or num_blocks == BLOCKS
+    assert sum(engine.stats.totals().speculation.accepted) > 20
+    assert engine.stats.totals().num_preemptions or num_blocks == BLOCKS
     assert outputs(engine, asked) == plain
 
 

@@ -99,8 +99,8 @@ def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
     for one in asked.values():
         engine.add(one)
     run(engine)
-    accepted = engine.totals().speculation.accepted
-    assert accepted[-1] and accepted[0] < engine.totals().speculation.num_drafts
+    accepted = engine.stats.totals().speculation.accepted
+    assert accepted[-1] and accepted[0] < engine.stats.totals().speculation.num_drafts
     alone = LocalEngine.load(config("demo-draft", None), lambda line: None)
     num_different = 0
     for index, (key, tokens, drafts) in enumerate(recorder.found):

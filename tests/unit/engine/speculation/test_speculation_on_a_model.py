@@ -139,7 +139,7 @@ def test_every_kind_of_request(demo: Demo, seed: int) -> None:
             assert told(tokens) == told(plain[key])
             difference = [a.logprob - b.logprob for a, b in zip(tokens, plain[key], strict=True)]
             assert max(map(abs, difference)) < 1e-4, "up to what products of other sizes round"
-        num_accepted += sum(engine.totals().speculation.accepted)
+        num_accepted += sum(engine.stats.totals().speculation.accepted)
     assert num_accepted > 200
 
 

@@ -1,0 +1,129 @@
+"""What an engine tells of itself, for heartbeats, people and tests: how busy it is, and what it has
+counted. Changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+from ..core.request.request import Request
+from ..core.step_cost import StepCost
+from .kv.block_pool import BlockPool
+from .kv.disk.disk_tier import DiskCounts
+from .kv.host_copies import HostCounts
+from .kv.host_tier import HostTier
+from .kv.limits import EngineLimits
+from .lora.adapter_room import AdapterRoom
+from .scheduling.admission import OutputLengthEstimator
+from .scheduling.block_tables import BlockTables
+from .scheduling.outputs import Load, SpeculationCounts, Totals
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence
+from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
+from .speculation.speculator import Speculator
+
+
+class EngineStats:
+    """Of one engine."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        tables: BlockTables,
+        sequences: Mapping[str, Sequence],
+        estimator: OutputLengthEstimator,
+        adapters: AdapterRoom[Sequence] | None,
+        step_record: StepRecord,
+        step_costs: StepCostEstimator,
+        host: HostTier | None,
+        speculator: Speculator | None,
+    ) -> None:
+        self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
+        self.num_expert_ranks = 1  # that have experts whole, each as many
+        self._limits = limits
+        self._pool = pool
+        self._scheduler = scheduler
+        self._tables = tables
+        self._sequences = sequences
+        self._estimator = estimator
+        self._adapters = adapters
+        self._step_record = step_record
+        self._step_costs = step_costs
+        self._host = host
+        self._speculator = speculator
+
+    def load(self, pending: Iterable[Request] = ()) -> Load:
+        """`pending`: requests that will come, but are not here yet."""
+        queues = self._scheduler.queues
+        held_blocks = queues.num_held_blocks
+        waiting = queues.waiting_tokens()
+        parked = [] if self._adapters is None else self._adapters.parked
+        for sequence in parked:
+            waiting[sequence.request.caller_id] += sequence.num_tokens
+        return Load(
+            num_running=len(queues.running),
+            num_waiting=len(queues.waiting) + len(queues.loading) + len(parked),
+            waiting_tokens=waiting.total(),
+            free_blocks=self._pool.num_available,
+            credit_blocks=max(0, self._limits.held_blocks_limit - held_blocks),
+            held_blocks=held_blocks,
+            room_blocks=self._scheduler.room_blocks(pending),
+            output_tokens=self._estimator.expected,
+            waiting_by_caller=waiting,
+            decodes=queues.decodes(),
+        )
+
+    def totals(self) -> Totals:
+        """What was counted since the engine was made."""
+        preemption, record, host = self._scheduler.preemption, self._step_record, self._host
+        return Totals(
+            num_preemptions=preemption.num_preemptions,
+            prefix_query_tokens=self._tables.num_queried_tokens,
+            prefix_hit_tokens=self._tables.num_hit_tokens,
+            num_prompts=record.num_prompts,
+            num_prompt_tokens=record.num_prompt_tokens,
+            num_decode_tokens=record.num_decode_tokens,
+            num_promised_steps=record.num_promised_steps,
+            num_kept_steps=record.num_kept_steps,
+            num_refusals=self._scheduler.promise.num_refusals,
+            expert_tokens=self.count_experts(),
+            num_swaps=preemption.num_swaps,
+            host_hit_tokens=self._tables.num_host_hit_tokens,
+            host=HostCounts() if host is None else host.counts,
+            disk=host.disk.counts if host and host.disk else DiskCounts(),
+            speculation=self._speculator.counts if self._speculator else SpeculationCounts(),
+        )
+
+    @property
+    def decode_step_p99_s(self) -> float | None:
+        """How long the last steps with decodes took, 99th percentile; None: there were none."""
+        return self._step_record.p99_s
+
+    def step_cost(self) -> StepCost | None:
+        """By the steps that were computed so far; None: too few."""
+        return self._step_costs.estimate()
+
+    @property
+    def step_cost_error(self) -> float | None:
+        """How far the last steps were from that, relative, 90th percentile; None: too few."""
+        return self._step_costs.relative_error
+
+    def ledger(self) -> dict[str, object]:
+        """Who holds what, JSON-able."""
+        return {
+            "blocks": dataclasses.asdict(self._pool.counts) | {"total": self._pool.num_blocks},
+            "requests": {
+                key: {
+                    "state": sequence.state.value,
+                    "num_blocks": len(sequence.block_ids),
+                    "num_tokens": sequence.num_tokens,
+                    "num_computed_tokens": sequence.num_computed_tokens,
+                }
+                for key, sequence in self._sequences.items()
+            },
+            "num_held_blocks": self._scheduler.queues.num_held_blocks,
+            "num_fences": len(self._pool.open_fences),
+            "num_preemptions": self._scheduler.preemption.num_preemptions,
+        }
