@@ -8,9 +8,10 @@
     pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
     keys    that decodes read: the sum of their contexts
 
-Engines measure it (engine/scheduling/step_cost_estimator.py), plan by it, and send it with their
-heartbeats; gateways estimate by it what a request would take at each engine. Of an engine with
-stages it is the time of one stage: what a request alone would wait for the others is not in it.
+Engines measure it (engine/scheduling/costs/step_cost_estimator.py), plan by it, and send it with
+their heartbeats; gateways estimate by it what a request would take at each engine. Of an engine
+with stages it is the time of one stage: what a request alone would wait for the others is not in
+it.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
+from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import Reservation, StepOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
 from .step_results import StepResults

@@ -16,10 +16,10 @@ from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
+from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.outputs import Load, SpeculationCounts, Totals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
-from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .speculation.speculator import Speculator
 
 

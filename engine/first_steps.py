@@ -18,7 +18,7 @@ from ..kernels.sampling.sample_spec import SampleSpec
 from .execution.batch import Runner, SequenceSlice
 from .kv.block_pool import NUM_RESERVED_BLOCKS
 from .kv.limits import EngineLimits
-from .scheduling.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
+from .scheduling.costs.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
 
 BUDGET_S = 2.5  # in all
 _SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)

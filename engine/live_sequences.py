@@ -105,7 +105,7 @@ class LiveSequences:
             assert has_slot, "its parent's"
         assert child.key not in self.by_key and child.num_tokens == parent.num_tokens + 1
         self.by_key[child.key] = child
-        copies = self._scheduler.fork(parent, child)
+        copies = self._scheduler.forks.fork(parent, child)
         if copies:
             self._runner.copy_blocks(copies)
 

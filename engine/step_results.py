@@ -13,10 +13,10 @@ from .execution.batch import SampledToken
 from .live_sequences import LiveSequences
 from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
+from .scheduling.costs.step_cost_estimator import StepRecord
 from .scheduling.outputs import ChunkDone, StepOutput, TokenOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .scheduling.step_cost_estimator import StepRecord
 from .speculation.speculator import Speculator
 
 _token_output = partial(tuple.__new__, TokenOutput)  # a step makes hundreds

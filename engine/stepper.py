@@ -26,11 +26,11 @@ from .execution.constraints import Constraints, Mask
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
+from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.outputs import StepOutput
 from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
-from .scheduling.step_cost_estimator import StepCostEstimator, StepRecord
 from .speculation.speculator import Speculator
 from .step_results import StepResults
 from .step_slices import constrained_masks, launch_slices, launched_chunks

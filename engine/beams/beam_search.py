@@ -146,7 +146,7 @@ class BeamSearches:
         leader, *others = search.members
         parked = [one for one in others if one.state is SequenceState.PARKED]
         if parked and search.has_found(leader):
-            if not all(self._scheduler.rejoin(one, leader) for one in parked):
+            if not all(self._scheduler.forks.rejoin(one, leader) for one in parked):
                 self._crowd_out(search, output)
             return False
         return search.is_ready
@@ -172,7 +172,7 @@ class BeamSearches:
                 continue
             child = self._child(search, parent, beam.token_id)
             self._sequences[child.key] = child
-            copies += self._scheduler.fork(parent, child)
+            copies += self._scheduler.forks.fork(parent, child)
             members.append(child)
         for parent_index, beam in heirs.items():
             parents[parent_index].token_ids.append(beam.token_id)
@@ -202,7 +202,7 @@ class BeamSearches:
     def _crowd_out(self, search: BeamSearch, output: StepOutput) -> None:
         """There is no room for all its sequences beside what others have, or in the whole pool.
         It would not find more if it came back before they give something up."""
-        if self._scheduler.has_all(search):
+        if self._scheduler.forks.has_all(search):
             error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
             self.fail(search, error, output)
         else:

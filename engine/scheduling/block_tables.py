@@ -87,13 +87,7 @@ class BlockTables:
 
         `matched` come first and count as computed, then those that are `coming` for others too.
         """
-        assert not sequence.block_ids
-        shared = [*matched, *coming]
-        self._pool.acquire(shared)  # first: the allocation could evict them
-        sequence.block_ids = array("i", shared)
-        if not self.grow(sequence):
-            sequence.block_ids = array("i")
-            self._pool.release(shared)
+        if not self.share(sequence, [*matched, *coming]):
             return False
         sequence.num_stored_blocks = len(matched)
         sequence.num_cached_tokens = len(matched) * self._block_size
@@ -101,6 +95,17 @@ class BlockTables:
         self.num_hit_tokens += sequence.num_cached_tokens
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_launched_tokens = sequence.num_cached_tokens
+        return True
+
+    def share(self, sequence: Sequence, shared: Row[int]) -> bool:
+        """Give an empty-handed sequence these blocks and more for all its slots, or none."""
+        assert not sequence.block_ids
+        self._pool.acquire(shared)  # first: the allocation could evict them
+        sequence.block_ids = array("i", shared)
+        if not self.grow(sequence):
+            sequence.block_ids = array("i")
+            self._pool.release(shared)
+            return False
         return True
 
     def loaded(self, sequence: Sequence, num_blocks: int) -> None:
@@ -112,42 +117,6 @@ class BlockTables:
         self.num_hit_tokens += num_tokens
         self.num_host_hit_tokens += num_tokens
         self.store(sequence)
-
-    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
-        """Give an empty-handed child its computed tokens' blocks, and room for the token behind.
-
-            parent   [ b0 | b1 | b2 # ]     full blocks: one more reference
-            child    [ b0 | b1 | b7 # ]     the partial one: a copy, since each writes on in its own
-
-        Returns (source, target) of what is to be copied at once; None if the pool has too few left.
-        """
-        assert not child.block_ids
-        num_shared, num_partial = divmod(child.num_computed_tokens, self._block_size)
-        shared = parent.block_ids[:num_shared]
-        self._pool.acquire(shared)
-        child.block_ids = shared[:]
-        if not self.grow(child):
-            child.block_ids = array("i")
-            self._pool.release(shared)
-            return None
-        child.num_stored_blocks = min(parent.num_stored_blocks, num_shared)
-        child.share_hashes(parent, child.num_stored_blocks)
-        self.store(child)
-        if not num_partial:
-            return []
-        return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
-
-    def common(self, leader: Sequence, other: Sequence) -> Row[int]:
-        """Blocks of the leader, all computed, that the other's tokens but the last begin with."""
-        size, num_same = self._block_size, 0
-        most = min(leader.num_computed_tokens, other.num_tokens - 1) // size * size
-        mine, theirs = leader.token_ids, other.token_ids
-        while num_same < most:
-            end = num_same + size
-            if mine[num_same:end] != theirs[num_same:end]:
-                break
-            num_same = end
-        return leader.block_ids[: num_same // size]
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether its blocks cover all its slots already."""

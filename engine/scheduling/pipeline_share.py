@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from ...core.step_cost import StepShape
 from ..kv.limits import EngineLimits
+from .costs.step_cost_estimator import StepCostEstimator
 from .queues import Queues
 from .schedule import Schedule
 from .sequence import Sequence
-from .step_cost_estimator import StepCostEstimator
 
 
 class PipelineShare:

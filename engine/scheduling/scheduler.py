@@ -37,14 +37,15 @@ from itertools import chain
 from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
-from .admission import Admission, Footprint, OutputLengthEstimator, distinct_blocks
+from .admission import Admission, Footprint, OutputLengthEstimator
 from .block_tables import BlockTables
+from .costs.step_cost_estimator import StepCostEstimator
+from .forks import Forks
 from .pipeline_share import PipelineShare
 from .preemption import Preemption
 from .queues import Queues
 from .schedule import Schedule
-from .sequence import Sequence, SequenceGroup, SequenceState
-from .step_cost_estimator import StepCostEstimator
+from .sequence import Sequence, SequenceState
 from .step_promise import StepPromise
 
 
@@ -65,6 +66,7 @@ class Scheduler:
         if limits.num_stages > 1:
             self.pipeline = PipelineShare(limits, self.queues, step_costs)
         self.preemption = Preemption(limits, tables, self.queues)
+        self.forks = Forks(limits, pool, tables, self.queues, self.preemption)
         self._limits = limits
         self._pool = pool
         self._tables = tables
@@ -107,45 +109,6 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.num_prefill_tokens = num_computed_tokens
         sequence.num_launched_tokens = sequence.num_computed_tokens
         self.queues.run(sequence)
-
-    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
-        """Let a new sequence decode from where all of the parent's known tokens are computed.
-
-        Its own first token is already in `token_ids`. Returns blocks (source, target) to copy
-        before anything else is done. Where there is no room it waits like a preempted one, and
-        finds the full blocks in the prefix cache; one of a group is parked.
-        """
-        child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
-        child.num_launched_tokens = child.num_computed_tokens
-        child.state = SequenceState.RUNNING
-        has_slot = child.group is not None or self.queues.has_slot()  # a group's are kept for it
-        copies = self._tables.fork(parent, child) if has_slot else None
-        if copies is None:
-            child.num_computed_tokens = child.num_launched_tokens = 0
-            child.state = SequenceState.PARKED
-            if child.group is None:
-                child.state = SequenceState.WAITING
-                self.preemption.wait_again(child)
-            return []
-        self.queues.run(child)
-        return copies
-
-    def rejoin(self, parked: Sequence, leader: Sequence) -> bool:
-        """Let a parked member of a group compute what its blocks lack, behind those that are cached
-        or the leader's, whose tokens are all computed; False if there is no room."""
-        matched = self._tables.match(parked, parked.num_tokens - 1)
-        common = self._tables.common(leader, parked)
-        if not self._tables.take(parked, max(matched, common, key=len)):
-            return False
-        parked.num_prefill_tokens = parked.num_tokens
-        self.queues.run(parked)
-        return True
-
-    def has_all(self, group: SequenceGroup) -> bool:
-        """Whether nothing else has blocks: then none will be released for the group."""
-        return self._pool.num_available + len(distinct_blocks(group.members)) == (
-            self._limits.capacity
-        )
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence, whatever its state, and give its blocks back."""

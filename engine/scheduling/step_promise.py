@@ -6,9 +6,9 @@ from ...core.errors import PromiseRefused
 from ...core.request.request import Request
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 from ..kv.limits import EngineLimits
+from .costs.step_cost_estimator import StepCostEstimator
 from .queues import Queues
 from .schedule import Schedule, step_shape
-from .step_cost_estimator import StepCostEstimator
 
 # Of the promise, for decodes that outlast it: they are few, and prompts wait for what they take.
 OUTLASTING = 2.5

@@ -23,10 +23,10 @@ from ...core.step_cost import StepCost, StepShape
 from ..execution.batch import SampledToken
 from ..execution.constraints import Constraints
 from ..kv.limits import EngineLimits
+from ..scheduling.costs.step_cost_estimator import StepCostEstimator
 from ..scheduling.outputs import SpeculationCounts
 from ..scheduling.queues import Queues
 from ..scheduling.sequence import Sequence, SequenceState
-from ..scheduling.step_cost_estimator import StepCostEstimator
 from .acceptance import Acceptance, Mean, Tally
 from .lengths import Lengths, best_lengths
 from .proposer import Context, Proposer

@@ -12,9 +12,9 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.block_tables import BlockTables
+from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.sequence import Sequence
-from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
 
 BLOCK_SIZE = 4
 

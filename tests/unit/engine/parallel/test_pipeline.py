@@ -22,8 +22,8 @@ from baton.engine.kv.host_copies import CopyCost
 from baton.engine.local import LocalEngine
 from baton.engine.parallel.rank_channel import MessageKind
 from baton.engine.scheduling.admission import OutputLengthEstimator
+from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator
 from baton.engine.scheduling.outputs import StepOutput
-from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
 
 NUM_LAYERS = 5
 NUM_TOKENS = number(16, 20)

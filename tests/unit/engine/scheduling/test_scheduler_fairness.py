@@ -152,7 +152,7 @@ def test_a_fork_without_room_comes_before_all_callers() -> None:
     bench.of(2, 1)
     child = bench.new(8, first_id=0)
     child.token_ids.append(7)
-    assert bench.scheduler.fork(parent, child) == []
+    assert bench.scheduler.forks.fork(parent, child) == []
     assert bench.scheduler.queues.waiting.head is child
     bench.scheduler.remove(parent)
     assert bench.step() == {"c": 1}, "the prompt was in the cache"

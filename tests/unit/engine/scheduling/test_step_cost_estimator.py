@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.step_cost import StepCost, StepShape
-from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
+from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator
 
 STEP_S, TOKEN_S = 0.008, 45e-6
 

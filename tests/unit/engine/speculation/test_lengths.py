@@ -21,8 +21,8 @@ from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepCost, StepShape
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator
 from baton.engine.scheduling.sequence import Sequence, SequenceState
-from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
 from baton.engine.speculation.acceptance import Acceptance, Tally
 from baton.engine.speculation.lengths import best_lengths
 from baton.engine.speculation.proposer import Context

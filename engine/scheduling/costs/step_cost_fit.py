@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.step_cost import KNOTS, StepCost, StepShape
+from ....core.step_cost import KNOTS, StepCost, StepShape
 
 _FLATTER_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
 _STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to read the weights

@@ -22,7 +22,7 @@ import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from ...core.step_cost import StepCost, StepShape
+from ....core.step_cost import StepCost, StepShape
 from .step_cost_fit import fit_step_cost
 
 MIN_SAMPLES = 3  # of a size, before it counts

@@ -1,0 +1,1 @@
+"""What steps take, measured."""

@@ -1,0 +1,98 @@
+"""Sequences that begin with what another has computed: further samples of a prompt, and beams.
+
+parent   [ b0 | b1 | b2 # ]     full blocks: one more reference
+child    [ b0 | b1 | b7 # ]     the partial one: a copy, since each writes on in its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+
+from ..kv.block_pool import BlockPool
+from ..kv.limits import EngineLimits
+from .admission import distinct_blocks
+from .block_tables import BlockTables
+from .preemption import Preemption
+from .queues import Queues
+from .sequence import Sequence, SequenceGroup, SequenceState
+
+
+class Forks:
+    """Of one scheduler."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pool: BlockPool,
+        tables: BlockTables,
+        queues: Queues,
+        preemption: Preemption,
+    ) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._tables = tables
+        self._queues = queues
+        self._preemption = preemption
+
+    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
+        """Let a new sequence decode from where all of the parent's known tokens are computed.
+
+        Its own first token is already in `token_ids`. Returns blocks (source, target) to copy
+        before anything else is done. Where there is no room it waits like a preempted one, and
+        finds the full blocks in the prefix cache; one of a group is parked.
+        """
+        child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
+        child.num_launched_tokens = child.num_computed_tokens
+        child.state = SequenceState.RUNNING
+        has_slot = child.group is not None or self._queues.has_slot()  # a group's are kept for it
+        copies = self._share_blocks(parent, child) if has_slot else None
+        if copies is None:
+            child.num_computed_tokens = child.num_launched_tokens = 0
+            child.state = SequenceState.PARKED
+            if child.group is None:
+                child.state = SequenceState.WAITING
+                self._preemption.wait_again(child)
+            return []
+        self._queues.run(child)
+        return copies
+
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
+        """Give the child its computed tokens' blocks, and room for the token behind: (source,
+        target) of what is to be copied; None if the pool has too few left."""
+        num_shared, num_partial = divmod(child.num_computed_tokens, self._limits.block_size)
+        if not self._tables.share(child, parent.block_ids[:num_shared]):
+            return None
+        child.num_stored_blocks = min(parent.num_stored_blocks, num_shared)
+        child.share_hashes(parent, child.num_stored_blocks)
+        self._tables.store(child)
+        if not num_partial:
+            return []
+        return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
+
+    def rejoin(self, parked: Sequence, leader: Sequence) -> bool:
+        """Let a parked member of a group compute what its blocks lack, behind those that are cached
+        or the leader's, whose tokens are all computed; False if there is no room."""
+        matched = self._tables.match(parked, parked.num_tokens - 1)
+        common = self._common(leader, parked)
+        if not self._tables.take(parked, max(matched, common, key=len)):
+            return False
+        parked.num_prefill_tokens = parked.num_tokens
+        self._queues.run(parked)
+        return True
+
+    def _common(self, leader: Sequence, other: Sequence) -> Row[int]:
+        """Blocks of the leader, all computed, that the other's tokens but the last begin with."""
+        size, num_same = self._limits.block_size, 0
+        most = min(leader.num_computed_tokens, other.num_tokens - 1) // size * size
+        mine, theirs = leader.token_ids, other.token_ids
+        while num_same < most:
+            end = num_same + size
+            if mine[num_same:end] != theirs[num_same:end]:
+                break
+            num_same = end
+        return leader.block_ids[: num_same // size]
+
+    def has_all(self, group: SequenceGroup) -> bool:
+        """Whether nothing else has blocks: then none will be released for the group."""
+        num_blocks = len(distinct_blocks(group.members))
+        return self._pool.num_available + num_blocks == self._limits.capacity
