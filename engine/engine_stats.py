@@ -4,6 +4,7 @@ counted. Changes nothing."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from ..core.request.request import Request
@@ -58,7 +59,7 @@ class EngineStats:
         """`pending`: requests that will come, but are not here yet."""
         queues = self._scheduler.queues
         held_blocks = queues.num_held_blocks
-        waiting = queues.waiting_tokens()
+        waiting = self._waiting_tokens()
         parked = [] if self._adapters is None else self._adapters.parked
         for sequence in parked:
             waiting[sequence.request.caller_id] += sequence.num_tokens
@@ -74,6 +75,23 @@ class EngineStats:
             waiting_by_caller=waiting,
             decodes=queues.decodes(),
         )
+
+    def _waiting_tokens(self) -> Counter[int]:
+        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
+
+        Of waiting prompts those that the prefix cache held when they came are left out.
+        """
+        queues = self._scheduler.queues
+        waiting = Counter(queues.waiting.waiting_tokens())
+        for sequence in queues.running:
+            num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
+            if num_tokens > 0:
+                waiting[sequence.request.caller_id] += num_tokens
+        for sequence, load in queues.loading.items():
+            num_loaded = load.num_blocks * self._limits.block_size
+            num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
+            waiting[sequence.request.caller_id] += num_tokens
+        return waiting
 
     def totals(self) -> Totals:
         """What was counted since the engine was made."""

@@ -1,4 +1,4 @@
-"""Where the sequences of an engine stand, and what that comes to.
+"""Where the sequences of an engine stand.
 
     waiting ──► running ──► held: computed, waiting to be released
        └► loading ▲
@@ -9,12 +9,10 @@ Decides nothing: see scheduler.py.
 from __future__ import annotations
 
 import bisect
-from collections import Counter
 from collections.abc import Iterator, MutableSequence
 from itertools import chain
 
 from ...core.fair_queue import FairQueue
-from ...core.request.request import Request
 from ...core.step_cost import StepShape
 from ..kv.block_pool import BlockPool
 from ..kv.host_tier import Load
@@ -66,9 +64,9 @@ class Queues:
         """Whether one more may run, this one with its group; `beside`: and another with its own."""
         num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
         num_seqs += sum(group.num_absent for group in self.groups)
-        num_seqs += _num_to_come(sequence)
+        num_seqs += 0 if sequence is None else sequence.num_to_come
         if beside is not None:
-            num_seqs += 1 + _num_to_come(beside)
+            num_seqs += 1 + beside.num_to_come
         return num_seqs < self._limits.max_num_seqs
 
     def run(self, sequence: Sequence) -> None:
@@ -110,40 +108,12 @@ class Queues:
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""
         shape = step_shape([one for one in self.running if not one.is_prefilling])
-        return self._share_of(shape.num_decodes, shape.keys)
+        return self.share_of(shape.num_decodes, shape.keys)
 
-    def step_with(self, request: Request, num_coming: int) -> StepShape:
-        """A step of all that will decode here once their prompts are computed, with this request,
-        its forks, and `num_coming` more like it that the engine does not have yet."""
-        others = [one for one in chain(self.waiting, self.loading, self.running) if not one.is_held]
-        lengths = [one.num_tokens for one in others]
-        for one in others:
-            if one.group is None or not one.group.is_forked:
-                lengths += [one.num_tokens] * _num_to_come(one)
-        num_more = request.num_sequences + num_coming
-        keys = sum(lengths) + num_more * request.num_known_tokens
-        return self._share_of(len(lengths) + num_more, keys)
-
-    def _share_of(self, num_decodes: int, keys: int) -> StepShape:
+    def share_of(self, num_decodes: int, keys: int) -> StepShape:
         """Of so many decodes, what one step has."""
         num_stages = self._limits.num_stages
         return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
-
-    def waiting_tokens(self) -> Counter[int]:
-        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
-
-        Of waiting prompts those that the prefix cache held when they came are left out.
-        """
-        waiting = Counter(self.waiting.waiting_tokens())
-        for sequence in self.running:
-            num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
-            if num_tokens > 0:
-                waiting[sequence.request.caller_id] += num_tokens
-        for sequence, load in self.loading.items():
-            num_loaded = load.num_blocks * self._limits.block_size
-            num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
-            waiting[sequence.request.caller_id] += num_tokens
-        return waiting
 
     def add(self, sequence: Sequence, num_to_compute: int, *, is_first: bool = False) -> None:
         """Let it wait behind all others of its caller. `is_first`: before all others, since it has
@@ -192,8 +162,3 @@ class Queues:
     def is_stalled(self) -> bool:
         """Whether there still is nothing to schedule: all that is left waits for memory."""
         return self._stalled_at == self.opportunities
-
-
-def _num_to_come(sequence: Sequence | None) -> int:
-    """The others of its search that have no blocks."""
-    return 0 if sequence is None or sequence.group is None else sequence.group.num_absent

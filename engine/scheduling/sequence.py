@@ -166,6 +166,11 @@ class Sequence:
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
+    def num_to_come(self) -> int:
+        """The others of its search that have no blocks."""
+        return 0 if self.group is None else self.group.num_absent
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to be told."""
         is_asked = self.request.sampling.prompt_logprobs is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from ...core.errors import PromiseRefused
 from ...core.request.request import Request
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
@@ -101,10 +103,24 @@ class StepPromise:
             own_s, least_s = own_ms / 1000, (self.tbt_target_s or 0.0) / 2
             num_stages = self._limits.num_stages
             target_s = max(min(target_s, own_s / num_stages), least_s / num_stages)
-        shape = self._queues.step_with(request, num_coming)
+        shape = self.step_with(request, num_coming)
         alone = StepShape(num_decodes=1, keys=request.num_known_tokens)
         if cost.seconds(shape) > target_s >= cost.seconds(alone):
             self.num_refusals += 1
             raise PromiseRefused(
                 f"a step of {shape.num_decodes} decodes takes longer than {target_s * 1e3:.1f} ms"
             )
+
+    def step_with(self, request: Request, num_coming: int) -> StepShape:
+        """A step of all that will decode here once their prompts are computed, with this request,
+        its forks, and `num_coming` more like it that the engine does not have yet."""
+        queues = self._queues
+        every = chain(queues.waiting, queues.loading, queues.running)
+        others = [one for one in every if not one.is_held]
+        lengths = [one.num_tokens for one in others]
+        for one in others:
+            if one.group is None or not one.group.is_forked:
+                lengths += [one.num_tokens] * one.num_to_come
+        num_more = request.num_sequences + num_coming
+        keys = sum(lengths) + num_more * request.num_known_tokens
+        return queues.share_of(len(lengths) + num_more, keys)

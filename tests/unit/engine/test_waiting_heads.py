@@ -137,7 +137,7 @@ def test_a_search_without_room_beside_held_kv_waits() -> None:
 def test_a_search_that_waits_counts_with_all_its_beams() -> None:
     engine = engine_of(200)
     engine.add(request("beams", 5, max_tokens=12, use_beam_search=True, best_of=8))
-    shape = engine._scheduler.queues.step_with(request("probe", 3), 0)
+    shape = engine._scheduler.promise.step_with(request("probe", 3), 0)
     assert shape.num_decodes == 9
 
 

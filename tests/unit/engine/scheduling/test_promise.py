@@ -117,7 +117,7 @@ def test_a_step_of_all_that_will_decode(monkeypatch: pytest.MonkeyPatch) -> None
         made.add(10, first_id=100 * index)
     made.step()
     waiting = made.add(40, first_id=1000)
-    shape = made.scheduler.queues.step_with(waiting.request, 2)
+    shape = made.scheduler.promise.step_with(waiting.request, 2)
     known = sum(one.num_tokens for one in made.sequences)
     assert shape == StepShape(num_decodes=7, keys=known + 3 * 40)
 
