@@ -142,7 +142,6 @@ class Engine:
             results,
             DecodeBatch(limits.block_size),
             host=self._host,
-            constraints=constraints,
             speculator=self._speculator,
             step_costs=self._step_costs,
             step_record=self._step_record,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Row
 
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
 from .execution.batch import Runner
-from .execution.constraints import Constraints
+from .execution.constraints import Constraints, Mask
 from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom, refuse_adapter
 from .scheduling.outputs import StepOutput
+from .scheduling.schedule import Schedule
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 
@@ -108,6 +110,23 @@ class LiveSequences:
         copies = self._scheduler.forks.fork(parent, child)
         if copies:
             self._runner.copy_blocks(copies)
+
+    def masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
+        """Which tokens those may be given that are constrained; what cannot go on ends here."""
+        found: dict[Sequence, Row[Mask]] = {}
+        sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
+        samples = [(one, one.constrained) for one in sampled if one.constrained is not None]
+        if self._constraints is None or not samples:
+            return found
+        masks = self._constraints.masks(
+            [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
+        )
+        for (sequence, _), mask in zip(samples, masks, strict=True):
+            if isinstance(mask, InvalidRequest):
+                self.fail(sequence, mask, output)
+            else:
+                found[sequence] = mask
+        return found
 
     def finish_reason(
         self, request: Request, token_id: int, num_outputs: int

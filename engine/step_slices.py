@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
 
-from ..core.errors import InvalidRequest
 from ..core.request.request import key_at, token_key
 from ..kernels.sampling.sample_spec import SampleSpec
 from .execution.batch import SequenceSlice
-from .execution.constraints import Constraints, Mask, without
+from .execution.constraints import Mask, without
 from .scheduling.outputs import ChunkLaunched
-from .scheduling.schedule import Schedule, ScheduledSequence
+from .scheduling.schedule import ScheduledSequence
 from .scheduling.sequence import Sequence
 
 _AWAITED = (0,)  # stands for the token that is not known yet
@@ -100,18 +99,6 @@ def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[Chu
     return [
         ChunkLaunched(one.key, one.num_launched_tokens, not one.is_prefilling, step) for one in held
     ]
-
-
-def constrained_masks(
-    constraints: Constraints, schedule: Schedule
-) -> dict[Sequence, list[Mask] | InvalidRequest]:
-    """Which tokens those may be given that are constrained, or why one of them cannot go on."""
-    sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
-    samples = [(one, one.constrained) for one in sampled if one.constrained is not None]
-    if not samples:
-        return {}
-    masks = constraints.masks([(c, s.output_token_ids, s.draft_token_ids) for s, c in samples])
-    return {sequence: mask for (sequence, _), mask in zip(samples, masks, strict=True)}
 
 
 def sample_spec(

@@ -17,12 +17,11 @@ from functools import partial
 from itertools import count
 from typing import TypeAlias
 
-from ..core.errors import InvalidRequest
 from ..core.ports import Clock
 from ..core.step_cost import StepShape
 from .decode_batch import DecodeBatch
 from .execution.batch import Runner, StepBatch
-from .execution.constraints import Constraints, Mask
+from .execution.constraints import Mask
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
@@ -33,7 +32,7 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
 from .speculation.speculator import Speculator
 from .step_results import StepResults
-from .step_slices import constrained_masks, launch_slices, launched_chunks
+from .step_slices import launch_slices, launched_chunks
 from .steps_in_flight import StepInFlight, StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -56,7 +55,6 @@ class Stepper:
         decodes: DecodeBatch,
         *,
         host: HostTier | None,
-        constraints: Constraints | None,
         speculator: Speculator | None,
         step_costs: StepCostEstimator,
         step_record: StepRecord,
@@ -69,7 +67,6 @@ class Stepper:
         self._sequences = sequences
         self._results = results
         self._host = host
-        self._constraints = constraints
         self._speculator = speculator
         self._step_costs = step_costs
         self._step_record = step_record
@@ -237,7 +234,7 @@ class Stepper:
                 return None
             for sequence, error in schedule.failed:
                 self._sequences.fail(sequence, error, output)
-            masks = self._masks(schedule, output)
+            masks = self._sequences.masks(schedule, output)
             if output.failed:
                 schedule.drop_preempted()
             if not schedule.is_empty:
@@ -260,18 +257,6 @@ class Stepper:
         self._scheduler.finish_loads()
         self._scheduler.queues.wake()
         return True
-
-    def _masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
-        """Which tokens those may be given that are constrained; what cannot go on ends here."""
-        found: dict[Sequence, Row[Mask]] = {}
-        if self._constraints is None:
-            return found
-        for sequence, masks in constrained_masks(self._constraints, schedule).items():
-            if isinstance(masks, InvalidRequest):
-                self._sequences.fail(sequence, masks, output)
-            else:
-                found[sequence] = masks
-        return found
 
     def _collect(
         self, step: StepInFlight, output: StepOutput, behind: StepInFlight | None = None
