@@ -130,7 +130,6 @@ class Engine:
             self._sequences,
             scheduler,
             self._tables,
-            self._estimator,
             self._step_record,
             self._speculator,
         )

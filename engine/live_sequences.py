@@ -43,6 +43,7 @@ class LiveSequences:
         self._adapters = adapters
         self._constraints = constraints
         self._fingerprint = fingerprint
+        self._on_end = on_end
         self._num_arrivals = 0
 
     def create(self, request: Request, state: SequenceState, *, is_held: bool = False) -> Sequence:
@@ -149,6 +150,11 @@ class LiveSequences:
         del self.by_key[sequence.key]
         if not self.leave_adapter(sequence):
             self._scheduler.remove(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """It has ended by itself."""
+        self._on_end(sequence.num_outputs)
+        self.end(sequence)
 
     def leave_adapter(self, sequence: Sequence) -> bool:
         """It needs its adapter no more, which may let others begin. Whether it waited for it."""

@@ -11,7 +11,6 @@ from ..core.errors import EngineFailed
 from ..core.request.request import FinishReason, Request
 from .execution.batch import SampledToken
 from .live_sequences import LiveSequences
-from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
 from .scheduling.costs.step_cost_estimator import StepRecord
 from .scheduling.outputs import ChunkDone, StepOutput, TokenOutput
@@ -30,14 +29,12 @@ class StepResults:
         sequences: LiveSequences,
         scheduler: Scheduler,
         tables: BlockTables,
-        estimator: OutputLengthEstimator,
         step_record: StepRecord,
         speculator: Speculator | None,
     ) -> None:
         self._sequences = sequences
         self._scheduler = scheduler
         self._tables = tables
-        self._estimator = estimator
         self._step_record = step_record
         self._speculator = speculator
 
@@ -125,8 +122,7 @@ class StepResults:
                 reason = None
         token_ids.append(token_id)
         if reason is not None:
-            self._estimator.observe(sequence.num_outputs)
-            self._sequences.end(sequence)
+            self._sequences.finish(sequence)
         elif is_held:
             self._scheduler.queues.hold(sequence)
         return reason
