@@ -15,11 +15,11 @@ from ..core.errors import HandoffFailed
 from ..core.ports import Clock, SystemClock
 from ..core.request.request import Request
 from ..core.request.token_ids import BlockHash
-from .decode_batch import DecodeBatch
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints
 from .first_steps import measure_first_steps
+from .input_batch import InputBatch
 from .kv.block_pool import BlockPool, BlockRef
 from .kv.disk.disk_thread import DiskThread
 from .kv.disk.disk_tier import DiskTier
@@ -139,7 +139,7 @@ class Engine:
             self._tables,
             self._sequences,
             results,
-            DecodeBatch(limits.block_size),
+            InputBatch(limits.block_size, self._sequences.eos_token_ids),
             host=self._host,
             speculator=self._speculator,
             step_costs=self._step_costs,

@@ -19,9 +19,9 @@ from typing import TypeAlias
 
 from ..core.ports import Clock
 from ..core.step_cost import StepShape
-from .decode_batch import DecodeBatch
-from .execution.batch import Runner, StepBatch
+from .execution.batch import Runner
 from .execution.constraints import Mask
+from .input_batch import InputBatch
 from .kv.host_tier import HostTier
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
@@ -32,7 +32,6 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
 from .speculation.speculator import Speculator
 from .step_results import StepResults
-from .step_slices import launch_slices, launched_chunks
 from .steps_in_flight import StepInFlight, StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -52,7 +51,7 @@ class Stepper:
         tables: BlockTables,
         sequences: LiveSequences,
         results: StepResults,
-        decodes: DecodeBatch,
+        input_batch: InputBatch,
         *,
         host: HostTier | None,
         speculator: Speculator | None,
@@ -71,7 +70,7 @@ class Stepper:
         self._step_costs = step_costs
         self._step_record = step_record
         self._clock = clock
-        self._decodes = decodes
+        self._input_batch = input_batch
         self._last_shape = StepShape()
         self._ended_s = 0.0  # when the last step that was collected had ended
         self._seen_s = 0.0  # and when it was collected
@@ -180,8 +179,7 @@ class Stepper:
         fresh = self._begin(sequences, output)
         shape = step_shape(clear, others)
         places = {} if previous is None else previous.fence.places
-        known = (places, masks, self._sequences.eos_token_ids)
-        batch = StepBatch(self._decodes.launch(clear, *known), launch_slices(others, *known))
+        batch = self._input_batch.launch(schedule, places, masks)
         fence = self._tables.open_step(dict(zip(sequences, count())))
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
@@ -212,7 +210,7 @@ class Stepper:
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
         if step.launched.number:
-            output.launched += launched_chunks(others, step.launched.number)
+            output.tell_launched((one for one, _ in others if one.is_held), step.launched.number)
         return step
 
     def _plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,6 +111,12 @@ class StepOutput:
             first = sequence.next_prompt_logprob
             self.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
             sequence.next_prompt_logprob += len(logprobs)
+
+    def tell_launched(self, held: Iterable[Sequence], step: int) -> None:
+        """What of these step number `step` will complete; they are launched."""
+        for one in held:
+            chunk = ChunkLaunched(one.key, one.num_launched_tokens, not one.is_prefilling, step)
+            self.launched.append(chunk)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         """With it end the samples that have not become sequences of their own yet."""

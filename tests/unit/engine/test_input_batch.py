@@ -1,4 +1,4 @@
-"""Decodes in columns are what slices made of each sequence, one by one, are."""
+"""What is launched of the sequences of a step: decodes in columns are what slices of each are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams, token_key
 from baton.core.request.token_ids import BlockHash
-from baton.engine.decode_batch import DecodeBatch
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.scheduling.schedule import ScheduledSequence
+from baton.engine.input_batch import InputBatch
+from baton.engine.scheduling.schedule import Schedule, ScheduledSequence
 from baton.engine.scheduling.sequence import Sequence
-from baton.engine.step_slices import launch_slices
 
 BLOCK_SIZE = 4
 params = st.builds(
@@ -47,15 +46,16 @@ def comparable(piece: SequenceSlice) -> SequenceSlice:
 
 
 def launch_both(
-    columns: DecodeBatch, pairs: list[tuple[Sequence, Sequence]], places: dict[int, int]
+    columns: InputBatch, pairs: list[tuple[Sequence, Sequence]], places: dict[int, int]
 ) -> None:
     """`places` of those that are in flight, by arrival."""
     own, others = [one for one, _ in pairs], [one for _, one in pairs]
     awaited = {one: places[one.arrival] for one in own if one.arrival in places}
-    launched = columns.launch(own, awaited, {}, frozenset((7,)))
+    launched = columns.launch(Schedule(0, clear=own), awaited, {}).decodes
     awaited = {one: places[one.arrival] for one in others if one.arrival in places}
     planned = [ScheduledSequence(one, 1) for one in others]
-    expected = launch_slices(planned, awaited, {}, frozenset((7,)))
+    by_slices = InputBatch(BLOCK_SIZE, (7,))
+    expected = by_slices.launch(Schedule(0, others=planned), awaited, {}).others
     found = map(launched.slice, range(len(launched)))
     assert [*map(comparable, found)] == [*map(comparable, expected)]
     offsets = launched.starts // BLOCK_SIZE
@@ -74,7 +74,7 @@ def is_filtered(sampling: SamplingParams) -> bool:
 def test_columns_are_the_slices_of_each(data: st.DataObject, asked: list[SamplingParams]) -> None:
     """Sequences come and go, and a step may be launched behind one in flight, or behind none."""
     pairs = [(decoding(i, one), decoding(i, one)) for i, one in enumerate(asked)]
-    columns, in_flight = DecodeBatch(BLOCK_SIZE), list[int]()
+    columns, in_flight = InputBatch(BLOCK_SIZE, (7,)), list[int]()
     chosen = [*range(len(pairs))]
     for _ in range(data.draw(st.integers(1, 12))):
         if data.draw(st.booleans()):
@@ -95,3 +95,24 @@ def collect(pairs: list[tuple[Sequence, Sequence]], in_flight: list[int]) -> Non
         one.num_computed_tokens += 1
         one.token_ids.append(500 + one.num_tokens)
     in_flight.clear()
+
+
+seeds = st.none() | st.integers(0, 2**64 - 1)  # None: greedy
+
+
+@given(st.lists(st.tuples(seeds, st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=9))
+def test_each_token_is_drawn_by_its_key(asked: list[tuple[int | None, int, int]]) -> None:
+    sequences = []
+    for number, (seed, sample_index, length) in enumerate(asked):
+        params = SamplingParams(temperature=float(seed is not None), seed=seed or 0)
+        prompt = tuple(range(length))
+        request = Request(f"{number:032x}", 0, prompt, params, sample_index=sample_index)
+        sequences.append(Sequence(request, number, False, BlockHash(b"")))
+        sequences[-1].block_ids = array("i", [2])
+        sequences[-1].num_prefill_tokens = length
+    planned = [ScheduledSequence(one, one.num_tokens) for one in sequences]
+    batch = InputBatch(BLOCK_SIZE, ()).launch(Schedule(0, others=planned), {}, {})
+    for piece, (seed, sample_index, length) in zip(batch.others, asked, strict=True):
+        assert piece.sample is not None
+        key = 0 if seed is None else token_key(seed, sample_index, length)
+        assert piece.sample.key == key and type(piece.sample.key) is int

@@ -1,0 +1,221 @@
+"""From what the scheduler planned to what the runner launches: the batch of a step.
+
+    | clear decodes, as columns that live from step to step | other decodes | chunks of prompts |
+
+What is known of a clear decode is looked up when it joins the columns, and a block when it begins:
+
+    rows of the last step     a  b  c  d
+    of this one               a  c  d  e     those that stay are a token further
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Row
+from dataclasses import replace
+from itertools import count, repeat
+from typing import Any
+
+import numpy as np
+
+from ..core.request.request import key_at, token_key
+from ..kernels.sampling.sample_spec import SampleSpec
+from .execution.batch import NO_DECODES, DecodeColumns, Int64s, SequenceSlice, StepBatch
+from .execution.constraints import Mask, without
+from .scheduling.schedule import Schedule
+from .scheduling.sequence import Sequence
+
+_AWAITED = (0,)  # stands for the token that is not known yet
+# `place`: of the start's block in the block table. `draws`: whether `key`, the sample's, matters.
+_ROW = np.dtype(
+    [
+        *((name, np.int64) for name in ("start", "place", "block")),
+        *(("key", np.uint64), ("draws", bool), ("temperature", np.float64)),
+        *(("is_special", bool), ("is_asking", bool), ("adds", bool)),
+    ]
+)
+
+
+class InputBatch:
+    """Of one engine."""
+
+    def __init__(self, block_size: int, eos_token_ids: Collection[int]) -> None:
+        self._block_size = block_size
+        self._eos_token_ids = eos_token_ids
+        self._sequences: list[Sequence] = []
+        self._rows: Any = np.zeros(0, _ROW)
+        self._columns = NO_DECODES  # what stays as long as the sequences do
+        self._adding: list[int] = []
+
+    def launch(
+        self,
+        schedule: Schedule,
+        previous: Mapping[Sequence, int],
+        masks: Mapping[Sequence, Row[Mask]],
+    ) -> StepBatch:
+        """What to launch of each sequence, which takes note that it is launched.
+
+        `previous` has the slices of the step in flight: a token that is not known yet comes from
+        there. `masks` has the tokens that may be sampled, if not all may, behind each draft too.
+        """
+        decodes = self._launch_clear(schedule.clear, previous, masks)
+        others = [
+            self._launch_slice(one, num_tokens, previous, masks.get(one, ()))
+            for one, num_tokens in schedule.others
+        ]
+        return StepBatch(decodes, others)
+
+    def _launch_clear(
+        self,
+        sequences: list[Sequence],
+        previous: Mapping[Sequence, int],
+        masks: Mapping[Sequence, Row[Mask]],
+    ) -> DecodeColumns:
+        """The next token of each."""
+        is_same = sequences == self._sequences
+        if not is_same:
+            self._change_to(sequences)
+        rows, starts = self._rows, self._advance()
+        token_ids, follows = np.zeros_like(starts), np.arange(len(rows))
+        if not (is_same and previous):
+            follows[:] = [*map(previous.get, sequences, repeat(-1))]
+            for row in np.flatnonzero(follows < 0).tolist():
+                token_ids[row] = sequences[row].token_ids[starts[row]]
+        adding = [(row, sequences[row], int(starts[row]) + 1) for row in self._adding]
+        specs = {row: self._spec(one, end, masks.get(one, ())) for row, one, end in adding}
+        for one in sequences:
+            one.num_launched_tokens += 1
+            one.num_awaited_tokens += 1
+        positions: Any = (starts + 1).view(np.uint64)
+        return replace(
+            self._columns,
+            token_ids=token_ids,
+            starts=starts,
+            blocks=rows["block"].copy(),
+            follows=follows,
+            keys=key_at(rows["key"], positions) * rows["draws"],
+            specs=specs,
+        )
+
+    def _advance(self) -> Int64s:
+        """The starts of this step: each sequence was launched since those of the last."""
+        rows, tables = self._rows, self._columns.block_tables
+        starts: Int64s = rows["start"] + 1
+        places = starts // self._block_size
+        for row in np.flatnonzero(places != rows["place"]).tolist():
+            rows["block"][row] = tables[row][places[row]]
+        rows["start"], rows["place"] = starts, places
+        return starts
+
+    def _change_to(self, sequences: list[Sequence]) -> None:
+        before = dict(zip(self._sequences, count()))
+        index = np.array([*map(before.get, sequences, repeat(-1))], np.int64)
+        rows = self._rows[index] if before else np.zeros(len(index), _ROW)
+        for row in np.flatnonzero(index < 0).tolist():
+            rows[row] = _row_of(sequences[row])
+        self._sequences, self._rows = sequences, rows
+        self._adding = np.flatnonzero(rows["adds"]).tolist()
+        self._columns = replace(
+            NO_DECODES,
+            temperatures=rows["temperature"].copy(),
+            params=[one.sampling for one in sequences],
+            block_tables=[one.block_ids for one in sequences],
+            adapter_slots=[one.adapter_slot for one in sequences],
+            special=np.flatnonzero(rows["is_special"]).tolist(),
+            asking=np.flatnonzero(rows["is_asking"]).tolist(),
+        )
+
+    def _launch_slice(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        previous: Mapping[Sequence, int],
+        masks: Row[Mask],
+    ) -> SequenceSlice:
+        if sequence.draft_token_ids:
+            return self._launch_drafts(sequence, masks)
+        start, num_known = sequence.num_launched_tokens, len(sequence.token_ids)
+        end = start + num_tokens
+        is_prompt = start < sequence.num_prefill_tokens
+        is_awaited = start == num_known
+        token_ids = _AWAITED if is_awaited else sequence.token_ids[start:end]
+        follows = previous[sequence] if is_awaited else None
+        sample = next_token_id = None
+        if end == num_known + sequence.num_awaited_tokens:
+            sample = self._spec(sequence, end, masks)
+            sequence.num_awaited_tokens += sequence.awaits_tokens
+        elif end < num_known:
+            next_token_id = sequence.token_ids[end]
+        sequence.num_launched_tokens = end
+        targets: Row[int] = ()
+        first_target = num_top = 0
+        if is_prompt and sequence.owes_prompt_logprobs:
+            first = max(start + 1, sequence.next_prompt_logprob)
+            targets = sequence.request.prompt_token_ids[first : end + 1]
+            first_target = first - start - 1
+            num_top = sequence.sampling.prompt_logprobs or 0
+        return SequenceSlice(
+            token_ids,
+            start,
+            sequence.block_ids,
+            sample,
+            follows,
+            targets,
+            first_target,
+            num_top,
+            sequence.adapter_slot,
+            is_prompt=is_prompt,
+            next_token_id=next_token_id,
+        )
+
+    def _launch_drafts(self, sequence: Sequence, masks: Row[Mask]) -> SequenceSlice:
+        """Its last token and its drafts, with what is sampled behind each of them."""
+        start, drafts = sequence.num_launched_tokens, sequence.draft_token_ids
+        assert start == sequence.num_tokens - 1, "drafts follow a token that is known"
+        specs = [
+            self._spec(sequence, start + 1 + place, masks, drafts[:place])
+            for place in range(len(drafts) + 1)
+        ]
+        sequence.num_awaited_tokens += 1
+        sequence.num_launched_tokens += 1 + len(drafts)
+        return SequenceSlice(
+            [sequence.token_ids[start], *drafts],
+            start,
+            sequence.block_ids,
+            specs.pop(),
+            adapter_slot=sequence.adapter_slot,
+            draft_samples=specs,
+        )
+
+    def _spec(
+        self, sequence: Sequence, position: int, masks: Row[Mask], drafts: Row[int] = ()
+    ) -> SampleSpec:
+        """How to sample the token at `position`, which comes behind so many `drafts`; for its forks
+        too, if it is their first."""
+        request = sequence.request
+        params = request.sampling
+        key = 0 if sequence.sample_key is None else key_at(sequence.sample_key, position)
+        is_too_early = position < len(request.prompt_token_ids) + params.min_tokens
+        forbidden = (*self._eos_token_ids, *params.stop_token_ids) if is_too_early else ()
+        allowed = None
+        if masks:
+            allowed, forbidden = without(masks[len(drafts)], forbidden), ()
+        counts = sequence.counts()
+        if counts is not None and drafts:
+            counts = counts.behind(drafts)
+        fork_keys: tuple[int, ...] = ()
+        if sequence.forks and position == request.num_known_tokens:
+            indices = [fork.sample_index for fork in sequence.forks]
+            fork_keys = tuple(token_key(params.seed, index, position) for index in indices)
+        return SampleSpec(
+            params, key, forbidden, counts, fork_keys, allowed, sequence.num_candidates
+        )
+
+
+def _row_of(sequence: Sequence) -> tuple[Any, ...]:
+    """Of one that joins, as if it had been in the last step."""
+    params, key = sequence.sampling, sequence.sample_key
+    drawn = (key or 0, key is not None, params.temperature)
+    adds = sequence.adds_to_specs
+    is_special, is_asking = not adds and params.needs_more_than_noise, bool(params.logprobs)
+    return (sequence.num_launched_tokens - 1, -1, 0, *drawn, is_special, is_asking, adds)
