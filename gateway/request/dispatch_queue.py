@@ -206,3 +206,5 @@ class DispatchQueue:
         share.cost -= cost
         if not share.num_requests:
             del self.shares[session.request.caller_id]
+        if not self.shares:
+            self.has_no_place = False  # what comes now is tried as it comes

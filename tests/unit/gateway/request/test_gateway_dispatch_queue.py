@@ -298,6 +298,16 @@ async def test_what_ends_while_it_waits_leaves_nothing_behind(how: str, where: B
     assert not len(rig.table) and not rig.table._timers
 
 
+async def test_a_free_place_is_taken_though_who_waited_before_gave_up() -> None:
+    decode = EngineSetup(Role.DECODE, max_num_seqs=2, cost=linear_cost(0.05, 1e-9))
+    cluster = played(decode, max_queue_s=5.0)
+    for due_s in (0, 0, 0, 40, 42):  # each decodes for 15 s
+        cluster.at(due_s, lambda: cluster.call(64, 300))
+    cluster.run()
+    assert [call.is_served for call in cluster.calls] == [True, True, False, True, True]
+    assert not cluster.num_refused
+
+
 async def test_engines_that_go_strand_what_waits_and_take_it_when_they_are_back() -> None:
     rig = Rig(recovery_wait_s=9.0)
     for number in range(3):
