@@ -46,10 +46,10 @@ class _Counted(NamedTuple):
 
 class DispatchQueue:
     """Knows no engine: sessions try, and show why they could not. `released`: callers of which an
-    engine has answered or ended something; cleared here."""
+    engine has answered or ended something; cleared here, and by the owner while nobody waits."""
 
     def __init__(self, released: set[int] | None = None) -> None:
-        self._released: set[int] = set() if released is None else released
+        self.released: set[int] = set() if released is None else released
         self._eligible: FairQueue[Session] = FairQueue()
         self._held: dict[int, OrderedDict[Session, None]] = {}
         self._stranded: dict[Session, None] = {}
@@ -70,7 +70,7 @@ class DispatchQueue:
     @property
     def is_due(self) -> bool:
         """Whether what waits may find a place since `advance`."""
-        return bool(self._counted) and (self._has_changed or bool(self._released))
+        return bool(self._counted) and (self._has_changed or bool(self.released))
 
     def add(self, session: Session) -> None:
         """A new session, behind its caller's others."""
@@ -118,9 +118,9 @@ class DispatchQueue:
 
     def advance(self, try_dispatch: Callable[[Session], None]) -> None:
         """Let sessions try, in their order, until one finds no place."""
-        for caller_id in self._released & self._held.keys():
+        for caller_id in self.released & self._held.keys():
             self._release(caller_id)
-        self._released.clear()
+        self.released.clear()
         self._has_changed = self.has_no_place = False
         while (head := self._eligible.head) is not None and not self.has_no_place:
             self._tried = head
@@ -187,8 +187,6 @@ class DispatchQueue:
             self._held.pop(caller_id, None)
 
     def _count(self, session: Session) -> None:
-        if not self._counted:
-            self._released.clear()
         demand = session.demand
         cost = demand.num_tokens + SEQUENCE_TOKENS * demand.num_sequences
         order = not session.was_dispatched, next(self._numbers)

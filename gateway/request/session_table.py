@@ -78,13 +78,15 @@ class SessionTable:
     def start(self, session: Session) -> None:
         """Take a session: it is dispatched at once if there is a place, and nobody before it."""
         self._sessions[session.request_id] = session
-        if self.queue.shares and session.is_waiting:
+        if not self.queue.shares:
+            self.queue.released.clear()  # it is there for whoever comes
+        elif session.is_waiting:
             self.queue.add(session)
             self._arm(session)
             self._dispatch_waiting()
-        else:
-            self._do(session, session.try_dispatch)
-            self._dispatch_due()
+            return
+        self._do(session, session.try_dispatch)
+        self._dispatch_due()
 
     def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None:
         """One step's outputs of one engine; those of requests that are over are dropped."""

@@ -308,6 +308,15 @@ async def test_a_free_place_is_taken_though_who_waited_before_gave_up() -> None:
     assert not cluster.num_refused
 
 
+async def test_callers_that_never_wait_are_not_remembered() -> None:
+    cluster = played(EngineSetup(Role.DECODE))
+    for number in range(50):
+        cluster.at(number, lambda: cluster.call(4, 3))
+    cluster.run()
+    assert all(call.is_served for call in cluster.calls)
+    assert len(cluster.gateways[0].table.released) <= 1
+
+
 async def test_engines_that_go_strand_what_waits_and_take_it_when_they_are_back() -> None:
     rig = Rig(recovery_wait_s=9.0)
     for number in range(3):
