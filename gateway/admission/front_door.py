@@ -257,8 +257,7 @@ class FrontDoor:
         router: PromptRouter | None = None,
     ) -> None:
         """Refuse what would have to wait too long, of which so much is known: see QueueLimit."""
-        queue = self._sessions.queue
-        must_wait = queue.shares or queue.has_no_place or not self._table.has_idle_engine
+        must_wait = self._sessions.queue.shares or not self._table.has_idle_engine
         if must_wait or remaining_s <= 0:
             cached = {} if router is None else router.cached(num_tokens)
             self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)

@@ -58,7 +58,7 @@ class DispatchQueue:
         self._numbers = itertools.count()
         self._tried: Session | None = None
         self._has_changed = False  # since `advance`
-        self.has_no_place = False  # for its head, when that was last tried
+        self.has_no_place = False  # for its head, when that was last tried; where there is one
 
     def __len__(self) -> int:
         return len(self._counted)
