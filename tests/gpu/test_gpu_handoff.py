@@ -78,6 +78,9 @@ LLAMA = Case(
     128_000,
 )
 NUM_TOKENS = 32
+# Of two tokens' log-probabilities, in bfloat16: each process chooses the libraries of its products,
+# and how many rows its graphs have, by measuring them.
+NEAR_TIE = 0.02
 
 
 def prompts_of(case: Case) -> list[tuple[int, ...]]:
@@ -96,6 +99,29 @@ def single_process(config: EngineConfig, prompts: list[tuple[int, ...]]) -> list
         outputs.append(outputs_of(engine, [request])[request.key])
     runner.close()
     return outputs
+
+
+def assert_alike(
+    config: EngineConfig, prompt: tuple[int, ...], tokens: list[int], expected: list[int]
+) -> None:
+    """Equal, or first different where both are as likely for one process, within NEAR_TIE."""
+    assert len(tokens) == len(expected)
+    differ = (i for i, pair in enumerate(zip(tokens, expected, strict=True)) if len({*pair}) > 1)
+    if (index := next(differ, None)) is None:
+        return
+    assert config.dtype != "float32", f"token {index} of {len(prompt)}"
+    runner = ModelRunner(config)
+    engine = LocalEngine(config, runner).engine
+    how = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=5)
+    engine.add(Request("0" * 32, 0, (*prompt, *tokens[:index]), how))
+    likeliest: dict[int, float] = {}
+    while engine.has_work:
+        for output in engine.step().tokens:
+            likeliest = dict(output.top)
+    runner.close()
+    gap = abs(likeliest.get(tokens[index], -99.0) - likeliest.get(expected[index], 99.0))
+    print(f"token {index} of {len(prompt)} differs: {gap:.1e} apart")
+    assert gap < NEAR_TIE, f"token {index} of {len(prompt)}: {gap:.1e} apart"
 
 
 def describe(prompt: tuple[int, ...], result: Result) -> str:
@@ -134,5 +160,5 @@ def test_tokens_are_those_of_a_single_process(case: Case, tmp_path: Path) -> Non
     for prompt, result, tokens in zip(prompts, results, expected, strict=True):
         print(describe(prompt, result))
         assert result.transport == "cuda_ipc"
-        assert list(result.token_ids) == tokens
+        assert_alike(config, prompt, list(result.token_ids), tokens)
     assert lens == [NUM_TOKENS] * len(lens)
