@@ -1,12 +1,14 @@
 """How long a step of an engine takes, as a function of what is in it. Pure: no engine, no clock.
 
     seconds = base + products(rows) + attention * pairs + context * keys
+            + (mixed + mixed attention * pairs, of prompts and decodes in one step)
 
     rows    prompt tokens and decodes: the products of weights. A line of pieces between KNOTS that
             never falls. Weights are read once, whatever the rows, until arithmetic takes longer;
             of a mixture, more experts with each of the first rows, until all are
     pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
     keys    that decodes read: the sum of their contexts
+    mixed   two kinds of attention in one step, which are in each other's way
 
 Engines measure it (engine/scheduling/costs/step_cost_estimator.py), plan by it, and send it with
 their heartbeats; gateways estimate by it what a request would take at each engine. Of an engine
@@ -73,6 +75,8 @@ class StepCost:
     pair_s: float = 0.0
     key_s: float = 0.0
     max_rows: int = 0
+    mixed_s: float = 0.0
+    mixed_pair_s: float = 0.0
     _to_knot_s: tuple[float, ...] = field(init=False, repr=False, compare=False)  # base and rows
 
     def __post_init__(self) -> None:
@@ -84,6 +88,8 @@ class StepCost:
         rows = shape.num_rows
         piece = bisect_right(KNOTS, rows) - 1
         rows_s = self._to_knot_s[piece] + self.row_s[piece] * (rows - KNOTS[piece])
+        if shape.num_prompt_tokens and shape.num_decodes:
+            rows_s += self.mixed_s + self.mixed_pair_s * shape.pairs
         return rows_s + self.pair_s * shape.pairs + self.key_s * shape.keys
 
     def prompt_tokens_within(
@@ -115,7 +121,8 @@ class StepCost:
             size = self.prompt_tokens_within(promise_s, beside, 0, chunk)
             size = max(size, min(chunk, LEAST_PROMPT_TOKENS))
             token_s = self.seconds(replace(beside, num_prompt_tokens=size)) / size
-            return PromptSpeed(self.seconds(beside), max(token_s, _LEAST_TOKEN_S), self.pair_s)
+            pair_s = self.pair_s + self.mixed_pair_s
+            return PromptSpeed(self.seconds(beside), max(token_s, _LEAST_TOKEN_S), pair_s)
         small = max(1, chunk // 8)
         whole_s, small_s = (
             self.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)
@@ -127,7 +134,8 @@ class StepCost:
     @property
     def is_sane(self) -> bool:
         """Whether an engine's heartbeat may be believed: all finite, none negative, none free."""
-        parts = (self.base_s, *self.row_s, self.pair_s, self.key_s)
+        mixed = (self.mixed_s, self.mixed_pair_s)
+        parts = (self.base_s, *self.row_s, self.pair_s, self.key_s, *mixed)
         if len(self.row_s) != len(KNOTS) or not all(0 <= part < math.inf for part in parts):
             return False
         return any(parts)

@@ -59,6 +59,7 @@ def _cases(limits: EngineLimits) -> Iterator[_Case]:
         *(_Case(0, 0, n) for n in (16, 64, 128, 256, 512, 1024, 2048)),
         *(_Case(0, 0, n, 4096) for n in (128, 512)),
         *(_Case(16, 1024, n) for n in (64, 256, 512, 1024)),
+        _Case(16, 1024, 256, 4096),
     ]
     for case in sorted(found, key=lambda case: case.shape.num_rows):
         num_blocks = max(1, case.num_decodes) * limits.blocks_for(case.longest + 1)

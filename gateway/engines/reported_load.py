@@ -122,5 +122,8 @@ def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
     if not wire.HasField("step_cost"):
         return None
     sent = wire.step_cost
-    cost = StepCost(sent.base_s, tuple(sent.row_s), sent.pair_s, sent.key_s, sent.max_rows)
+    cost = StepCost(
+        *(sent.base_s, tuple(sent.row_s), sent.pair_s, sent.key_s, sent.max_rows),
+        *(sent.mixed_s, sent.mixed_pair_s),
+    )
     return cost if cost.is_sane else None

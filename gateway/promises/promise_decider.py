@@ -26,6 +26,8 @@ _DRAIN_S = 5.0  # in which what waits is to be computed
 _CONFIRMATIONS = 2  # decisions alike, one after the other, before anything moves
 _STEP_TOKENS = 2048
 
+_BESIDE_DECODES = ("key_s", "mixed_s", "mixed_pair_s")  # of a cost: not seen by prompts alone
+
 _Counts = tuple[int, int, int]  # prompts, prompt tokens, decode tokens
 
 
@@ -175,4 +177,5 @@ def _cost_of(loads: Sequence[ReportedLoad]) -> StepCost | None:
     best = max(costs, key=lambda cost: cost.max_rows, default=None)
     if best is None or best.max_rows < MEASURED_ROWS:
         return None
-    return replace(best, key_s=max(cost.key_s for cost in costs))
+    seen = {name: max(getattr(cost, name) for cost in costs) for name in _BESIDE_DECODES}
+    return replace(best, **seen)

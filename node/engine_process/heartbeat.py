@@ -63,6 +63,8 @@ def heartbeat(
             pair_s=cost.pair_s,
             key_s=cost.key_s,
             max_rows=cost.max_rows,
+            mixed_s=cost.mixed_s,
+            mixed_pair_s=cost.mixed_pair_s,
             relative_error=engine.stats.step_cost_error,
         )
     adapters = engine.adapters

@@ -319,20 +319,24 @@ class Heartbeat(_message.Message):
     def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ..., promise_leader: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_block_s: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
-    __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error")
+    __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error", "mixed_s", "mixed_pair_s")
     BASE_S_FIELD_NUMBER: _ClassVar[int]
     ROW_S_FIELD_NUMBER: _ClassVar[int]
     PAIR_S_FIELD_NUMBER: _ClassVar[int]
     KEY_S_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MIXED_S_FIELD_NUMBER: _ClassVar[int]
+    MIXED_PAIR_S_FIELD_NUMBER: _ClassVar[int]
     base_s: float
     row_s: _containers.RepeatedScalarFieldContainer[float]
     pair_s: float
     key_s: float
     max_rows: int
     relative_error: float
-    def __init__(self, base_s: _Optional[float] = ..., row_s: _Optional[_Iterable[float]] = ..., pair_s: _Optional[float] = ..., key_s: _Optional[float] = ..., max_rows: _Optional[int] = ..., relative_error: _Optional[float] = ...) -> None: ...
+    mixed_s: float
+    mixed_pair_s: float
+    def __init__(self, base_s: _Optional[float] = ..., row_s: _Optional[_Iterable[float]] = ..., pair_s: _Optional[float] = ..., key_s: _Optional[float] = ..., max_rows: _Optional[int] = ..., relative_error: _Optional[float] = ..., mixed_s: _Optional[float] = ..., mixed_pair_s: _Optional[float] = ...) -> None: ...
 
 class CallerTokens(_message.Message):
     __slots__ = ("caller_id", "num_tokens")

@@ -9,10 +9,10 @@ from ....core.step_cost import KNOTS, StepCost, StepShape
 
 _FLATTER_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
 _STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to read the weights
-# What parts weigh in the fit: base, a row, bends, pairs, keys. Sizes between which nothing was seen
-# are joined by a straight line, and pairs do not stand for bends.
+# What parts weigh in the fit: base, a row, bends, pairs, keys, mixed steps and their pairs. Sizes
+# between which nothing was seen are joined by a straight line, and pairs do not stand for bends.
 _BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
-_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0])
+_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0, 1e-3, 1e-2])
 _REACH = 1.25  # of a knot, at least, to know how steep it is behind it: a few rows tell noise
 _CONVERGED = 1e-9
 
@@ -25,7 +25,7 @@ def fit_step_cost(points: list[tuple[StepShape, float]]) -> StepCost | None:
         return None
     seconds = np.array([seconds for _, seconds in points])
     features = _features([shape for shape, _ in points])
-    base_s, *of_rows, pair_s, key_s = _non_negative_least_squares(
+    base_s, *of_rows, pair_s, key_s, mixed_s, mixed_pair_s = _non_negative_least_squares(
         features / seconds[:, None], _WEIGHTS
     )
     steeper = list(zip(_STEEPER_AFTER, of_rows, strict=False))
@@ -35,17 +35,20 @@ def fit_step_cost(points: list[tuple[StepShape, float]]) -> StepCost | None:
         more = sum(part for begin, part in steeper if begin <= knot)
         return more + sum(part for end, part in flatter if knot < end)
 
-    return StepCost(base_s, tuple(map(slope_behind, KNOTS)), pair_s, key_s, max(rows))
+    row_s = tuple(map(slope_behind, KNOTS))
+    return StepCost(base_s, row_s, pair_s, key_s, max(rows), mixed_s, mixed_pair_s)
 
 
 def _features(shapes: list[StepShape]) -> np.ndarray:
     """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER that some are far behind, rows
-    until each of _FLATTER_AFTER, pairs and keys."""
+    until each of _FLATTER_AFTER, pairs and keys; whether it is mixed, and then its pairs."""
     rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
     is_reached = rows.max() >= _REACH * np.array(_STEEPER_AFTER)
     behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER) * is_reached
     until = np.minimum(rows[:, None], _FLATTER_AFTER)
-    return np.column_stack([np.ones_like(rows), behind, until, pairs, keys])
+    is_mixed = np.array([one.num_prompt_tokens > 0 < one.num_decodes for one in shapes], float)
+    mixed = (is_mixed, is_mixed * pairs)
+    return np.column_stack([np.ones_like(rows), behind, until, pairs, keys, *mixed])
 
 
 def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> list[float]:

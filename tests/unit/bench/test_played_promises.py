@@ -93,6 +93,17 @@ async def test_a_load_that_both_can_take_moves_nothing(per_s: float, cost: StepC
 
 
 @pytest.mark.slow
+async def test_a_mixture_whose_mixed_steps_are_dear_decodes_on_one_card() -> None:
+    """As many requests at once as a fixed split of the cards serves well."""
+    late = [
+        call
+        for call in play(((2048, 256), 19.0), cost=MIXTURE, phase_s=30.0).calls
+        if call.arrived_s > 10
+    ]
+    assert sum(keeps(call.times, 0.025) for call in late) > 0.95 * len(late)
+
+
+@pytest.mark.slow
 async def test_prompts_do_not_stay_among_decodes_that_leave_them_no_room() -> None:
     """Half the load, a pause, and all of it, which a fixed split of the cards serves well."""
     nothing = (LONG[0], 1e-9)

@@ -92,4 +92,6 @@ def test_what_cannot_be_is_not_believed(part: float) -> None:
     assert not replace(GPU, base_s=part).is_sane
     assert not replace(GPU, row_s=(part, *GPU.row_s[1:])).is_sane
     assert not replace(GPU, row_s=GPU.row_s[1:]).is_sane
+    assert not replace(GPU, mixed_s=part).is_sane
+    assert not replace(GPU, mixed_pair_s=part).is_sane
     assert not replace(GPU, base_s=0.0, row_s=(0.0,) * 10, pair_s=0.0, key_s=0.0).is_sane

@@ -112,6 +112,22 @@ def test_a_few_rows_behind_a_knot_say_nothing_of_the_slope_there() -> None:
     assert cost.seconds(prompt(2048)) == pytest.approx(dear_s(prompt(2048)), rel=0.2)
 
 
+@pytest.mark.parametrize(("step_s", "pair_s"), [(0.0025, 0.0), (0.0, 1e-9), (0.001, 1e-9)])
+def test_what_both_kinds_take_in_one_step_is_told_apart(step_s: float, pair_s: float) -> None:
+    """Of a mixture whose two kinds of attention are in each other's way."""
+
+    def device(shape: StepShape) -> float:
+        is_mixed = bool(shape.num_decodes and shape.num_prompt_tokens)
+        return mixture_s(shape) + is_mixed * (step_s + pair_s * shape.pairs)
+
+    chance = random.Random(5)
+    seen = [any_shape(chance, "pdm") for _ in range(2000)]
+    cost = played(seen, device, noise=0.03).estimate()
+    for kind in "pdm":
+        others = [any_shape(chance, kind) for _ in range(300)]
+        assert p90_error(cost, device, others) < 0.05
+
+
 def test_it_is_absent_before_there_are_samples_of_two_sizes() -> None:
     assert StepCostEstimator().estimate() is None
     large, small = prompt(2048), prompt(16)
@@ -160,7 +176,8 @@ def test_it_is_never_negative(samples: list[tuple[int, int, int, float]]) -> Non
             estimator.observe(decodes.with_prompt(num_tokens, context), seconds)
     cost = estimator.estimate()
     if cost is not None:
-        assert min(cost.base_s, *cost.row_s, cost.pair_s, cost.key_s) >= 0
+        parts = (cost.base_s, *cost.row_s, cost.pair_s, cost.key_s)
+        assert min(*parts, cost.mixed_s, cost.mixed_pair_s) >= 0
 
 
 def test_how_much_longer_mixed_steps_take_than_expected_is_known() -> None:
