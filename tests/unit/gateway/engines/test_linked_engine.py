@@ -10,14 +10,14 @@ from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams, TokenLogprobs
-from baton.core.step_cost import StepCost
+from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.cluster_view import _REPORT_S, ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.gateway.request.engine_link import Demand, EngineOutput, Work
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import Fetch
 
@@ -70,6 +70,19 @@ def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
         engine.dispatch(request(1600), Work.LOCAL, None, 9.0, 0, fetch)
         rooms.append(before - engine.account._room_blocks)
     assert rooms[0] == rooms[1] > 100
+
+
+def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
+    """Before they decode: between two heartbeats all that wait would else get the same place."""
+    decodes = StepShape(num_decodes=4, keys=400)
+    engine = linked(Role.DECODE, tbt_target_s=0.0051, num_requests=4, decodes=decodes)
+    for number in range(6):
+        assert engine._keeps_promise_with(engine.load, Demand(100))
+        sent = Request(f"r{number}", 0, (1,) * 100, SamplingParams(max_tokens=16))
+        engine.dispatch(sent, Work.DECODE, None, 9.0)
+    assert not engine._keeps_promise_with(engine.load, Demand(100))
+    engine.receive([EngineOutput("r0", 0, 0, (97,), FinishReason.LENGTH)], [])
+    assert engine._keeps_promise_with(engine.load, Demand(100))
 
 
 def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> None:
