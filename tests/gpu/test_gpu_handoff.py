@@ -78,9 +78,9 @@ LLAMA = Case(
     128_000,
 )
 NUM_TOKENS = 32
-# Of two tokens' log-probabilities, in bfloat16: each process chooses the libraries of its products of
-# more than 64 rows, and how many rows its graphs have, by measuring them. Other sums in a prompt of
-# 100 tokens move the two likeliest of 32,000 random tokens against each other by up to 0.09.
+# Of two tokens' log-probabilities, in bfloat16: each process measures which library its products of
+# more than 64 rows go by, and how many rows its graphs have. Other sums in a prompt of 100 tokens
+# move the two likeliest of 32,000 random tokens against each other by up to 0.09.
 NEAR_TIE = 0.1
 
 
