@@ -7,7 +7,7 @@ picture, no sound, no file, and nothing is ever fetched.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....core.errors import InvalidRequest
@@ -20,16 +20,22 @@ _ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "
 Message = dict[str, Any]
 
 
-def _messages(value: Any, name: str) -> list[Message]:
+def named_items(
+    value: Any, name: str, what: str = "messages", wanted: str = "a list of messages"
+) -> list[tuple[Any, str]]:
+    """What a list has, each with its name: one at least, and not too many. Raises
+    InvalidRequest."""
     if not isinstance(value, list):
-        raise invalid(name, "a list of messages")
+        raise invalid(name, wanted)
     if not value:
         raise InvalidRequest(f"{name} is empty", name, "empty_array")
     if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
-        )
-    return [read_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        raise InvalidRequest(f"{name} has more than {MAX_MESSAGES} {what}", name, "array_too_long")
+    return [(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    return [read_message(item, where) for item, where in named_items(value, name)]
 
 
 def read_message(value: Any, name: str) -> Message:
@@ -44,7 +50,7 @@ def read_message(value: Any, name: str) -> Message:
     if role == "assistant" and calls:
         message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
     if value.get("content") is not None or role != "assistant":
-        message["content"] = _content(value.get("content"), f"{name}.content")
+        message["content"] = read_text(value.get("content"), f"{name}.content")
     else:
         message["content"] = ""
     if role == "assistant":
@@ -58,23 +64,24 @@ def read_message(value: Any, name: str) -> Message:
     return message
 
 
-def _content(value: Any, name: str) -> str:
+def read_text(value: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
+    """A text, or the texts of its parts, which are of these kinds; raises InvalidRequest."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise invalid(name, "a text or a list of text parts")
-    return "\n".join(_part(part, f"{name}[{i}]") for i, part in enumerate(value))
+    return "\n".join(_part(part, f"{name}[{i}]", kinds) for i, part in enumerate(value))
 
 
-def _part(value: Any, name: str) -> str:
+def _part(value: Any, name: str, kinds: Sequence[str]) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
-        raise invalid(name, 'a part like {"type": "text", "text": "..."}')
-    if kind != "text":
+        raise invalid(name, f'a part like {{"type": "{kinds[0]}", "text": "..."}}')
+    if kind not in kinds:
         raise InvalidRequest(
             f"{name}: only text is supported, not {kind[:32]!r}", name, "unsupported_content"
         )
-    return str(STRING.read(value.get("text"), f"{name}.text"))
+    return str(STRING.read(value.get("refusal" if kind == "refusal" else "text"), f"{name}.text"))
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:

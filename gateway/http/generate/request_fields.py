@@ -168,6 +168,14 @@ INSTEAD: Mapping[str, str] = {
     "verbosity": "max_tokens bounds an answer, and a message can ask for a short one",
 }
 
+INSTEAD_IN_TURNS: Mapping[str, str] = {
+    **INSTEAD,
+    **dict.fromkeys(
+        ("logprobs", "logprob_token_ids", "prompt_logprobs", "top_logprobs"),
+        "/v1/chat/completions takes logprobs",
+    ),
+}
+
 INTERNAL = frozenset(
     (
         *("attempt", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
@@ -186,8 +194,10 @@ def read_fields(
     known: Mapping[str, FieldKind],
     unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
     instead: Mapping[str, str] = INSTEAD,
+    required: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The fields that are there, read; raises InvalidRequest for what cannot be served."""
+    """The fields that are there, read; a required text is not empty. Raises InvalidRequest for what
+    cannot be served."""
     found: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in body.items():
@@ -203,6 +213,8 @@ def read_fields(
             ignored.append(name[:64])
     if ignored:
         log.info("unknown fields were ignored: %r", ignored[:_MAX_LOGGED])
+    for name in required:
+        require({} if found.get(name) == "" else found, name)
     return found
 
 
@@ -219,11 +231,8 @@ async def read_body(
     unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
     instead: Mapping[str, str] = INSTEAD,
 ) -> dict[str, Any]:
-    """The fields of a body; a required text is not empty. Raises InvalidRequest, Refusal."""
-    found = read_fields(await read_object(request), known, unsupported, instead)
-    for name in required:
-        require({} if found.get(name) == "" else found, name)
-    return found
+    """`read_fields` of a request's body. Raises InvalidRequest, Refusal."""
+    return read_fields(await read_object(request), known, unsupported, instead, required)
 
 
 def require(found: Mapping[str, Any], name: str) -> Any:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +193,7 @@ class Response(ABC):
 
     @asynccontextmanager
     async def _generate(self, prompt_index: int) -> AsyncIterator[RunningCall]:
-        try:
+        with renaming(self.names_of(prompt_index)):
             async with self.app[APP_STATE].door.generate(
                 self.prompts[prompt_index],
                 caller_of(self._request),
@@ -202,9 +202,6 @@ class Response(ABC):
                 special_at=self.special_at,
             ) as call:
                 yield call
-        except BatonError as error:
-            rename(error, self.names_of(prompt_index))
-            raise
 
     def _trace(self, header: str) -> str:
         text = self._request.headers.get(header, "")
@@ -306,8 +303,17 @@ class Response(ABC):
         return nodes | {"x-cached-tokens": str(self._counts.num_cached)}
 
 
-def rename(error: BatonError, names: Mapping[str, str]) -> None:
-    """Name the field as the client wrote it."""
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the block name fields as the client wrote them; `names`: theirs, by ours."""
+    try:
+        yield
+    except BatonError as error:
+        _rename(error, names)
+        raise
+
+
+def _rename(error: BatonError, names: Mapping[str, str]) -> None:
     for ours, theirs in names.items():
         if error.param is not None and re.match(rf"{re.escape(ours)}(?=\[|\Z)", error.param):
             error.message = re.sub(rf"\b{re.escape(ours)}(?!\w)", theirs, error.message)

@@ -116,6 +116,16 @@ STRUCTURED: Mapping[str, FieldKind] = {
 }
 
 
+def _flat_format(value: Any, name: str) -> SamplingFields:
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        value = {"type": "json_schema", "json_schema": value}
+    return _response_format(value, name)
+
+
+# A response_format whose schema stands beside the type, as in /v1/responses and /v1/messages.
+FLAT_FORMAT = FieldKind(STRUCTURED["response_format"].schema, _flat_format)
+
+
 def constraint_of(
     found: Mapping[str, Any], call_grammar: str | None = None
 ) -> tuple[SamplingFields, str]:

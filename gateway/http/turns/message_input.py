@@ -21,33 +21,25 @@ from ....core.request.json_fields import (
     record,
 )
 from ..chat.chat_template import VARIABLES
-from ..chat.messages import MAX_MESSAGES, Message, read_message
+from ..chat.messages import MAX_MESSAGES, Message, named_items, read_message
 from ..chat.reasoning import REASONING
 from ..chat.tools import TOOLS, ToolChoice
 from ..generate.request_fields import (
     FRONT,
     GENERATION,
-    INSTEAD,
+    INSTEAD_IN_TURNS,
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
 )
-from ..generate.structured import STRUCTURED
+from ..generate.structured import FLAT_FORMAT, STRUCTURED
 
 _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": (True, False), "any": (True, True), "none": (False, False)}
 
 
 def _messages(value: Any, name: str) -> list[Message]:
-    if not isinstance(value, list):
-        raise invalid(name, "a list of messages")
-    if not value:
-        raise InvalidRequest(f"{name} is empty", name, "empty_array")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
-        )
-    found = [one for i, item in enumerate(value) for one in _turn(item, f"{name}[{i}]")]
+    found = [one for item, where in named_items(value, name) for one in _turn(item, where)]
     if found and found[-1]["role"] == "assistant":
         raise InvalidRequest(
             "the last message is the assistant's: an answer that has begun is not continued",
@@ -209,12 +201,6 @@ def _thinking(value: Any, name: str) -> dict[str, Any]:
     raise invalid(f"{name}.type", "enabled, disabled or adaptive")
 
 
-def _format(value: Any, name: str) -> Any:
-    if isinstance(value, dict) and value.get("type") == "json_schema":
-        value = {"type": "json_schema", "json_schema": value}
-    return STRUCTURED["response_format"].read(value, name)
-
-
 def _effort(value: Any, name: str) -> str:
     effort = "xhigh" if value == "max" else value
     return str(REASONING["reasoning_effort"].read(effort, name))
@@ -239,7 +225,7 @@ COUNTED: Mapping[str, FieldKind] = {  # what a prompt is made of
         record({"type": {"enum": ["enabled", "disabled", "adaptive"]}}), _thinking
     ),
     "output_config": options(
-        format=FieldKind(record({"type": {"enum": ["json_schema"]}}), _format),
+        format=FieldKind(record({"type": {"enum": ["json_schema"]}}), FLAT_FORMAT.read),
         effort=FieldKind({"enum": ["low", "medium", "high", "xhigh", "max"]}, _effort),
     ),
     "chat_template_kwargs": VARIABLES,
@@ -270,7 +256,7 @@ NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
     "stop": (),
 }
 INSTEAD_HERE: Mapping[str, str] = {
-    **INSTEAD,
+    **INSTEAD_IN_TURNS,
     **dict.fromkeys(("enable_thinking", "thinking_token_budget", "reasoning"), "use thinking"),
     **dict.fromkeys(
         ("json_schema", "output_format", "response_format", "text"), "use output_config.format"
@@ -279,10 +265,6 @@ INSTEAD_HERE: Mapping[str, str] = {
     "reasoning_effort": "use output_config.effort",
     "stop": "the name is stop_sequences",
     "thinking_budget": "use thinking",
-    **dict.fromkeys(
-        ("logprobs", "logprob_token_ids", "prompt_logprobs", "top_logprobs"),
-        "/v1/chat/completions takes logprobs",
-    ),
 }
 
 

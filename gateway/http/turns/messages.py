@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 from msgspec import Raw, Struct
 
-from ....core.errors import BatonError
 from ....core.request.request import FinishReason
 from ...admission.text_calls import tokenize
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import CHAT_MODEL, prepare
 from ..chat.reasoning import followed
 from ..generate.request_fields import read_body
-from ..generate.responses import rename
+from ..generate.responses import renaming
 from ..protocol.answers import answer
 from ..protocol.app_state import APP_STATE, caller_of
 from .message_blocks import (
@@ -60,7 +58,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED, INSTEAD_HERE)
     fields = _chat_fields(request.app, found)
-    with _renaming():
+    with renaming(_NAMES):
         return await _Message(request, fields, await prepare(request.app, fields)).run()
 
 
@@ -69,7 +67,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """How many tokens the prompt of this conversation has."""
     found = await read_body(request, COUNTED, COUNTED_REQUIRED, {})
     fields = _chat_fields(request.app, found)
-    with _renaming():
+    with renaming(_NAMES):
         prompt = (await prepare(request.app, fields)).prompt
         ids = await tokenize(
             request.app[APP_STATE].door,
@@ -89,15 +87,6 @@ def _chat_fields(app: web.Application, found: Mapping[str, Any]) -> dict[str, An
         return chat_fields(found, ())
     grammar = None if door.constraint_refusal else model.reasoning_grammar
     return chat_fields(found, followed(model.template, grammar))
-
-
-@contextmanager
-def _renaming() -> Iterator[None]:
-    try:
-        yield
-    except BatonError as error:
-        rename(error, _NAMES)
-        raise
 
 
 class _Message(Turn):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -24,21 +25,22 @@ from ....core.request.json_fields import (
     string,
 )
 from ..chat.chat_template import VARIABLES
-from ..chat.messages import MAX_MESSAGES, Message, read_message
+from ..chat.messages import Message, named_items, read_message, read_text
 from ..chat.reasoning import REASONING
 from ..chat.tools import TOOL_CHOICE, TOOLS, ToolChoice
 from ..generate.request_fields import (
     FRONT,
     GENERATION,
-    INSTEAD,
+    INSTEAD_IN_TURNS,
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
 )
-from ..generate.structured import STRUCTURED
+from ..generate.structured import FLAT_FORMAT, STRUCTURED
 
 _BETWEEN = "__"  # of a namespace and a function's name, as MCP's clients have it
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+_TEXT_KINDS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+_text = partial(read_text, kinds=_TEXT_KINDS)
 
 
 def _input(value: Any, name: str) -> list[Message]:
@@ -46,13 +48,8 @@ def _input(value: Any, name: str) -> list[Message]:
         raise InvalidRequest(f"{name} is required", name, "missing_required")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise invalid(name, "a text or a list of items")
-    if not value:
-        raise InvalidRequest(f"{name} is empty", name, "empty_array")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"{name} has more than {MAX_MESSAGES} items", name, "array_too_long")
-    return joined([_item(item, f"{name}[{i}]") for i, item in enumerate(value)])
+    items = named_items(value, name, "items", "a text or a list of items")
+    return joined([_item(item, where) for item, where in items])
 
 
 def _item(value: Any, name: str) -> Message:
@@ -61,7 +58,7 @@ def _item(value: Any, name: str) -> Message:
     match value.get("type"):
         case "message" | None:
             content = value.get("content")
-            text = None if content is None else _texts(content, name)
+            text = None if content is None else _text(content, f"{name}.content")
             return read_message({"role": value.get("role"), "content": text}, name)
         case "function_call":
             called = _called(value.get("namespace"), value.get("name"), name)
@@ -71,11 +68,12 @@ def _item(value: Any, name: str) -> Message:
             return read_message({"role": "assistant", "tool_calls": [call]}, name)
         case "function_call_output":
             call_id = STRING.read(value.get("call_id"), f"{name}.call_id")
-            output = _texts(value.get("output"), name, "output")
+            output = _text(value.get("output"), f"{name}.output")
             return read_message({"role": "tool", "tool_call_id": call_id, "content": output}, name)
         case "reasoning":
             parts = value.get("content") or value.get("summary") or ""
-            return {"role": "assistant", "content": "", "reasoning_content": _texts(parts, name)}
+            text = _text(parts, f"{name}.content")
+            return {"role": "assistant", "content": "", "reasoning_content": text}
         case kind:
             raise InvalidRequest(
                 f"{name}: items of type {str(kind)[:32]!r} are not supported; there are message, "
@@ -83,26 +81,6 @@ def _item(value: Any, name: str) -> Message:
                 name,
                 "unsupported_content",
             )
-
-
-def _texts(value: Any, name: str, key: str = "content") -> str:
-    """A text, or the texts of its parts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise invalid(f"{name}.{key}", "a text or a list of text parts")
-    return "\n".join(_part(part, f"{name}.{key}[{i}]") for i, part in enumerate(value))
-
-
-def _part(value: Any, name: str) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(name, 'a part like {"type": "input_text", "text": "..."}')
-    if kind not in _TEXT_PARTS:
-        raise InvalidRequest(
-            f"{name}: only text is supported, not {kind[:32]!r}", name, "unsupported_content"
-        )
-    return str(STRING.read(value.get(kind if kind == "refusal" else "text"), f"{name}.text"))
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
@@ -193,13 +171,6 @@ def _tool_choice(value: Any, name: str) -> ToolChoice:
     return found
 
 
-def _format(value: Any, name: str) -> Any:
-    """A schema is one level deeper in a chat."""
-    if isinstance(value, dict) and value.get("type") == "json_schema":
-        value = {"type": "json_schema", "json_schema": value}
-    return STRUCTURED["response_format"].read(value, name)
-
-
 def _only(*harmless: str) -> FieldKind:
     """A string that changes nothing."""
 
@@ -237,10 +208,7 @@ FIELDS: Mapping[str, FieldKind] = {
         {"anyOf": [{"enum": ["none", "auto", "required"]}, _TOOL]}, _tool_choice
     ),
     "parallel_tool_calls": BOOLEAN,
-    "text": options(
-        format=FieldKind(STRUCTURED["response_format"].schema, _format),
-        verbosity=_only("medium"),
-    ),
+    "text": options(format=FLAT_FORMAT, verbosity=_only("medium")),
     "reasoning": options(
         effort=REASONING["reasoning_effort"], summary=STRING, generate_summary=STRING
     ),
@@ -262,7 +230,7 @@ NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
     "truncation": ("disabled",),
 }
 INSTEAD_HERE: Mapping[str, str] = {
-    **INSTEAD,
+    **INSTEAD_IN_TURNS,
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "the name is max_output_tokens"),
     **dict.fromkeys(("response_format", "json_schema"), "use text.format"),
     "messages": "the name is input",
@@ -271,10 +239,6 @@ INSTEAD_HERE: Mapping[str, str] = {
     "reasoning_effort": "use reasoning.effort",
     "system": "the name is instructions",
     "thinking": "use enable_thinking and thinking_token_budget",
-    **dict.fromkeys(
-        ("logprobs", "logprob_token_ids", "prompt_logprobs", "top_logprobs"),
-        "/v1/chat/completions takes logprobs",
-    ),
 }
 
 

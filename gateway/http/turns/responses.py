@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 from msgspec import Raw, Struct
 
-from ....core.errors import BatonError, InvalidRequest, ResponseNotFound
+from ....core.errors import InvalidRequest
 from ....core.request.request import FinishReason, SamplingParams
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message
-from ..generate.request_fields import read_fields, require
-from ..generate.responses import rename
+from ..generate.request_fields import read_fields
+from ..generate.responses import renaming
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object
@@ -57,26 +56,22 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+_ID_IN_PATH = {"previous_response_id": "response_id"}
 
 
 @ROUTES.post("/v1/responses")
 async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, and keep it for the next turn."""
     body = await read_object(request)
-    found = read_fields(body, FIELDS, NOT_SUPPORTED, INSTEAD_HERE)
-    for name in REQUIRED:
-        require({} if found.get(name) == "" else found, name)
+    found = read_fields(body, FIELDS, NOT_SUPPORTED, INSTEAD_HERE, REQUIRED)
     earlier: Sequence[Message] = ()
     if (previous := found.get("previous_response_id")) is not None:
         earlier = request.app[RESPONSE_STORE].messages(caller_of(request).tenant, previous)
     conversation = [*earlier, *found["input"]]
     fields = chat_fields(found, conversation)
-    try:
+    with renaming(_NAMES):
         prepared = await prepare(request.app, fields)
         return await _Response(request, fields, prepared, body, conversation).run()
-    except BatonError as error:
-        rename(error, _NAMES)
-        raise
 
 
 @ROUTES.get("/v1/responses/{response_id}")
@@ -89,7 +84,7 @@ async def kept_response(request: web.Request) -> web.Response:
                 name,
                 "unsupported_parameter",
             )
-    with _renamed_id():
+    with renaming(_ID_IN_PATH):
         body = request.app[RESPONSE_STORE].body(*_kept(request))
     return web.Response(body=body, content_type="application/json")
 
@@ -97,23 +92,13 @@ async def kept_response(request: web.Request) -> web.Response:
 @ROUTES.delete("/v1/responses/{response_id}")
 async def delete_response(request: web.Request) -> web.Response:
     """Forget a response."""
-    with _renamed_id():
+    with renaming(_ID_IN_PATH):
         request.app[RESPONSE_STORE].delete(*_kept(request))
     return answer(DeletedResponse(request.match_info["response_id"]))
 
 
 def _kept(request: web.Request) -> tuple[str, str]:
     return caller_of(request).tenant, request.match_info["response_id"]
-
-
-@contextmanager
-def _renamed_id() -> Iterator[None]:
-    """The id is in the path."""
-    try:
-        yield
-    except ResponseNotFound as error:
-        error.param = "response_id"
-        raise
 
 
 class _Response(Turn):
