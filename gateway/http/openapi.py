@@ -33,6 +33,7 @@ _REF = "#/components/schemas/{name}"
 
 _READ_ERRORS = (401, 403, 404, 421)
 _CALL_ERRORS = (400, 401, 403, 404, 413, 415, 421, 429, 500, 503, 504)
+_ADAPTER_ERRORS = (400, 401, 403, 404, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,12 @@ class Operation:
     fields: Mapping[str, FieldKind] | None = None
     required: Sequence[str] = ()
     event: type[Struct] | None = None
-    statuses: Sequence[int] = _READ_ERRORS
+    statuses: Sequence[int] | None = None
+
+    @property
+    def errors(self) -> Sequence[int]:
+        """`statuses`, or else those of a call or of what is only read."""
+        return self.statuses or (_READ_ERRORS if self.fields is None else _CALL_ERRORS)
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -52,21 +58,18 @@ OPERATIONS: Mapping[str, Operation] = {
         completions.FIELDS,
         completions.REQUIRED,
         event=answers.Completion,
-        statuses=_CALL_ERRORS,
     ),
     "/v1/chat/completions": Operation(
         answers.ChatCompletion,
         chat.FIELDS,
         chat.REQUIRED,
         event=answers.ChatCompletionChunk,
-        statuses=_CALL_ERRORS,
     ),
     "/v1/responses": Operation(
         response_items.ResponseBody,
         response_input.FIELDS,
         response_input.REQUIRED,
         event=response_items.Event,
-        statuses=_CALL_ERRORS,
     ),
     "/v1/responses/{response_id}": Operation(
         response_items.ResponseBody, statuses=(400, *_READ_ERRORS)
@@ -77,26 +80,22 @@ OPERATIONS: Mapping[str, Operation] = {
         message_input.FIELDS,
         message_input.REQUIRED,
         event=message_blocks.MessageEvent,
-        statuses=_CALL_ERRORS,
     ),
     "/v1/messages/count_tokens": Operation(
         message_blocks.MessageTokens,
         message_input.COUNTED,
         message_input.COUNTED_REQUIRED,
-        statuses=_CALL_ERRORS,
     ),
-    "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_FIELDS, statuses=_CALL_ERRORS),
-    "/detokenize": Operation(
-        answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",), statuses=_CALL_ERRORS
-    ),
+    "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_FIELDS),
+    "/detokenize": Operation(answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",)),
     "/v1/load_lora_adapter": Operation(
         None,
         lora_adapters.LOAD_FIELDS,
         (*lora_adapters.LOAD_FIELDS,),
-        statuses=(400, 401, 403, 404, 503),
+        statuses=_ADAPTER_ERRORS,
     ),
     "/v1/unload_lora_adapter": Operation(
-        None, lora_adapters.UNLOAD_FIELDS, ("lora_name",), statuses=(400, 401, 403, 404, 503)
+        None, lora_adapters.UNLOAD_FIELDS, ("lora_name",), statuses=_ADAPTER_ERRORS
     ),
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
@@ -155,7 +154,7 @@ def _operation(route: web.AbstractRoute, path: str, models: Sequence[str]) -> di
     body["responses"]["200"] = {"description": "OK", "content": content}
     if path in _NOT_READY:
         body["responses"]["503"] = {"description": "Not ready", "content": content}
-    for status in known.statuses:
+    for status in known.errors:
         body["responses"][str(status)] = _error(status)
     if known.fields is not None:
         schema = _body_schema(known.fields, known.required, models)

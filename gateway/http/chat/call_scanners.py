@@ -11,39 +11,44 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from .schema_values import ArgumentValues
+from .tools import NAME
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 _MAX_HEADER_CHARS = 256
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
-class Scanner(Protocol):
+class Scanner(ABC):
     """`name`: once it is known; `is_broken`: it was no call, and `raw` is its text."""
 
-    name: str | None
-    is_done: bool
-    is_broken: bool
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_done = self.is_broken = False
+        self._arguments: list[str] = []  # not passed on yet
 
+    @abstractmethod
     def feed(self, text: str) -> str:
         """Take text; returns what lies behind the call, or behind what breaks it."""
-        ...
 
     @property
-    def raw(self) -> str: ...
+    @abstractmethod
+    def raw(self) -> str:
+        """All of it so far, as long as the name is not known."""
 
     def take_arguments(self) -> str:
         """What came of their JSON since the last time; nothing before the name."""
-        ...
+        if self.name is None:
+            return ""
+        taken = "".join(self._arguments)
+        self._arguments.clear()
+        return taken
 
 
-@dataclass(slots=True)
-class CallScanner:
+class CallScanner(Scanner):
     """Reads `{"name": "...", "arguments": {...}}` character by character.
 
     The arguments are passed on as they are written, once the name is known; with `needs_arguments`
@@ -51,25 +56,21 @@ class CallScanner:
     the first character that cannot belong to one; values are not judged.
     """
 
-    name: str | None = None
-    is_done: bool = False
-    is_broken: bool = False
-    needs_arguments: bool = False
-    _raw: list[str] = field(default_factory=list)
-    _expected: str = "{"  # {, key, colon, value, end
-    _piece: str = ""  # the key or value that is being read
-    _key: str = ""
-    _depth: int = 0
-    _is_in_string: bool = False
-    _is_escaped: bool = False
-    _arguments: list[str] = field(default_factory=list)  # not passed on yet
-    _has_arguments: bool = False
-    _found_name: str | None = None
-    _is_closed: bool = False  # the value that is being read
-    _is_cut: bool = False  # a character that belongs to no object ended it
+    def __init__(self, needs_arguments: bool = False) -> None:
+        super().__init__()
+        self._needs_arguments = needs_arguments
+        self._raw: list[str] = []
+        self._expected = "{"  # {, key, colon, value, end
+        self._piece = ""  # the key or value that is being read
+        self._key = ""
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        self._has_arguments = False
+        self._found_name: str | None = None
+        self._is_closed = False  # the value that is being read
+        self._is_cut = False  # a character that belongs to no object ended it
 
     def feed(self, text: str) -> str:
-        """Take text; returns what lies behind the object, or behind what breaks it."""
         for place, char in enumerate(text):
             self._take(char)
             if self.is_done or self.is_broken:
@@ -83,16 +84,7 @@ class CallScanner:
 
     @property
     def raw(self) -> str:
-        """All of it so far, for what turns out to be no call."""
         return "".join(self._raw)
-
-    def take_arguments(self) -> str:
-        """What came of them since the last time; nothing before the name."""
-        if self.name is None:
-            return ""
-        taken = "".join(self._arguments)
-        self._arguments.clear()
-        return taken
 
     def _take(self, char: str) -> None:
         if self._is_in_string:
@@ -161,7 +153,7 @@ class CallScanner:
         self._piece = ""
 
     def _tell_name(self) -> None:
-        if self._has_arguments or not self.needs_arguments:
+        if self._has_arguments or not self._needs_arguments:
             self.name = self._found_name
 
     def _end(self) -> None:
@@ -170,29 +162,21 @@ class CallScanner:
             self._arguments.append("{}")
 
 
-class TaggedScanner:
+class TaggedScanner(Scanner):
     """A name, `separator`, and the arguments' object as JSON. `name_in` finds the name (its group)
     in what stands before the separator."""
 
     def __init__(self, separator: str, name_in: re.Pattern[str]) -> None:
-        self.name: str | None = None
-        self.is_done = self.is_broken = False
+        super().__init__()
         self._separator = separator
         self._name_in = name_in
         self._header = ""
         self._depth = 0
         self._is_in_string = self._is_escaped = False
-        self._arguments: list[str] = []
 
     @property
     def raw(self) -> str:
-        """Before the name is known."""
         return self._header
-
-    def take_arguments(self) -> str:
-        taken = "".join(self._arguments)
-        self._arguments.clear()
-        return taken
 
     def feed(self, text: str) -> str:
         if self.name is not None:
@@ -234,7 +218,7 @@ class TaggedScanner:
             self._depth += (char in "{[") - (char in "}]")
 
 
-class XmlScanner:
+class XmlScanner(Scanner):
     """Qwen3-Coder's. A value is text: what it stands for depends on the function's schema."""
 
     _FUNCTION = re.compile(r"<function=([^>\n]{1,64})>")
@@ -245,25 +229,17 @@ class XmlScanner:
 
     def __init__(self, values: Mapping[str, ArgumentValues]) -> None:
         """`values`: by function."""
-        self.name: str | None = None
-        self.is_done = self.is_broken = False
+        super().__init__()
         self._values = values
         self._space: list[str] = []  # in front of the function's tag
         self._text = ""
         self._searched = 0  # of `_text`, for the end of a value
         self._key: str | None = None  # of the value that is being read
         self._num_parameters = 0
-        self._arguments: list[str] = []
 
     @property
     def raw(self) -> str:
-        """Before the name is known."""
         return "".join((*self._space, self._text))
-
-    def take_arguments(self) -> str:
-        taken = "".join(self._arguments)
-        self._arguments.clear()
-        return taken
 
     def feed(self, text: str) -> str:
         if self.name is None:

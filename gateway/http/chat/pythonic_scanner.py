@@ -6,28 +6,23 @@ import ast
 import json
 from typing import Any
 
-from .call_scanners import NAME
+from .call_scanners import Scanner
+from .tools import NAME
 
 
-class PythonicScanner:
+class PythonicScanner(Scanner):
     """A call in Python's syntax, whose arguments are literals by name. Parsed, never evaluated."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.is_done = self.is_broken = False
+        super().__init__()
         self._text: list[str] = []
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
-        self._arguments = ""
 
     @property
     def raw(self) -> str:
         return "".join(self._text)
-
-    def take_arguments(self) -> str:
-        taken, self._arguments = self._arguments, ""
-        return taken
 
     def feed(self, text: str) -> str:
         for place, char in enumerate(text):
@@ -67,7 +62,8 @@ class PythonicScanner:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             self.is_broken = True
             return
-        self.name, self._arguments, self.is_done = name, arguments, True
+        self.name, self.is_done = name, True
+        self._arguments.append(arguments)
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}

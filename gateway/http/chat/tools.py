@@ -26,7 +26,7 @@ from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, nu
 MAX_TOOLS = 128
 MAX_SCHEMA_VALUES = 16384  # of all tools of a request
 _MAX_DEPTH = 32
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 _SHOWN = ("name", "description", "parameters")
 
 Tool = Mapping[str, Any]
@@ -65,7 +65,7 @@ def _tool(value: Any, name: str) -> Tool:
     if not isinstance(function, dict) or value.get("type") != "function":
         raise invalid(name, 'like {"type": "function", "function": {...}}')
     called = function.get("name")
-    if not isinstance(called, str) or not _NAME.match(called):
+    if not isinstance(called, str) or not NAME.match(called):
         raise invalid(f"{name}.function.name", "1 to 64 of A-Z a-z 0-9 _ . -")
     if not isinstance(function.get("description") or "", str):
         raise invalid(f"{name}.function.description", "a string")

@@ -75,20 +75,12 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("reset_prefix_cache", "flush_cache", "collective_rpc"), _OPERATED),
     **dict.fromkeys(("start_profile", "stop_profile"), _OPERATED),
 }
-_RENAMED: Mapping[str, str] = {  # ours, without /v1 or with one too many
-    "chat/completions": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-    "models": "/v1/models",
-    "load_lora_adapter": "/v1/load_lora_adapter",
-    "unload_lora_adapter": "/v1/unload_lora_adapter",
-    "tokenize": "/tokenize",
-    "detokenize": "/detokenize",
-    "metrics": "/metrics",
-    "load": "/load",
-    "health": "/health",
-}
+_OURS = (  # which are asked for without /v1, or with one too many
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/tokenize", "/detokenize", "/metrics", "/load", "/health"),
+)
+_RENAMED = {path.removeprefix("/v1").lstrip("/"): path for path in _OURS}
 _ROUTES = (
     "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, "
     "/tokenize, /detokenize, and what GET /openapi.json lists"
