@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -66,114 +66,84 @@ FRONT: Mapping[str, FieldKind] = {
 
 COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of both endpoints that generate
 
-# Known, and not supported where an endpoint's table lacks them: (name, values that change nothing
-# and are let pass).
-UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "bad_words": ([],),
-    "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "functions": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),  # none is encrypted
-    "instructions": ("",),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "modalities": (["text"],),
-    "output_config": ({},),
-    "parallel_tool_calls": (True, False),
-    "priority": (0,),
-    "reasoning": ({},),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "stop_sequences": ([],),
-    "store": (False,),
-    "suffix": ("",),
-    "system": ("", []),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+
+class Unsupported(NamedTuple):
+    """A field that is known, and not supported where an endpoint's table lacks it.
+
+    `instead`: what does the same, or comes nearest; `harmless`: values that change nothing and are
+    let pass.
+    """
+
+    instead: str = ""
+    harmless: Sequence[Any] = ()
+
+
+UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
+    "add_generation_prompt": Unsupported(harmless=(True,)),
+    "allowed_token_ids": Unsupported(
+        "structured_outputs bounds what can come, logit_bias favours tokens"
+    ),
+    "bad_words": Unsupported("logit_bias of -100 keeps a token out", ([],)),
+    "chat_template": Unsupported(
+        "the model's own template is used; /v1/completions takes a finished prompt"
+    ),
+    "chat_template_kwargs": Unsupported("/v1/chat/completions takes them", ({},)),
+    "continue_final_message": Unsupported(harmless=(False,)),
+    "documents": Unsupported("put them into a message", ([],)),
+    "echo": Unsupported(harmless=(False,)),
+    "enable_thinking": Unsupported("/v1/chat/completions takes it"),
+    "function_call": Unsupported("use tool_choice"),
+    "functions": Unsupported("use tools", ([],)),
+    "include": Unsupported(harmless=([], ["reasoning.encrypted_content"])),  # none is encrypted
+    "input": Unsupported("/v1/responses takes it"),
+    "instructions": Unsupported("/v1/responses takes them; chats have system messages", ("",)),
+    "json_schema": Unsupported("use response_format"),
+    "logits_processors": Unsupported(harmless=([],)),
+    "logprob_token_ids": Unsupported("use logprobs", ([],)),
+    "max_completion_tokens": Unsupported("the name is max_tokens"),
+    "max_output_tokens": Unsupported("the name is max_tokens"),
+    "messages": Unsupported("/v1/chat/completions takes them"),
+    "modalities": Unsupported(harmless=(["text"],)),
+    "output_config": Unsupported("use response_format and reasoning_effort", ({},)),
+    "parallel_tool_calls": Unsupported(harmless=(True, False)),
+    "previous_response_id": Unsupported("/v1/responses takes it"),
+    "priority": Unsupported(harmless=(0,)),
+    "prompt": Unsupported("/v1/completions takes one"),
+    "reasoning": Unsupported("use reasoning_effort", ({},)),
+    "reasoning_effort": Unsupported("/v1/chat/completions takes it"),
+    "return_tokens_as_token_ids": Unsupported(harmless=(False,)),
+    "service_tier": Unsupported(harmless=("auto", "default")),
+    "spaces_between_special_tokens": Unsupported(harmless=(True,)),
+    "stop_sequences": Unsupported("the name is stop", ([],)),
+    "store": Unsupported(harmless=(False,)),
+    "suffix": Unsupported("put it into the prompt as the model was taught", ("",)),
+    "system": Unsupported("put a system message in front of the others", ("", [])),
+    "text": Unsupported("use response_format", ({}, {"format": {"type": "text"}})),
+    "thinking": Unsupported("use enable_thinking and thinking_token_budget"),
+    "thinking_budget": Unsupported("the name is thinking_token_budget"),
+    "thinking_token_budget": Unsupported("/v1/chat/completions takes it"),
+    "tool_choice": Unsupported("/v1/chat/completions takes it", ("none", "auto")),
+    "tools": Unsupported("/v1/chat/completions takes them", ([],)),
+    "top_logprobs": Unsupported("logprobs is their number"),
+    "truncate_prompt_tokens": Unsupported("/tokenize counts a prompt's tokens"),
+    "verbosity": Unsupported("max_tokens bounds an answer, and a message can ask for a short one"),
     **dict.fromkeys(
-        (
-            *("allowed_token_ids", "audio", "chat_template", "enable_thinking", "function_call"),
-            *(
-                "guided_decoding_backend",
-                "input",
-                "json_schema",
-                "max_completion_tokens",
-                "max_output_tokens",
-                "messages",
-            ),
-            *("prediction", "previous_response_id", "prompt", "prompt_embeds", "reasoning_effort"),
-            *(
-                "thinking",
-                "thinking_budget",
-                "thinking_token_budget",
-                "top_logprobs",
-                "truncate_prompt_tokens",
-                "verbosity",
-                "web_search_options",
-            ),
-        ),
-        (),
+        ("audio", "guided_decoding_backend", "prediction", "prompt_embeds", "web_search_options"),
+        Unsupported(),
     ),
 }
 
-# Beside these, of /v1/responses and /v1/messages.
-UNSUPPORTED_IN_TURNS: Mapping[str, Sequence[Any]] = {
+_NO_LOGPROBS = "/v1/chat/completions takes logprobs"
+# By /v1/responses and /v1/messages.
+UNSUPPORTED_IN_TURNS: Mapping[str, Unsupported] = {
     **UNSUPPORTED,
-    "logprobs": (False,),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "response_format": (),
-    "return_token_ids": (False,),
-    "top_logprobs": (0,),
-}
-
-# What does the same, or comes nearest, in chats and completions.
-INSTEAD: Mapping[str, str] = {
-    "allowed_token_ids": "structured_outputs bounds what can come, logit_bias favours tokens",
-    "bad_words": "logit_bias of -100 keeps a token out",
-    "chat_template": "the model's own template is used; /v1/completions takes a finished prompt",
-    "chat_template_kwargs": "/v1/chat/completions takes them",
-    "enable_thinking": "/v1/chat/completions takes it",
-    "documents": "put them into a message",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "input": "/v1/responses takes it",
-    "instructions": "/v1/responses takes them; chats have system messages",
-    "json_schema": "use response_format",
-    "logprob_token_ids": "use logprobs",
-    "max_completion_tokens": "the name is max_tokens",
-    "max_output_tokens": "the name is max_tokens",
-    "messages": "/v1/chat/completions takes them",
-    "output_config": "use response_format and reasoning_effort",
-    "previous_response_id": "/v1/responses takes it",
-    "prompt": "/v1/completions takes one",
-    "reasoning": "use reasoning_effort",
-    "reasoning_effort": "/v1/chat/completions takes it",
-    "stop_sequences": "the name is stop",
-    "suffix": "put it into the prompt as the model was taught",
-    "system": "put a system message in front of the others",
-    "text": "use response_format",
-    "thinking": "use enable_thinking and thinking_token_budget",
-    "thinking_budget": "the name is thinking_token_budget",
-    "thinking_token_budget": "/v1/chat/completions takes it",
-    "tool_choice": "/v1/chat/completions takes it",
-    "tools": "/v1/chat/completions takes them",
-    "top_logprobs": "logprobs is their number",
-    "truncate_prompt_tokens": "/tokenize counts a prompt's tokens",
-    "verbosity": "max_tokens bounds an answer, and a message can ask for a short one",
-}
-
-INSTEAD_IN_TURNS: Mapping[str, str] = {
-    **INSTEAD,
-    **dict.fromkeys(
-        ("logprobs", "logprob_token_ids", "prompt_logprobs", "top_logprobs"),
-        "/v1/chat/completions takes logprobs",
-    ),
+    "logprob_token_ids": Unsupported(_NO_LOGPROBS, ([],)),
+    "logprobs": Unsupported(_NO_LOGPROBS, (False,)),
+    "n": Unsupported(harmless=(1,)),
+    "prompt_logprobs": Unsupported(_NO_LOGPROBS),
+    "response_format": Unsupported(),
+    "return_token_ids": Unsupported(harmless=(False,)),
+    "top_logprobs": Unsupported(_NO_LOGPROBS, (0,)),
 }
 
 INTERNAL = frozenset(
@@ -192,8 +162,7 @@ _MAX_LOGGED = 16
 def read_fields(
     body: Mapping[str, Any],
     known: Mapping[str, FieldKind],
-    unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
-    instead: Mapping[str, str] = INSTEAD,
+    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
     required: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The fields that are there, read; a required text is not empty. Raises InvalidRequest for what
@@ -208,7 +177,7 @@ def read_fields(
         elif name in INTERNAL:
             raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
         elif name in unsupported:
-            _check_harmless(name, value, unsupported[name], instead.get(name))
+            _check_harmless(name, value, *unsupported[name])
         else:
             ignored.append(name[:64])
     if ignored:
@@ -218,7 +187,7 @@ def read_fields(
     return found
 
 
-def _check_harmless(name: str, value: Any, harmless: Sequence[Any], instead: str | None) -> None:
+def _check_harmless(name: str, value: Any, instead: str, harmless: Sequence[Any]) -> None:
     if not any(type(value) is type(h) and value == h for h in harmless):
         message = f"{name} is not supported here" + (f": {instead}" if instead else "")
         raise InvalidRequest(message, name, "unsupported_parameter")
@@ -228,11 +197,10 @@ async def read_body(
     request: web.Request,
     known: Mapping[str, FieldKind],
     required: Sequence[str],
-    unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
-    instead: Mapping[str, str] = INSTEAD,
+    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
 ) -> dict[str, Any]:
     """`read_fields` of a request's body. Raises InvalidRequest, Refusal."""
-    return read_fields(await read_object(request), known, unsupported, instead, required)
+    return read_fields(await read_object(request), known, unsupported, required)
 
 
 def require(found: Mapping[str, Any], name: str) -> Any:

@@ -27,10 +27,10 @@ from ..chat.tools import TOOLS, ToolChoice
 from ..generate.request_fields import (
     FRONT,
     GENERATION,
-    INSTEAD_IN_TURNS,
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
+    Unsupported,
 )
 from ..generate.structured import FLAT_FORMAT, STRUCTURED
 
@@ -245,26 +245,25 @@ FIELDS: Mapping[str, FieldKind] = {
 _AS_IN_CHATS = {*_SAMPLED, "model", "stream", "tools", "max_tokens", "chat_template_kwargs"}
 COUNTED_REQUIRED = ("model", "messages")
 REQUIRED = (*COUNTED_REQUIRED, "max_tokens")
-NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
+NOT_SUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_TURNS,
-    "container": (),
-    "mcp_servers": ([],),
-    "output_format": (),
-    "parallel_tool_calls": (True,),
-    "prefill": (),
-    "service_tier": ("auto", "standard_only"),
-    "stop": (),
-}
-INSTEAD_HERE: Mapping[str, str] = {
-    **INSTEAD_IN_TURNS,
-    **dict.fromkeys(("enable_thinking", "thinking_token_budget", "reasoning"), "use thinking"),
     **dict.fromkeys(
-        ("json_schema", "output_format", "response_format", "text"), "use output_config.format"
+        ("enable_thinking", "thinking_budget", "thinking_token_budget"), Unsupported("use thinking")
     ),
-    "input": "the name is messages",
-    "reasoning_effort": "use output_config.effort",
-    "stop": "the name is stop_sequences",
-    "thinking_budget": "use thinking",
+    **dict.fromkeys(
+        ("json_schema", "output_format", "response_format"),
+        Unsupported("use output_config.format"),
+    ),
+    "container": Unsupported(),
+    "input": Unsupported("the name is messages"),
+    "mcp_servers": Unsupported(harmless=([],)),
+    "parallel_tool_calls": Unsupported(harmless=(True,)),
+    "prefill": Unsupported(),
+    "reasoning": Unsupported("use thinking", ({},)),
+    "reasoning_effort": Unsupported("use output_config.effort"),
+    "service_tier": Unsupported(harmless=("auto", "standard_only")),
+    "stop": Unsupported("the name is stop_sequences"),
+    "text": UNSUPPORTED_IN_TURNS["text"]._replace(instead="use output_config.format"),
 }
 
 

@@ -36,7 +36,6 @@ from .message_input import (
     COUNTED,
     COUNTED_REQUIRED,
     FIELDS,
-    INSTEAD_HERE,
     NOT_SUPPORTED,
     REQUIRED,
     chat_fields,
@@ -56,7 +55,7 @@ _NAMES = {
 @ROUTES.post("/v1/messages")
 async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
-    found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED, INSTEAD_HERE)
+    found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
         return await _Message(request, fields, await prepare(request.app, fields)).run()

@@ -31,10 +31,10 @@ from ..chat.tools import TOOL_CHOICE, TOOLS, ToolChoice
 from ..generate.request_fields import (
     FRONT,
     GENERATION,
-    INSTEAD_IN_TURNS,
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
+    Unsupported,
 )
 from ..generate.structured import FLAT_FORMAT, STRUCTURED
 
@@ -221,24 +221,20 @@ FIELDS: Mapping[str, FieldKind] = {
     "thinking_token_budget": REASONING["thinking_token_budget"],
 }
 REQUIRED = ("model", "input")
-NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
+NOT_SUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_TURNS,
-    "background": (False,),
-    "conversation": (),
-    "max_tokens": (),
-    "max_tool_calls": (),
-    "truncation": ("disabled",),
-}
-INSTEAD_HERE: Mapping[str, str] = {
-    **INSTEAD_IN_TURNS,
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "the name is max_output_tokens"),
-    **dict.fromkeys(("response_format", "json_schema"), "use text.format"),
-    "messages": "the name is input",
-    "output_config": "use text.format and reasoning.effort",
-    "output_format": "use text.format",
-    "reasoning_effort": "use reasoning.effort",
-    "system": "the name is instructions",
-    "thinking": "use enable_thinking and thinking_token_budget",
+    "background": Unsupported(harmless=(False,)),
+    "conversation": Unsupported(),
+    "json_schema": Unsupported("use text.format"),
+    "max_completion_tokens": Unsupported("the name is max_output_tokens"),
+    "max_tokens": Unsupported("the name is max_output_tokens"),
+    "max_tool_calls": Unsupported(),
+    "messages": Unsupported("the name is input"),
+    "output_config": Unsupported("use text.format and reasoning.effort", ({},)),
+    "reasoning_effort": Unsupported("use reasoning.effort"),
+    "response_format": Unsupported("use text.format"),
+    "system": Unsupported("the name is instructions", ("", [])),
+    "truncation": Unsupported(harmless=("disabled",)),
 }
 
 

@@ -19,7 +19,7 @@ from ..generate.responses import renaming
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object
-from .response_input import FIELDS, INSTEAD_HERE, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
+from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
 from .response_items import (
     ArgumentsEvent,
     CachedDetails,
@@ -63,7 +63,7 @@ _ID_IN_PATH = {"previous_response_id": "response_id"}
 async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, and keep it for the next turn."""
     body = await read_object(request)
-    found = read_fields(body, FIELDS, NOT_SUPPORTED, INSTEAD_HERE, REQUIRED)
+    found = read_fields(body, FIELDS, NOT_SUPPORTED, REQUIRED)
     earlier: Sequence[Message] = ()
     if (previous := found.get("previous_response_id")) is not None:
         earlier = request.app[RESPONSE_STORE].messages(caller_of(request).tenant, previous)

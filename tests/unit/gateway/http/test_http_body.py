@@ -18,7 +18,6 @@ from baton.gateway.http.chat.chat import FIELDS as CHAT
 from baton.gateway.http.chat.tools import check_schema, chosen
 from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
 from baton.gateway.http.generate.request_fields import (
-    INSTEAD,
     INTERNAL,
     UNSUPPORTED,
     generate_request,
@@ -455,20 +454,20 @@ def test_values_reach_the_wire() -> None:
 
 
 ENDPOINTS = {
-    "chat": (CHAT, UNSUPPORTED, INSTEAD),
-    "completions": (COMPLETIONS, UNSUPPORTED, INSTEAD),
-    "responses": (RESPONSES, response_input.NOT_SUPPORTED, response_input.INSTEAD_HERE),
-    "messages": (MESSAGES, message_input.NOT_SUPPORTED, message_input.INSTEAD_HERE),
+    "chat": (CHAT, UNSUPPORTED),
+    "completions": (COMPLETIONS, UNSUPPORTED),
+    "responses": (RESPONSES, response_input.NOT_SUPPORTED),
+    "messages": (MESSAGES, message_input.NOT_SUPPORTED),
 }
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_a_refusal_names_a_field_that_the_endpoint_takes(endpoint: str) -> None:
-    known, unsupported, instead = ENDPOINTS[endpoint]
-    names = {name for name in unsupported if name in instead and name not in known}
+    known, unsupported = ENDPOINTS[endpoint]
+    names = {name for name in unsupported if unsupported[name].instead and name not in known}
     for name in sorted(names):
         with pytest.raises(InvalidRequest) as refused:
-            read_fields({name: {"a": 1}}, known, unsupported, instead)
+            read_fields({name: {"a": 1}}, known, unsupported)
         hint = refused.value.message.partition(": ")[2]
         own = re.findall(r"(?:use|the name is) ([a-z_]+)", hint)
         assert own or "/v1/" in hint or " " in hint, hint
@@ -479,7 +478,7 @@ def test_a_refusal_names_a_field_that_the_endpoint_takes(endpoint: str) -> None:
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_no_endpoint_ignores_what_changes_the_answer_of_another(endpoint: str) -> None:
-    known, unsupported, _ = ENDPOINTS[endpoint]
+    known, unsupported = ENDPOINTS[endpoint]
     others = {name for fields, *_ in ENDPOINTS.values() for name in fields}
     ignored = others - known.keys() - unsupported.keys()
     assert ignored <= {"metadata", "stream_options", "user"}, "they change nothing"
@@ -537,8 +536,8 @@ def test_null_is_absent_everywhere() -> None:
 
 
 def test_harmless_values_of_what_is_not_supported() -> None:
-    for name, values in UNSUPPORTED.items():
-        for value in values:
+    for name, unsupported in UNSUPPORTED.items():
+        for value in unsupported.harmless:
             if name not in COMPLETIONS:
                 assert read_fields({name: value}, COMPLETIONS) == {}
 
