@@ -71,7 +71,8 @@ class _View:
 
 
 class RedisDirectory:
-    """Announce, withdraw, watch. `num_bad_entries` counts the junk that was read so far."""
+    """Announce, withdraw, watch. `num_bad_entries` counts the junk that was read so far; `is_away`:
+    Redis did not answer the last time."""
 
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
@@ -81,13 +82,8 @@ class RedisDirectory:
         self._listed, self._probe = f"{redis.prefix}listed", f"{redis.prefix}probe"
         self._announcers: dict[str, asyncio.Task[None]] = {}
         self._last: dict[str, Entry] = {}  # that we wrote, or tried to
-        self._is_away, self._has_answered = False, False
+        self.is_away, self._has_answered = False, False
         self.num_bad_entries = 0
-
-    @property
-    def is_away(self) -> bool:
-        """Whether Redis did not answer the last time."""
-        return self._is_away
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         """Write the entry and keep it alive until `withdraw`, through any loss of Redis.
@@ -215,13 +211,13 @@ class RedisDirectory:
         return entry
 
     def _note_away(self, error: BaseException) -> None:
-        if not self._is_away:
+        if not self.is_away:
             known = "going on with the last known membership"
             unknown = "waiting for it (is --redis-url right?)"
             log.warning("Redis is away (%s); %s", error, known if self._has_answered else unknown)
-        self._is_away = True
+        self.is_away = True
 
     def _note_back(self) -> None:
-        if self._is_away:
+        if self.is_away:
             log.warning("Redis is back")
-        self._is_away, self._has_answered = False, True
+        self.is_away, self._has_answered = False, True

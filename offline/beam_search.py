@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ..core.errors import InvalidRequest
 from ..core.request.request import MOST_OUTPUTS
@@ -31,19 +31,9 @@ class BeamSearchParams:
         if not 1 <= self.beam_width <= MOST_OUTPUTS:
             message = f"beam_width must lie in [1, {MOST_OUTPUTS}], not {self.beam_width}"
             raise InvalidRequest(message, "beam_width")
-        return SamplingParams(
-            use_beam_search=True,
-            n=self.beam_width,
-            best_of=self.beam_width,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            num_beam_groups=self.num_beam_groups,
-            diversity_penalty=self.diversity_penalty,
-            logprobs=0,
-        )
+        same = asdict(self)
+        width, _ = same.pop("beam_width"), same.pop("include_stop_str_in_output")
+        return SamplingParams(use_beam_search=True, n=width, best_of=width, logprobs=0, **same)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@
 
 Where every engine does both they get all; --mode auto has one engine's worth of GPUs do both.
 
-`choose_gpus` is a pure function of flags and GPUs; `choose_here` applies it to this host. An odd
-engine computes prompts: by the README's figures a request of 1024 tokens and 256 more takes 23 ms
-of a prefill engine and 15 ms of a decode engine.
+`choose_gpus` sees flags, GPUs and the size of the weights alone; `choose_here` applies it to this
+host. An odd engine computes prompts: by the README's figures a request of 1024 tokens and 256 more
+takes 23 ms of a prefill engine and 15 ms of a decode engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...core.config import NodeConfig, UpConfig
@@ -47,13 +47,7 @@ def choose_here(up: UpConfig, engine: EngineConfig, node: NodeConfig) -> GpuChoi
     return choose_gpus(up, engine, node, host)
 
 
-def choose_gpus(
-    up: UpConfig,
-    engine: EngineConfig,
-    node: NodeConfig,
-    host: HostGpus,
-    weights_bytes_of: Callable[[EngineConfig], int] = weights_bytes,
-) -> GpuChoice:
+def choose_gpus(up: UpConfig, engine: EngineConfig, node: NodeConfig, host: HostGpus) -> GpuChoice:
     """Fill in what the flags leave open; `--gpus` bounds what is chosen from.
 
     Raises StartupFailed where a GPU is asked for that there is not, or where the weights do not fit
@@ -70,7 +64,7 @@ def choose_gpus(
         return _on_cpu(up, engine, [f for f, text in named.items() if text], node, host)
     is_one = len(pool) < 2 * engine.num_ranks and not any(named.values())
     if up.mode == "aggregated" or (up.mode == "auto" and is_one):
-        return _for_all(up, engine, pool, named, host, weights_bytes_of)
+        return _for_all(up, engine, pool, named, host)
     prefill, decode, why = _split(
         _ids("--prefill-gpus", up.prefill_gpus, engine, host),
         _ids("--decode-gpus", up.decode_gpus, engine, host),
@@ -88,7 +82,7 @@ def choose_gpus(
             )
     shared = sorted(set(prefill) & set(decode))
     engine = _with_share(engine, shared)
-    names = _check_memory({*prefill, *decode}, bool(shared), engine, host, weights_bytes_of)
+    names = _check_memory({*prefill, *decode}, bool(shared), engine, host)
     up = replace(up, prefill_gpus=_text(prefill), decode_gpus=_text(decode))
     line = f"prefill on GPU {up.prefill_gpus}, decode on GPU {up.decode_gpus}{names}: {why}"
     if shared:
@@ -103,7 +97,6 @@ def _for_all(
     pool: _Ids,
     named: dict[str, str | None],
     host: HostGpus,
-    weights_bytes_of: Callable[[EngineConfig], int],
 ) -> GpuChoice:
     """Engines that prefill and decode."""
     for flag, text in named.items():
@@ -118,7 +111,7 @@ def _for_all(
         raise StartupFailed(
             f"{engine.size_flags}, and there are {len(pool)} GPUs", hint="a smaller --tp"
         )
-    names = _check_memory(set(gpus), False, engine, host, weights_bytes_of)
+    names = _check_memory(set(gpus), False, engine, host)
     why = f"--mode {up.mode}" if up.mode == "aggregated" else "there is no second engine's worth"
     up = replace(up, mode="aggregated", prefill_gpus=None, decode_gpus=_text(gpus))
     return GpuChoice(up, engine, f"prefill and decode on GPU {_text(gpus)}{names}: {why}")
@@ -207,19 +200,13 @@ def _with_share(engine: EngineConfig, shared: Sequence[int]) -> EngineConfig:
     return replace(engine, gpu_memory_utilization=half)
 
 
-def _check_memory(
-    used: set[int],
-    is_shared: bool,
-    engine: EngineConfig,
-    host: HostGpus,
-    weights_bytes_of: Callable[[EngineConfig], int],
-) -> str:
+def _check_memory(used: set[int], is_shared: bool, engine: EngineConfig, host: HostGpus) -> str:
     """Whether the weights fit into an engine's share everywhere; the GPUs' names for people."""
     gpus = [gpu for index, gpu in enumerate(host.gpus) if index in used]
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     names = sorted({_described(gpu) for gpu in gpus})
     if sizes:
-        needed = weights_bytes_of(engine) / engine.num_ranks + _CONTEXT_BYTES
+        needed = weights_bytes(engine) / engine.num_ranks + _CONTEXT_BYTES
         share = engine.gpu_memory_utilization
         if needed > share * min(sizes):
             twice = " twice" if is_shared else ""

@@ -175,46 +175,49 @@ _OF_LOAD = (
     *("host_blocks", "tbt_target_s", "is_promise_withdrawn"),
 )
 _KEPT_OVER = 30  # looks, of which there is one a second
-_HITS_OVER = 300
+_HITS_OVER = 301
+_COUNTED = (
+    *("num_promised_steps", "num_kept_steps", "num_drafts", "num_draft_tokens"),
+    *("prefix_query_tokens", "prefix_hit_tokens", "host_hit_tokens", "fetched_blocks"),
+)
 
 
 @dataclass(slots=True)
 class _Seen:
-    """One incarnation of an engine; `restarts` counts those before it under the same name."""
+    """One incarnation of an engine; `restarts` counts those before it under the same name. `looks`:
+    what it had counted at the last of them."""
 
     member: Member
     state: str
     since_unix_s: float
     restarts: int = 0
-    kept: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
-    drafts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
-    hits: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER + 1))
+    looks: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER))
 
-    def forget_steps(self) -> None:
-        """It does not report any more: what it did lately is not known."""
-        for looks in (self.kept, self.drafts, self.hits):
-            looks.clear()
+    def _growth(self, num_looks: int, *names: str) -> list[int]:
+        """By how much these counters grew over the last looks."""
+        if not self.looks:
+            return [0] * len(names)
+        first, last = self.looks[-min(num_looks, len(self.looks))], self.looks[-1]
+        return [last[name] - first[name] for name in names]
 
     @property
     def draft_means(self) -> tuple[float, float] | None:
         """Of the last steps of a sequence with drafts: how many, and how many were accepted; None:
         there were none."""
-        if len(self.drafts) < 2:
-            return None
-        steps, drafted, accepted = (
-            b - a for a, b in zip(self.drafts[0], self.drafts[-1], strict=True)
-        )
+        names = ("num_drafts", "num_draft_tokens", "accepted_drafts")
+        steps, drafted, accepted = self._growth(_KEPT_OVER, *names)
         return (drafted / steps, accepted / steps) if steps > 0 else None
 
     @property
     def hit_tokens(self) -> dict[str, int] | None:
         """Tokens of what was given blocks lately, by where their KV came from. What was fetched
         from another engine is a hit of the device once it is used; None: nothing is known."""
-        if not self.hits:
+        if not self.looks:
             return None
-        first, last = self.hits[0], self.hits[-1]
-        queried, hit, host, fetched = (max(0, b - a) for a, b in zip(first, last, strict=True))
-        device = max(0, hit - host - fetched)
+        names = ("prefix_query_tokens", "prefix_hit_tokens", "host_hit_tokens", "fetched_blocks")
+        grown = (max(0, number) for number in self._growth(_HITS_OVER, *names))
+        queried, hit, host, fetched_blocks = grown
+        device = max(0, hit - host - fetched_blocks * self.member.block_size)
         return {
             "device": device,
             "host": host,
@@ -225,10 +228,8 @@ class _Seen:
     @property
     def kept_share(self) -> float | None:
         """Of the last steps with decodes that were promised something; None: there were none."""
-        if len(self.kept) < 2:
-            return None
-        (steps, kept), (last_steps, last_kept) = self.kept[0], self.kept[-1]
-        return (last_kept - kept) / (last_steps - steps) if last_steps > steps else None
+        steps, kept = self._growth(_KEPT_OVER, "num_promised_steps", "num_kept_steps")
+        return kept / steps if steps > 0 else None
 
 
 @dataclass(eq=False)
@@ -259,15 +260,11 @@ class EngineRoster:
                 seen.state, seen.since_unix_s = state, now_unix_s
             engine = self._table.engines.get(incarnation)
             if engine is None:
-                seen.forget_steps()
+                seen.looks.clear()  # what it did lately is not known
             elif engine.load is not None:
                 counters = engine.load.counters
-                seen.kept.append((counters.num_promised_steps, counters.num_kept_steps))
-                accepted = sum(counters.accepted_drafts)
-                seen.drafts.append((counters.num_drafts, counters.num_draft_tokens, accepted))
-                fetched = counters.fetched_blocks * seen.member.block_size
-                hits = (counters.prefix_query_tokens, counters.prefix_hit_tokens)
-                seen.hits.append((*hits, counters.host_hit_tokens, fetched))
+                counted = {name: getattr(counters, name) for name in _COUNTED}
+                seen.looks.append(counted | {"accepted_drafts": sum(counters.accepted_drafts)})
         self._join_restarted()
         self._forget_old(now_unix_s)
 

@@ -95,7 +95,8 @@ class CallRecord:
 
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+MAX_COUNT = 1 << 53
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 UnixSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 _MAX_EVENTS = 100
@@ -107,9 +108,9 @@ class Transfer(msgspec.Struct, frozen=True):
     source: Text
     puller: Text
     transport: Text
-    num_bytes: _Count
+    num_bytes: Count
     seconds: _Seconds
-    puller_cached_tokens: _Count
+    puller_cached_tokens: Count
 
 
 class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,11 +127,11 @@ class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
     front: Text
     outcome: Text
     is_finished: bool
-    num_samples: _Count
-    prompt_tokens: _Count
-    cached_tokens: _Count
-    output_tokens: _Count
-    attempts: _Count
+    num_samples: Count
+    prompt_tokens: Count
+    cached_tokens: Count
+    output_tokens: Count
+    attempts: Count
     max_gap_s: _Seconds
     e2e_s: _Seconds
     arrived_unix_s: UnixSeconds

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from ....core.membership import HexId
-from ..calls.call_record import EndedCall, Text, UnixSeconds
+from ..calls.call_record import MAX_COUNT, Count, EndedCall, Text, UnixSeconds
 from ..calls.slo import MAX_JUDGED, Judged
 from ..metrics.tally import BOUNDS, Key, Tally
 from .window import KEPT, MAX_SHARED_CALLS
@@ -25,12 +25,9 @@ from .window import KEPT, MAX_SHARED_CALLS
 MAX_ROW_BYTES = 256 << 10  # packed
 _MAX_UNPACKED = 4 << 20
 _LEVEL = 1  # what is repeated are names: more effort saves little
-_MAX_COUNT = 1 << 53
 _BUCKETS = hashlib.sha256(struct.pack(f"<{len(BOUNDS)}d", *BOUNDS)).hexdigest()[:16]
 
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
-_Samples: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_COUNT)]
-_Second: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
+_Samples: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 _Bucket: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=len(BOUNDS))]
 _Worst: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]  # endless without a token
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -48,8 +45,8 @@ class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"
     gateway: HexId
     name: Text
     version: Text
-    through: _Second
-    num_running: _Count
+    through: Count
+    num_running: Count
     began_per_s: _Number
     output_tokens_per_s: _Number
     is_ready: bool
@@ -60,8 +57,8 @@ class RowKey(NamedTuple):
     """One row of a gateway: `row_s` seconds from `second` on."""
 
     gateway: HexId
-    row_s: _Second
-    second: _Second
+    row_s: Count
+    second: Count
 
 
 class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 2"):
@@ -74,9 +71,9 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 2"):
     key: RowKey
     buckets: str
     unix_s: UnixSeconds
-    counts: dict[_Key, _Count]
+    counts: dict[_Key, Count]
     histograms: dict[_Key, tuple[_Number, dict[_Bucket, _Samples]]]
-    num_judged: _Count
+    num_judged: Count
     judged: Annotated[list[tuple[bool, _Worst, _Worst]], msgspec.Meta(max_length=MAX_JUDGED)]
     recent: Annotated[list[EndedCall], msgspec.Meta(max_length=MAX_SHARED_CALLS)]
 

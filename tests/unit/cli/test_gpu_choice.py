@@ -48,9 +48,9 @@ def chosen(
         gpu_memory_utilization=share,
     )
     node = NodeConfig(gpus=gpus)
-    return choose_gpus(
-        up or UpConfig(mode="disaggregated"), engine, node, on, lambda _: int(weights_gib * GIB)
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gpu_choice, "weights_bytes", lambda _: int(weights_gib * GIB))
+        return choose_gpus(up or UpConfig(mode="disaggregated"), engine, node, on)
 
 
 def refused(*args: object, **options: object) -> StartupFailed:
