@@ -9,14 +9,13 @@ What is copied, judged and reported is cuda_window.py's.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_memory import has_batches
 from ...engine.kv.kv_memory import CudaKvMemory
-from ..export.pool_address import CudaMemory, receive
+from ..export.pool_address import CudaMemory, received
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, StagedCopy
@@ -40,14 +39,9 @@ class _MappingTransport(ABC):
 
         Takes up to a second, or as long as the first copy has to be compiled.
         """
-        description, fds = receive(source)
-        try:
-            cut = BlockCut.of(piece, self._kv.block_bytes)
-            description.require(source.name, cut.source_block_bytes)
+        cut = BlockCut.of(piece, self._kv.block_bytes)
+        with received(source, cut.source_block_bytes) as (description, fds):
             return CudaWindow(self.name, description, fds, self._kv, piece, self._reach)
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     @abstractmethod
     def _reach(

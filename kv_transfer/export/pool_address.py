@@ -19,10 +19,11 @@ behind by kill -9.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -122,13 +123,24 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(PoolDescription)
 
 
-def receive(source: RemotePool) -> tuple[PoolDescription, list[int]]:
-    """From the pool's exporter. The caller closes the descriptors.
+@contextlib.contextmanager
+def received(
+    source: RemotePool, block_bytes: int | None = None
+) -> Iterator[tuple[PoolDescription, list[int]]]:
+    """From the pool's exporter, in blocks of this size, if one is given; the descriptors are open
+    as long as the `with` block lasts.
 
-    Raises HandoffFailed: nobody exports it, another user does, it does not hold the key, or what
-    came is no description. Blocks for up to a second if the exporter hangs.
+    Raises HandoffFailed: nobody exports it, another user does, it does not hold the key, what came
+    is no description, or another pool's. Blocks for up to a second if the exporter hangs.
     """
-    name, fds = source.name, list[int]()
+    with contextlib.ExitStack() as opened:
+        description, fds = _receive(source, opened)
+        description.require(source.name, block_bytes)
+        yield description, fds
+
+
+def _receive(source: RemotePool, opened: contextlib.ExitStack) -> tuple[PoolDescription, list[int]]:
+    name = source.name
     address = socket_address(name)  # which looks at the name, too
     ours = Dialer(source.key, PURPOSE, dialer=source.puller, listener=name, address=ADDRESS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -141,6 +153,8 @@ def receive(source: RemotePool) -> tuple[PoolDescription, list[int]]:
             packed, fds, _, _ = socket.recv_fds(
                 connection, MAX_DESCRIPTION_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
             )
+            for fd in fds:
+                opened.callback(os.close, fd)
             description = PoolDescription.unpack(packed)
             if len(fds) != description.num_fds:
                 raise HandoffFailed(f"the exporter passed {len(fds)} descriptors")
@@ -148,19 +162,13 @@ def receive(source: RemotePool) -> tuple[PoolDescription, list[int]]:
             raise HandoffFailed(f"no exporter of {name} on this host: {error}") from error
         except Unauthenticated as error:
             raise HandoffFailed(f"the exporter of {name}: {error.message}") from error
-        except HandoffFailed:
-            for fd in fds:
-                os.close(fd)
-            raise
     return description, fds
 
 
 def describe(source: RemotePool) -> PoolDescription:
-    """`receive` without the memory."""
-    description, fds = receive(source)
-    for fd in fds:
-        os.close(fd)
-    return description
+    """`received` without the memory."""
+    with received(source) as (description, _):
+        return description
 
 
 class PoolExporter:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.kv_memory import CpuKvMemory
-from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
+from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, received
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from .shm_window import ShmWindow
@@ -43,13 +42,8 @@ class ShmTransport:
 
         Blocks for up to a second if the exporter hangs.
         """
-        description, fds = receive(source)
-        try:
-            cut = BlockCut.of(piece, self._pool.block_bytes)
-            description.require(source.name, cut.source_block_bytes)
+        cut = BlockCut.of(piece, self._pool.block_bytes)
+        with received(source, cut.source_block_bytes) as (description, fds):
             if description.cuda is not None:
                 raise HandoffFailed("its pool lies on a GPU")
             return ShmWindow(description, fds, self._pool, cut)
-        finally:
-            for fd in fds:
-                os.close(fd)
