@@ -118,14 +118,14 @@ def _concurrency(plan: Plan) -> int:
 
 
 async def _load(plan: Plan, target: Reached, asked: Iterator[Asked]) -> Outcome:
-    is_interrupted = False
-    with _bar(plan) as bar:
+    most = None if math.isinf(plan.num_requests) else int(plan.num_requests)
+    with tqdm(total=most, desc="Requests", unit="req", disable=None) as bar:
 
         def ended(record: Record) -> None:
             bar.update()
 
         load = Load(target.driver, time.monotonic(), is_exact=plan.is_exact, on_end=ended)
-        many = asked if math.isinf(plan.num_requests) else islice(asked, int(plan.num_requests))
+        many = islice(asked, most)
         if plan.rate_per_s is None:
             work = load.closed_loop(many, _concurrency(plan), plan.duration_s, plan.drain_s, _GROUP)
         else:
@@ -159,13 +159,6 @@ def _cancelled_by_sigint(task: asyncio.Task[None]) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-@contextmanager
-def _bar(plan: Plan) -> Iterator[Any]:
-    total = None if math.isinf(plan.num_requests) else int(plan.num_requests)
-    with tqdm(total=total, desc="Requests", unit="req", disable=None) as bar:
-        yield bar
 
 
 # --- figures --------------------------------------------------------------------------------------

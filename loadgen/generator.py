@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from .driver import Content, Driver, DriverError, Usage
@@ -120,30 +120,24 @@ class Load:
             await asyncio.sleep(max(0.0, left_s - _EARLY_S))
 
 
-class cancelled_at_the_end(AbstractAsyncContextManager[list["asyncio.Task[None]"]]):
-    """Tasks that do not outlive the block."""
-
-    async def __aenter__(self) -> list[asyncio.Task[None]]:
-        self._tasks: list[asyncio.Task[None]] = []
-        return self._tasks
-
-    async def __aexit__(self, *_: object) -> None:
-        await _cancel(self._tasks)
+@asynccontextmanager
+async def cancelled_at_the_end() -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Tasks that do not outlive the block. Raises what the first that failed did."""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(outcome, asyncio.CancelledError | None):
+                raise outcome
 
 
 async def wait(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
     """For all of them, or one that fails."""
     if tasks:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Raises what the first that failed did."""
-    for task in tasks:
-        task.cancel()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
-            raise outcome
 
 
 def _until(seconds: float) -> float | None:

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,27 +67,23 @@ async def run(batch: BatchConfig, engine: EngineConfig) -> int:
 async def _endpoints(
     batch: BatchConfig, engine: EngineConfig
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    patience = aiohttp.ClientTimeout(total=None)
-    if batch.url is not None:
-        headers = {"Authorization": f"Bearer {batch.api_key}"} if batch.api_key else {}
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(
-            batch.url, connector=connector, timeout=patience, headers=headers
-        ) as session:
-            yield session
-        return
-    with interruptible():
-        from .batch_endpoints import local_endpoints  # with --url no torch is imported
+    async with AsyncExitStack() as opened:
+        connector: aiohttp.BaseConnector
+        if batch.url is not None:
+            connector = aiohttp.TCPConnector(limit=0)
+        else:
+            with interruptible():
+                from .batch_endpoints import local_endpoints  # with --url no torch is imported
 
-    async with (
-        local_endpoints(engine) as path,
-        aiohttp.ClientSession(
-            "http://batch",
-            connector=aiohttp.UnixConnector(str(path), limit=0),
-            timeout=patience,
-        ) as session,
-    ):
-        yield session
+            path = await opened.enter_async_context(local_endpoints(engine))
+            connector = aiohttp.UnixConnector(str(path), limit=0)
+        session = aiohttp.ClientSession(
+            batch.url or "http://batch",
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Authorization": f"Bearer {batch.api_key}"} if batch.api_key else None,
+        )
+        yield await opened.enter_async_context(session)
 
 
 class _Run:
