@@ -135,19 +135,13 @@ def find_gpus() -> list[Gpu]:
     """Those that torch sees."""
     import torch
 
-    if not torch.cuda.is_available():
-        return []
-    count = torch.cuda.device_count()
-    return [_look_at(index, count) for index in range(count)]
-
-
-def _look_at(index: int, count: int) -> Gpu:
-    import torch
-
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    others = (i for i in range(count) if i != index)
-    peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(index, i))
-    return Gpu(index, torch.cuda.get_device_name(index), free_bytes, total_bytes, peers)
+    found, indices = [], range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    for index in indices:
+        can_access = torch.cuda.can_device_access_peer
+        peers = frozenset(i for i in indices if i != index and can_access(index, i))
+        memory = torch.cuda.mem_get_info(index)  # free, total
+        found.append(Gpu(index, torch.cuda.get_device_name(index), *memory, peers))
+    return found
 
 
 def judge_gpus(gpus: Sequence[Gpu]) -> list[Finding]:
@@ -289,15 +283,13 @@ def check_memfd() -> Finding:
 
     try:
         fd, memory = memfd.create("baton-doctor", 4096)
-    except StartupFailed as error:
+        try:
+            memfd.map_read_only(fd, 4096).close()
+        finally:
+            memory.close()
+            os.close(fd)
+    except (StartupFailed, HandoffFailed) as error:
         return problem("memfd", error.message, "Linux 5.1 or newer; a sandbox may forbid it")
-    try:
-        memfd.map_read_only(fd, 4096).close()
-    except HandoffFailed as error:
-        return problem("memfd", error.message, "Linux 5.1 or newer; a sandbox may forbid it")
-    finally:
-        memory.close()
-        os.close(fd)
     return ok("memfd", "can be shared and sealed")
 
 

@@ -17,21 +17,7 @@ from ..generate.request_fields import read_body
 from ..generate.responses import renaming
 from ..protocol.answers import answer
 from ..protocol.app_state import APP_STATE, caller_of
-from .message_blocks import (
-    BlockDelta,
-    BlockPiece,
-    BlockStart,
-    BlockStop,
-    ContentBlock,
-    MessageBody,
-    MessageDelta,
-    MessageEvent,
-    MessageStart,
-    MessageTokens,
-    MessageUsage,
-    Stop,
-    ThinkingDetails,
-)
+from . import message_blocks as blocks
 from .message_input import (
     COUNTED,
     COUNTED_REQUIRED,
@@ -77,7 +63,7 @@ async def count_tokens(request: web.Request) -> web.Response:
             special_at=prompt.special_at,
             param="messages",
         )
-    return answer(MessageTokens(len(ids)))
+    return answer(blocks.MessageTokens(len(ids)))
 
 
 def _chat_fields(app: web.Application, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,76 +78,78 @@ class _Message(Turn):
     id_prefix = "msg_"
 
     def begun(self) -> Sequence[Struct]:
-        start = MessageStart(type="message_start", message=self._message())
-        return [start, MessageEvent(type="ping")]
+        start = blocks.MessageStart(type="message_start", message=self._message())
+        return [start, blocks.MessageEvent(type="ping")]
 
     def block_begun(self, block: Block) -> Sequence[Struct]:
         start = _content(block)
-        return [BlockStart(type="content_block_start", index=block.index, content_block=start)]
+        return [
+            blocks.BlockStart(type="content_block_start", index=block.index, content_block=start)
+        ]
 
     def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
         match block.kind:
             case BlockKind.TEXT:
-                piece = BlockPiece(type="text_delta", text=text)
+                piece = blocks.BlockPiece(type="text_delta", text=text)
             case BlockKind.REASONING:
-                piece = BlockPiece(type="thinking_delta", thinking=text)
+                piece = blocks.BlockPiece(type="thinking_delta", thinking=text)
             case BlockKind.CALL:
-                piece = BlockPiece(type="input_json_delta", partial_json=text)
-        return [BlockDelta(type="content_block_delta", index=block.index, delta=piece)]
+                piece = blocks.BlockPiece(type="input_json_delta", partial_json=text)
+        return [blocks.BlockDelta(type="content_block_delta", index=block.index, delta=piece)]
 
     def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
-        return [BlockStop(type="content_block_stop", index=block.index)]
+        return [blocks.BlockStop(type="content_block_stop", index=block.index)]
 
     def ended(self, result: RequestResult) -> Sequence[Struct]:
         usage = self._message_usage()
-        delta = MessageDelta(type="message_delta", delta=self._stop(result), usage=usage)
-        return [delta, MessageEvent(type="message_stop")]
+        delta = blocks.MessageDelta(type="message_delta", delta=self._stop(result), usage=usage)
+        return [delta, blocks.MessageEvent(type="message_stop")]
 
-    def body(self, result: RequestResult) -> MessageBody:
+    def body(self, result: RequestResult) -> blocks.MessageBody:
         message, stop = self._message(), self._stop(result)
         message.content = [_content(block) for block in self.blocks]
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
         return message
 
-    def _message(self) -> MessageBody:
-        return MessageBody(
+    def _message(self) -> blocks.MessageBody:
+        return blocks.MessageBody(
             id=self._envelope["id"],
             model=self._envelope["model"],
             content=[],
             usage=self._message_usage(),
         )
 
-    def _stop(self, result: RequestResult) -> Stop:
+    def _stop(self, result: RequestResult) -> blocks.Stop:
         if isinstance(result.matched_stop, str):
-            return Stop("stop_sequence", result.matched_stop)
+            return blocks.Stop("stop_sequence", result.matched_stop)
         if result.finish_reason is FinishReason.LENGTH:
-            return Stop("max_tokens", None)
+            return blocks.Stop("max_tokens", None)
         has_call = any(block.kind is BlockKind.CALL for block in self.blocks)
         is_call = has_call and not self.sample.is_cut(result)
-        return Stop("tool_use" if is_call else "end_turn", None)
+        return blocks.Stop("tool_use" if is_call else "end_turn", None)
 
-    def _message_usage(self) -> MessageUsage:
+    def _message_usage(self) -> blocks.MessageUsage:
         """So far; what the prefix cache had is known at the end."""
         usage = self._usage()
         num_cached = usage.prompt_tokens_details.cached_tokens
-        found = MessageUsage(
+        found = blocks.MessageUsage(
             input_tokens=usage.prompt_tokens - num_cached,
             cache_read_input_tokens=num_cached,
             output_tokens=usage.completion_tokens,
         )
         if (num_reasoning := self.sample.num_reasoning_tokens) is not None:
-            found.output_tokens_details = ThinkingDetails(num_reasoning)
+            found.output_tokens_details = blocks.ThinkingDetails(num_reasoning)
         return found
 
 
-def _content(block: Block) -> ContentBlock:
+def _content(block: Block) -> blocks.ContentBlock:
     """As much of it as there is."""
     match block.kind:
         case BlockKind.TEXT:
-            return ContentBlock(type="text", text=block.text)
+            return blocks.ContentBlock(type="text", text=block.text)
         case BlockKind.REASONING:
-            return ContentBlock(type="thinking", thinking=block.text, signature="")
-    return ContentBlock(
+            return blocks.ContentBlock(type="thinking", thinking=block.text, signature="")
+    return blocks.ContentBlock(
         type="tool_use",
         id=f"toolu_{block.id[:24]}",
         name=block.name,

@@ -19,22 +19,8 @@ from ..generate.responses import renaming
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object
+from . import response_items as items
 from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
-from .response_items import (
-    ArgumentsEvent,
-    CachedDetails,
-    DeletedResponse,
-    Incomplete,
-    Item,
-    ItemEvent,
-    Part,
-    PartEvent,
-    ReasoningDetails,
-    ResponseBody,
-    ResponseEvent,
-    ResponseUsage,
-    TextEvent,
-)
 from .response_store import ResponseStore
 from .turn import Block, BlockKind, Turn, call_arguments
 
@@ -94,7 +80,7 @@ async def delete_response(request: web.Request) -> web.Response:
     """Forget a response."""
     with renaming(_ID_IN_PATH):
         request.app[RESPONSE_STORE].delete(*_kept(request))
-    return answer(DeletedResponse(request.match_info["response_id"]))
+    return answer(items.DeletedResponse(request.match_info["response_id"]))
 
 
 def _kept(request: web.Request) -> tuple[str, str]:
@@ -122,12 +108,12 @@ class _Response(Turn):
     def begun(self) -> Sequence[Struct]:
         body = self._body("in_progress")
         names = ("response.created", "response.in_progress")
-        return [ResponseEvent(type=name, response=body) for name in names]
+        return [items.ResponseEvent(type=name, response=body) for name in names]
 
     def block_begun(self, block: Block) -> Sequence[Struct]:
         item = self._item(block, "in_progress")
         events: list[Struct] = [
-            ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
+            items.ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
         ]
         if block.kind is not BlockKind.CALL:
             item.content = []
@@ -137,14 +123,14 @@ class _Response(Turn):
     def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
         where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index, "delta": text}
         if block.kind is BlockKind.CALL:
-            return [ArgumentsEvent(type="response.function_call_arguments.delta", **where)]
-        event = TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.delta", **where)
+            return [items.ArgumentsEvent(type="response.function_call_arguments.delta", **where)]
+        event = items.TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.delta", **where)
         if block.kind is BlockKind.TEXT:
             event.logprobs = ()
         return [event]
 
     def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
-        done = ItemEvent(
+        done = items.ItemEvent(
             type="response.output_item.done",
             output_index=block.index,
             item=self._item(block, "incomplete" if is_cut else "completed"),
@@ -153,14 +139,16 @@ class _Response(Turn):
         if block.kind is BlockKind.CALL:
             name = "response.function_call_arguments.done"
             where |= {"name": done.item.name, "arguments": block.text}
-            return [ArgumentsEvent(type=name, **where), done]
-        event = TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.done", **where, text=block.text)
+            return [items.ArgumentsEvent(type=name, **where), done]
+        event = items.TextEvent(
+            type=f"response.{_TEXT_NAME[block.kind]}.done", **where, text=block.text
+        )
         if block.kind is BlockKind.TEXT:
             event.logprobs = ()
         return [event, self._part("done", block), done]
 
-    def _part(self, what: str, block: Block) -> PartEvent:
-        return PartEvent(
+    def _part(self, what: str, block: Block) -> items.PartEvent:
+        return items.PartEvent(
             type=f"response.content_part.{what}",
             item_id=_id(block),
             output_index=block.index,
@@ -169,15 +157,15 @@ class _Response(Turn):
 
     def ended(self, result: RequestResult) -> Sequence[Struct]:
         body = self.body(result)
-        return [ResponseEvent(type=f"response.{body.status}", response=body)]
+        return [items.ResponseEvent(type=f"response.{body.status}", response=body)]
 
     # --- whole ------------------------------------------------------------------------------------
 
-    def body(self, result: RequestResult) -> ResponseBody:
+    def body(self, result: RequestResult) -> items.ResponseBody:
         """Keeps it too, before the client can go on with it."""
         is_cut = result.finish_reason is FinishReason.LENGTH
         body = self._body("incomplete" if is_cut else "completed")
-        body.incomplete_details = Incomplete() if is_cut else None
+        body.incomplete_details = items.Incomplete() if is_cut else None
         body.output = [self._item(block, "completed") for block in self.blocks]
         if body.output and self.sample.is_cut(result):
             body.output[-1].status = "incomplete"
@@ -186,10 +174,10 @@ class _Response(Turn):
             self._keep(body)
         return body
 
-    def _body(self, status: str) -> ResponseBody:
+    def _body(self, status: str) -> items.ResponseBody:
         asked, found = self._asked, self._found
         text = asked.get("text") or {}
-        return ResponseBody(
+        return items.ResponseBody(
             id=self._envelope["id"],
             created_at=self._envelope["created"],
             status=status,
@@ -210,9 +198,9 @@ class _Response(Turn):
             user=asked.get("user"),
         )
 
-    def _item(self, block: Block, status: str) -> Item:
+    def _item(self, block: Block, status: str) -> items.Item:
         """As much of it as there is."""
-        item = Item(id=_id(block), type=_TYPE[block.kind], status=status)
+        item = items.Item(id=_id(block), type=_TYPE[block.kind], status=status)
         if block.kind is BlockKind.CALL:
             item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
             if (found := self._namespaces.get(block.name)) is not None:
@@ -225,17 +213,17 @@ class _Response(Turn):
             item.summary = ()
         return item
 
-    def _response_usage(self) -> ResponseUsage:
+    def _response_usage(self) -> items.ResponseUsage:
         usage, num_reasoning = self._usage(), self.sample.num_reasoning_tokens or 0
-        return ResponseUsage(
+        return items.ResponseUsage(
             usage.prompt_tokens,
-            CachedDetails(usage.prompt_tokens_details.cached_tokens),
+            items.CachedDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            ReasoningDetails(num_reasoning),
+            items.ReasoningDetails(num_reasoning),
             usage.total_tokens,
         )
 
-    def _keep(self, body: ResponseBody) -> None:
+    def _keep(self, body: items.ResponseBody) -> None:
         messages = [*self._conversation, *map(_message, self.blocks)]
         tenant, data = caller_of(self._request).tenant, json_text(body).encode()
         self.app[RESPONSE_STORE].put(tenant, body.id, messages, data)
@@ -249,10 +237,10 @@ def _id(block: Block) -> str:
     return _ID_PREFIX[block.kind] + block.id
 
 
-def _content(block: Block) -> Part:
+def _content(block: Block) -> items.Part:
     if block.kind is BlockKind.TEXT:
-        return Part(text=block.text, type="output_text", annotations=(), logprobs=())
-    return Part(text=block.text, type="reasoning_text")
+        return items.Part(text=block.text, type="output_text", annotations=(), logprobs=())
+    return items.Part(text=block.text, type="reasoning_text")
 
 
 def _call_id(block: Block) -> str:
