@@ -10,7 +10,7 @@ from ..core.errors import StartupFailed
 from ..engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
 from .network.data_server import MakeOutlet
 from .network.data_wire import Mode
-from .network.tcp import HostBlockBytes, MakeBytes, TcpTransport, tcp_outlet
+from .network.tcp import HostBlockBytes, MakeBytes, TcpOutlet, TcpTransport
 from .shm.shm import ShmTransport
 from .window.transport import Transport
 
@@ -53,12 +53,12 @@ def wrapping(tls: EngineTls | None) -> WrapSocket:
 
 def outlets(kv: CpuKvMemory | CudaKvMemory, *, is_spread: bool = False) -> dict[Mode, MakeOutlet]:
     """The ways in which blocks of `kv` can leave this host; `is_spread`: see transports."""
-    ways = {Mode.BYTES: tcp_outlet(_make_bytes(kv))}
+    ways: dict[Mode, MakeOutlet] = {Mode.BYTES: partial(TcpOutlet, _make_bytes(kv))}
     if not (isinstance(kv, CpuKvMemory) or is_spread):
-        from .nccl.nccl import nccl_outlet
+        from .nccl.nccl import NcclOutlet
         from .nccl.nccl_lane import open_source_lane
 
-        ways[Mode.NCCL] = nccl_outlet(partial(open_source_lane, kv))
+        ways[Mode.NCCL] = partial(NcclOutlet, partial(open_source_lane, kv))
     return ways
 
 

@@ -16,7 +16,6 @@ from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
 from ..network import data_wire as wire
 from ..network.data_client import DataClient, connect
-from ..network.data_server import MakeOutlet, Outlet
 from ..network.remote_window import RemoteWindow
 from ..network.stream import SILENCE_S, Deadline, Stream
 from ..window.block_pairs import Ids
@@ -34,21 +33,15 @@ OpenOutlet = Callable[[BlockCut, bytes, Deadline], NcclLane]
 OpenCarrier = Callable[[BlockPiece | None, bytes, Deadline], NcclLane]
 
 
-def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
-    """Sends pieces over a communicator with the puller."""
+class NcclOutlet:
+    """Sends pieces over a communicator with the puller. With `open_lane` a `MakeOutlet`."""
 
-    def make(stream: Stream, cut: BlockCut, unique_id: bytes) -> Outlet:
-        lane = open_lane(cut, unique_id, stream.watched(_SET_UP_S))
-        return _NcclOutlet(stream, lane, cut.piece_bytes)
-
-    return make
-
-
-class _NcclOutlet:
-    def __init__(self, stream: Stream, lane: NcclLane, piece_bytes: int) -> None:
+    def __init__(
+        self, open_lane: OpenOutlet, stream: Stream, cut: BlockCut, unique_id: bytes
+    ) -> None:
         self._stream = stream
-        self._lane = lane
-        self._piece_bytes = piece_bytes
+        self._lane = open_lane(cut, unique_id, stream.watched(_SET_UP_S))
+        self._piece_bytes = cut.piece_bytes
 
     def send(self, block_ids: Ids) -> None:
         """See `Outlet`."""

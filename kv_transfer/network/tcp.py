@@ -23,7 +23,6 @@ from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from . import data_wire as wire
 from .data_client import DataClient, connect
-from .data_server import MakeOutlet, Outlet
 from .remote_window import RemoteWindow
 from .stream import Deadline, Stream
 
@@ -81,20 +80,13 @@ class HostBlockBytes:
 MakeBytes = Callable[[BlockCut], BlockBytes]
 
 
-def tcp_outlet(make_bytes: MakeBytes) -> MakeOutlet:
-    """Sends the pieces as they are."""
+class TcpOutlet:
+    """Sends the pieces as they are. With `make_bytes` a `MakeOutlet`."""
 
-    def make(stream: Stream, cut: BlockCut, _: bytes) -> Outlet:
-        return _TcpOutlet(stream, make_bytes(cut), cut.piece_bytes)
-
-    return make
-
-
-class _TcpOutlet:
-    def __init__(self, stream: Stream, blocks: BlockBytes, piece_bytes: int) -> None:
+    def __init__(self, make_bytes: MakeBytes, stream: Stream, cut: BlockCut, _: bytes) -> None:
         self._stream = stream
-        self._blocks = blocks
-        self._at_once = max(1, _SENT_AT_ONCE_BYTES // piece_bytes)
+        self._blocks = make_bytes(cut)
+        self._at_once = max(1, _SENT_AT_ONCE_BYTES // cut.piece_bytes)
 
     def send(self, block_ids: Ids) -> None:
         """See `Outlet`."""

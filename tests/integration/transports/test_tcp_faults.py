@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
-from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
+from baton.kv_transfer.network.tcp import HostBlockBytes, TcpOutlet, TcpTransport
 from baton.kv_transfer.window.block_pairs import BlockPairs, Ids
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import PullOutcome
@@ -135,7 +136,7 @@ def served(tls: tuple[EngineTls, EngineTls] | None) -> Iterator[World]:
     rng = np.random.default_rng(3)
     for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
         source.block(block_id)[:] = rng.bytes(BLOCK_BYTES)
-    outlet = tcp_outlet(lambda cut: HostBlockBytes(source, cut))
+    outlet = partial(TcpOutlet, lambda cut: HostBlockBytes(source, cut))
     wrapped = {} if tls is None else {"wrap": tls[0].source_wrap()}
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, **wrapped)
     reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)

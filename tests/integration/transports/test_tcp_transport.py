@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,7 @@ from baton.kv_transfer.network.data_client import WrapSocket, connect, describe_
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
-from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
+from baton.kv_transfer.network.tcp import HostBlockBytes, TcpOutlet, TcpTransport
 from baton.kv_transfer.window.block_pairs import Ids
 from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool
@@ -88,7 +89,7 @@ def served(block_bytes: int) -> Iterator[Served]:
                 sabotage.pop()(data)  # type: ignore[operator]
             return data
 
-    outlet = tcp_outlet(lambda cut: Tampered(pool, cut))
+    outlet = partial(TcpOutlet, lambda cut: Tampered(pool, cut))
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet})
     description = PoolDescription(SOURCE, block_bytes, pool.num_blocks, parts=PARTS)
     reader = GenerationsReader(pool.generations.fd, pool.num_blocks, SOURCE)
@@ -441,7 +442,7 @@ def test_with_certificates_only_a_puller_s_gets_through(
     served: Served, destination: HostPool, certificates: Path
 ) -> None:
     wrap = tls_of(certificates, "prefill").source_wrap()
-    outlet = tcp_outlet(lambda cut: HostBlockBytes(served.pool, cut))
+    outlet = partial(TcpOutlet, lambda cut: HostBlockBytes(served.pool, cut))
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
     assert served.server._pool is not None
     server.start(served.server._pool)
@@ -476,7 +477,7 @@ def test_certificates_are_renewed_one_file_after_the_other(
     fresh.mkdir()
     sign_certificates(fresh, certificates / "ca")
     wrap = tls_of(live, "prefill").source_wrap()
-    outlet = tcp_outlet(lambda cut: HostBlockBytes(served.pool, cut))
+    outlet = partial(TcpOutlet, lambda cut: HostBlockBytes(served.pool, cut))
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
     assert served.server._pool is not None
     server.start(served.server._pool)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.generations import GenerationsReader
 from baton.kv_transfer.export.pool_address import PoolDescription
-from baton.kv_transfer.nccl.nccl import NcclTransport, nccl_outlet
+from baton.kv_transfer.nccl.nccl import NcclOutlet, NcclTransport
 from baton.kv_transfer.nccl.nccl_lane import RequestParts
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
@@ -136,7 +137,9 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
     def open_outlet(cut: BlockCut, pair_id: bytes, deadline: Deadline) -> FakeLane:
         return FakeLane(fabric, source, cut, pair_id)
 
-    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.NCCL: nccl_outlet(open_outlet)})
+    server = DataServer(
+        "127.0.0.1", ["127.0.0.1"], {wire.Mode.NCCL: partial(NcclOutlet, open_outlet)}
+    )
     reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)
     server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
     yield World(fabric, source, ours, access(SOURCE, server.port))
