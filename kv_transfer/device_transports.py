@@ -10,7 +10,7 @@ from ..core.errors import StartupFailed
 from ..engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
 from .network.data_server import MakeOutlet
 from .network.data_wire import Mode
-from .network.tcp import HostBlockBytes, MakeBytes, TcpOutlet, TcpTransport
+from .network.tcp import CudaBlockBytes, HostBlockBytes, MakeBytes, TcpOutlet, TcpTransport
 from .shm.shm import ShmTransport
 from .window.transport import Transport
 
@@ -72,7 +72,5 @@ def _nccl(kv: CudaKvMemory, wrap: WrapSocket) -> Transport:
 
 def _make_bytes(kv: CpuKvMemory | CudaKvMemory) -> MakeBytes:
     if isinstance(kv, CpuKvMemory):
-        return lambda cut: HostBlockBytes(kv, cut)
-    from .network.tcp import CudaBlockBytes
-
-    return lambda cut: CudaBlockBytes(kv, cut)
+        return partial(HostBlockBytes, kv)
+    return partial(CudaBlockBytes, kv)
