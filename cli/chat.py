@@ -34,7 +34,6 @@ from ..gateway.http.chat.messages import Message
 from .deployment.deployment import Deployment, running_in_background
 from .host.certs import ca_of
 from .host.gpu_choice import choose_here
-from .launch import report_failure
 
 HELP = """\
 /set NAME VALUE   temperature, max_tokens, top_p, top_k or seed; /set alone shows them
@@ -249,7 +248,7 @@ def run(
     """The shell on this terminal, at `address` or at a deployment of its own. The exit code.
 
     A chat where `engine.model` is what is served and has a chat template, unless `is_completion`.
-    An API key, where the gateway wants one, is taken from BATON_API_KEY.
+    An API key, where the gateway wants one, is taken from BATON_API_KEY. Raises StartupFailed.
     """
 
     def conversation(served: str) -> Conversation:
@@ -257,24 +256,18 @@ def run(
             return TextConversation()
         return conversation_with(served, engine.model, engine.served_model_name)
 
-    try:
-        if address is not None:
-            key = os.environ.get("BATON_API_KEY")
-            return _talk(address, conversation, params, key, ca_file)
-        choice = choose_here(up, engine, NodeConfig())
-        print(f"starting {engine.model}: {choice.line}", flush=True)
-        gateway = GatewayConfig(
-            grpc_port=0, http_port=0, model=engine.model, served_model_name=engine.served_model_name
-        )
-        give_up = _ended_by_signals()
-        deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)
-        with running_in_background(deployment, give_up) as own:
-            return _talk(own, conversation, params, None, ca_of(up.certs))
-    except StartupFailed as error:
-        report_failure(error)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    if address is not None:
+        key = os.environ.get("BATON_API_KEY")
+        return _talk(address, conversation, params, key, ca_file)
+    choice = choose_here(up, engine, NodeConfig())
+    print(f"starting {engine.model}: {choice.line}", flush=True)
+    gateway = GatewayConfig(
+        grpc_port=0, http_port=0, model=engine.model, served_model_name=engine.served_model_name
+    )
+    give_up = _ended_by_signals()
+    deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)
+    with running_in_background(deployment, give_up) as own:
+        return _talk(own, conversation, params, None, ca_of(up.certs))
 
 
 def _ended_by_signals() -> Callable[[str], None]:

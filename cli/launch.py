@@ -44,6 +44,8 @@ def reporting(run: Callable[[], int]) -> int:
     except StartupFailed as error:
         report_failure(error)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def report_failure(error: BatonError) -> None:

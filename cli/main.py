@@ -182,13 +182,15 @@ def _chat(arguments: argparse.Namespace) -> int:
     from . import chat
 
     up, engine = flags.parse_all(arguments, UpConfig, EngineConfig)
-    return chat.run(
-        arguments.address,
-        arguments.ca_file,
-        up,
-        engine,
-        {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
-        is_completion=arguments.completion,
+    return reporting(
+        lambda: chat.run(
+            arguments.address,
+            arguments.ca_file,
+            up,
+            engine,
+            {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
+            is_completion=arguments.completion,
+        )
     )
 
 

@@ -41,7 +41,7 @@ async def run(cluster: ClusterConfig, *, as_json: bool) -> int:
     """Print the report; exit code 1 if the nodes do not agree. Raises StartupFailed."""
     findings = await examine(lambda: survey(cluster), _SETTLE_S)
     if as_json:
-        print(json.dumps([as_dict(finding) for finding in findings], indent=1))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     else:
         print(render(findings))
     return exit_code(findings)
@@ -56,10 +56,6 @@ async def examine(look: Callable[[], Awaitable[Survey]], settle_s: float) -> lis
     before = {judged.finding for judged in first}
     second = judge(await look())
     return [one.finding for one in second if not one.is_momentary or one.finding in before]
-
-
-def as_dict(finding: Finding) -> dict[str, str]:
-    return dataclasses.asdict(finding) | {"level": finding.level.value}
 
 
 def judge(found: Survey) -> list[Judged]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 _SUBJECT_WIDTH = 22  # so that several tables line up
 
 
-class Level(enum.Enum):
+class Level(enum.StrEnum):
     """How bad it is."""
 
     OK = "ok"
@@ -27,23 +28,16 @@ class Finding:
     advice: str = ""
 
 
-def ok(subject: str, text: str) -> Finding:
-    return Finding(Level.OK, subject, text)
-
-
-def warning(subject: str, text: str, advice: str = "") -> Finding:
-    return Finding(Level.WARNING, subject, text, advice)
-
-
-def problem(subject: str, text: str, advice: str = "") -> Finding:
-    return Finding(Level.PROBLEM, subject, text, advice)
+ok = partial(Finding, Level.OK)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)
 
 
 def render(findings: Sequence[Finding]) -> str:
     """A line per finding in columns, its advice below it."""
     width, lines = _SUBJECT_WIDTH, []
     for f in findings:
-        lines.append(f"{f.level.value:8} {f.subject:{width}}  {f.text}")
+        lines.append(f"{f.level:8} {f.subject:{width}}  {f.text}")
         if f.advice:
             lines.append(f"{'':8} {'':{width}}  -> {f.advice}")
     return "\n".join(lines)

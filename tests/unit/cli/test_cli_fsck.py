@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes.index_link import FakeIndexLink
 
-from baton.cli.cluster.fsck import as_dict, examine, judge
+from baton.cli.cluster.fsck import examine, judge
 from baton.cli.cluster.survey import (
     BadLedger,
     EngineView,
@@ -224,7 +224,7 @@ async def test_only_what_lasts_is_reported() -> None:
     assert [f.level for f in await look_at(torn.survey(), sound.survey())] == [Level.OK] * 2
     lasting = await look_at(torn.survey(), torn.survey())
     assert sum(f.level is Level.PROBLEM for f in lasting) == 2  # the lease, and the reservation
-    assert {"level": "problem", "subject": "p0"}.items() <= as_dict(lasting[1]).items()
+    assert {"level": "problem", "subject": "p0"}.items() <= dataclasses.asdict(lasting[1]).items()
 
 
 async def test_wrong_counts_need_no_second_look() -> None:
