@@ -45,13 +45,11 @@ class ChatModel:
         reasoning = REASONING_FORMATS.get(reasoning_parser)
         if reasoning_parser == "auto":
             reasoning = reasoning_of_template(text)
-        if reasoning is None:
-            return cls(template, tool_format, SystemEntropy())
-        begin_id = model.tokenizer.token_id(reasoning.begin)
-        end_id = model.tokenizer.token_id(reasoning.end)
         grammar = None
-        if begin_id is not None and end_id is not None:
-            grammar = ReasoningGrammar(begin_id, end_id, model.eos_token_ids)
+        if reasoning is not None:
+            begin_id, end_id = map(model.tokenizer.token_id, (reasoning.begin, reasoning.end))
+            if begin_id is not None and end_id is not None:
+                grammar = ReasoningGrammar(begin_id, end_id, model.eos_token_ids)
         return cls(template, tool_format, SystemEntropy(), reasoning, grammar)
 
 

@@ -121,13 +121,7 @@ class _Response(Turn):
         return events
 
     def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
-        where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index, "delta": text}
-        if block.kind is BlockKind.CALL:
-            return [items.ArgumentsEvent(type="response.function_call_arguments.delta", **where)]
-        event = items.TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.delta", **where)
-        if block.kind is BlockKind.TEXT:
-            event.logprobs = ()
-        return [event]
+        return [self._text(block, "delta", delta=text)]
 
     def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
         done = items.ItemEvent(
@@ -135,17 +129,19 @@ class _Response(Turn):
             output_index=block.index,
             item=self._item(block, "incomplete" if is_cut else "completed"),
         )
-        where: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
-            name = "response.function_call_arguments.done"
-            where |= {"name": done.item.name, "arguments": block.text}
-            return [items.ArgumentsEvent(type=name, **where), done]
-        event = items.TextEvent(
-            type=f"response.{_TEXT_NAME[block.kind]}.done", **where, text=block.text
-        )
+            return [self._text(block, "done", name=done.item.name, arguments=block.text), done]
+        return [self._text(block, "done", text=block.text), self._part("done", block), done]
+
+    def _text(self, block: Block, what: str, **text: Any) -> Struct:
+        """The event on a block's text, `what`: delta or done."""
+        where = {"item_id": _id(block), "output_index": block.index, **text}
+        if block.kind is BlockKind.CALL:
+            return items.ArgumentsEvent(type=f"response.function_call_arguments.{what}", **where)
+        event = items.TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.{what}", **where)
         if block.kind is BlockKind.TEXT:
             event.logprobs = ()
-        return [event, self._part("done", block), done]
+        return event
 
     def _part(self, what: str, block: Block) -> items.PartEvent:
         return items.PartEvent(
