@@ -21,18 +21,11 @@ from ....core.membership import Member
 from ....core.ports import Clock
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import LinkedEngine
-from ...telemetry.calls.call_record import STAGES
 from ...telemetry.calls.slo import SloTargets
 from ...telemetry.window.snapshot import window_snapshot
 from ...telemetry.window.window import TelemetryWindow
 
 MAX_RECENT = 25  # of a whole snapshot; a page that stays gathers more
-SERIES = frozenset(
-    ["t_unix_s", "began", "output_tokens", "finished_prompt_tokens", "cached_tokens"]
-    + ["failed", "prompt_tokens", "transfer_bytes"]
-    + [f"{name}_p{q}_s" for name in ("ttft", "tbt", "handoff_gap") for q in (50, 90, 99)]
-    + [f"{stage}_mean_s" for stage in STAGES]
-)
 _ROWS_AGAIN = 4  # of an update: another gateway's share of a second may come late
 _TICK_AT_S = 0.25  # behind each whole second: that second's row is complete by then
 _TIMES_BEGIN_S = 1e6  # no duration is as long, every unix time is longer
@@ -130,9 +123,9 @@ class SnapshotFeed:
             of_hour=view.of_hour,
             num_again=0 if view.of_hour else _ROWS_AGAIN,
         )
-        series, recent = snapshot["series"], snapshot["recent"]
-        snapshot["series"] = {name: _drawn(series[name]) for name in series.keys() & SERIES}
-        snapshot["recent"] = recent[:MAX_RECENT]
+        series = snapshot["series"]
+        snapshot["series"] = {name: _drawn(column) for name, column in series.items()}
+        snapshot["recent"] = snapshot["recent"][:MAX_RECENT]
         snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
         snapshot |= {"plans": self._roster.plans(), "scope": self._scope()}
         if is_whole:

@@ -30,6 +30,10 @@ HEATMAP_EDGES_S = [
     for row in range(_LOWEST_DECADE * _ROWS_PER_DECADE, _HIGHEST_DECADE * _ROWS_PER_DECADE + 1)
 ]
 _US = 1_000_000
+_SERIES_COUNTS = (
+    *("began", "failed", "prompt_tokens", "finished_prompt_tokens", "cached_tokens"),
+    "output_tokens",
+)
 _SERIES_LATENCIES = ("ttft", "tbt", "handoff_gap")
 _HEATMAPS = ("ttft", "tbt")
 _EMPTY = Tally()
@@ -70,7 +74,7 @@ def window_snapshot(
         "slo": _slo(span, window.covered_s(span), targets),
         "prefix": _prefix(total),
         "transfers": _transfers(total),
-        **_columns(window, span, now, since_us, num_again, targets),
+        **_columns(window, span, now, since_us, num_again),
         "recent": [
             msgspec.to_builtins(call)
             for added_us, call in sorted(window.recent, key=_ended_unix_s, reverse=True)
@@ -89,7 +93,6 @@ def _columns(
     now: int,
     since_us: int | None,
     num_again: int,
-    targets: SloTargets,
 ) -> dict[str, Any]:
     """Series and heat maps, of rows that are whole: all gateways' shares of them are here."""
     row_s, offset_s = span.row_s, window.to_unix_s(0)
@@ -100,7 +103,7 @@ def _columns(
         numbers = range(max(numbers.start, behind), numbers.stop)
     times = [number * row_s + offset_s for number in numbers]
     rows = [span.rows.get(number, _EMPTY) for number in numbers]
-    return {"series": _series(times, rows, targets), "heatmaps": _heatmaps(times, rows)}
+    return {"series": _series(times, rows), "heatmaps": _heatmaps(times, rows)}
 
 
 def _summary(histogram: Histogram) -> dict[str, float | int | None]:
@@ -163,11 +166,11 @@ def _transfers(total: Tally) -> list[dict[str, Any]]:
     return sorted(found, key=lambda edge: (edge["source"], edge["puller"], edge["transport"]))
 
 
-def _series(times: list[float], rows: list[Tally], targets: SloTargets) -> dict[str, list[Any]]:
+def _series(times: list[float], rows: list[Tally]) -> dict[str, list[Any]]:
     """Columns of equal length."""
     columns: dict[str, list[Any]] = {"t_unix_s": times}
     counts = [counts_of(row) for row in rows]
-    for name in counts_of(_EMPTY):
+    for name in _SERIES_COUNTS:
         columns[name] = [count[name] for count in counts]
     for name in _SERIES_LATENCIES:
         tails = [row.histogram(LATENCIES[name]).percentiles(50, 90, 99) for row in rows]
@@ -178,8 +181,6 @@ def _series(times: list[float], rows: list[Tally], targets: SloTargets) -> dict[
     columns["transfer_bytes"] = [
         sum(num_bytes for _, num_bytes in row.labelled(table.KV_BYTES)) for row in rows
     ]
-    columns["slo_judged"] = [row.judged.number for row in rows]
-    columns["slo_good"] = [row.judged.num_good(targets) for row in rows]
     return columns
 
 

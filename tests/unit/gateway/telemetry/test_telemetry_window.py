@@ -267,9 +267,11 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
     whole = window_snapshot(window, SloTargets(1, 1))
     assert tokens == sum(whole["series"]["output_tokens"])
     heat = sum(sum(column[2::2]) for column in whole["heatmaps"]["tbt"])
-    assert heat == sum(whole["series"]["output_tokens"]) - sum(whole["series"]["began"]) - sum(
-        whole["series"]["coalesced_tokens"]
-    )
+    rows, offset_s = window.last_minutes.rows, window.to_unix_s(0)
+    numbers = {round(t_unix_s - offset_s) for t_unix_s in whole["series"]["t_unix_s"]}
+    coalesced = sum(counts_of(rows[n])["coalesced_tokens"] for n in numbers & rows.keys())
+    assert coalesced
+    assert heat == tokens - sum(whole["series"]["began"]) - coalesced
 
 
 def test_stages_and_transfers_of_a_call() -> None:
