@@ -64,5 +64,5 @@ def _seconds(cost: StepCost, beside: StepShape, most: int) -> NDArray[np.float64
     """Of steps with 0 to `most` drafts: each is a row, and its sequence's keys are read once."""
     rows = beside.num_rows + np.arange(most + 1)
     of_piece = np.clip(rows - np.array(KNOTS)[:, None], 0, np.diff(KNOTS, append=np.inf)[:, None])
-    fixed = cost.base_s + cost.pair_s * beside.pairs + cost.key_s * beside.keys
-    return np.asarray(fixed + np.array(cost.row_s) @ of_piece, np.float64)
+    rows_s = np.array(cost.row_s) @ of_piece
+    return np.asarray(cost.seconds(beside) + (rows_s - rows_s[0]), np.float64)

@@ -44,17 +44,20 @@ MOST = 4
     st.floats(0, 1e-3),
     st.integers(0, 6),
     st.sampled_from([0.0, 1e-4, 1e-3]),
+    st.sampled_from([0, 8]),
 )
 def test_the_best_of_all_choices(
-    chances: list[list[float]], wait_s: float, most: int, draft_s: float
+    chances: list[list[float]], wait_s: float, most: int, draft_s: float, num_prompt_tokens: int
 ) -> None:
-    beside = StepShape(num_decodes=len(chances), keys=100)
-    cost = StepCost(1e-3, (3e-4,) * 10, key_s=1e-6)
+    """Beside a prompt, too."""
+    prompt = (num_prompt_tokens, 50 * num_prompt_tokens)
+    beside = StepShape(*prompt, num_decodes=len(chances), keys=100)
+    cost = StepCost(1e-3, (3e-4,) * 10, 1e-6, key_s=1e-6, mixed_s=2e-3, mixed_pair_s=1e-6)
 
     def goodput(lengths: tuple[int, ...]) -> float:
         accepted = sum(sum(row[:n]) for row, n in zip(chances, lengths, strict=True))
         rows = len(chances) + sum(lengths)
-        step_s = cost.seconds(StepShape(0, 0, rows, 100))
+        step_s = cost.seconds(StepShape(*prompt, rows, 100))
         return (len(chances) + accepted) / (step_s + wait_s + draft_s * max(lengths))
 
     choices = itertools.product(*(range(len(row) + 1) for row in chances))
