@@ -5,8 +5,14 @@ What they run is imported when they are called, for an interrupt meanwhile to en
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from importlib import import_module
+from typing import Any
+
+_AGAIN_S = 0.01
 
 
 def main() -> int:
@@ -30,11 +36,21 @@ def launch_decode() -> int:
 
 
 def _call(module: str, name: str) -> int:
+    sys.unraisablehook = _interrupt_again
     try:
         code: int = getattr(import_module(module, "baton"), name)()
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Ctrl-C in a callback, as imports have many, where Python drops what is raised: once more,
+    when that is over."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 if __name__ == "__main__":

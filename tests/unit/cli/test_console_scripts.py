@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +14,11 @@ import pytest
 SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
     "project"
 ]["scripts"]
+
+
+@pytest.fixture(autouse=True)
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # back to it behind each test
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -26,6 +33,30 @@ def test_an_interrupt_while_it_is_imported_is_no_traceback(
 
     monkeypatch.setattr(f"{module}.import_module", interrupted)
     assert run() == 130
+
+
+_INTERRUPTED = """
+import signal, sys, time, types, weakref
+from baton import __main__ as scripts
+
+class Lock: ...
+
+def imports():
+    lock = Lock()
+    kept = weakref.ref(lock, lambda _: signal.raise_signal(signal.SIGINT))
+    del lock
+    time.sleep(20)
+
+sys.modules["baton.played"] = types.SimpleNamespace(imports=imports)
+sys.exit(scripts._call(".played", "imports"))
+"""
+
+
+def test_an_interrupt_in_a_callback_is_not_lost() -> None:
+    """Locks of imports have some: Python drops what they raise."""
+    command = [sys.executable, "-c", _INTERRUPTED]
+    ended = subprocess.run(command, timeout=15, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
