@@ -12,7 +12,7 @@ _STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to r
 # What parts weigh in the fit: base, a row, bends, pairs, keys, mixed steps and their pairs. Sizes
 # between which nothing was seen are joined by a straight line, and pairs do not stand for bends.
 _BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
-_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0, 1e-3, 1e-2])
+_WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0, 1e-3, 1e-1])
 _REACH = 1.25  # of a knot, at least, to know how steep it is behind it: a few rows tell noise
 _CONVERGED = 1e-9
 

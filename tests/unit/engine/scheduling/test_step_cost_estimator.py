@@ -128,6 +128,19 @@ def test_what_both_kinds_take_in_one_step_is_told_apart(step_s: float, pair_s: f
         assert p90_error(cost, device, others) < 0.05
 
 
+@pytest.mark.parametrize("device", [gpu_s, mixture_s])
+def test_prompts_seen_beside_decodes_alone_say_what_they_take_without(
+    device: Callable[[StepShape], float],
+) -> None:
+    """What an engine comes to that takes whole requests: half of what pairs cost is no part of what
+    both kinds take more in one step, only since no prompt was alone."""
+    chance = random.Random(1)
+    seen = [any_shape(chance, "dm") for _ in range(2000)]
+    others = [any_shape(chance, "p") for _ in range(300)]
+    cost = played(seen, device, noise=0.05).estimate()
+    assert p90_error(cost, device, others) < 0.08
+
+
 def test_it_is_absent_before_there_are_samples_of_two_sizes() -> None:
     assert StepCostEstimator().estimate() is None
     large, small = prompt(2048), prompt(16)
