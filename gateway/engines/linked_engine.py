@@ -256,9 +256,12 @@ class LinkedEngine:
         if demand.tbt_target_s and load.tbt_target_s is not None:
             target_s = max(demand.tbt_target_s, load.tbt_target_s / 2)  # as the engine will
             most = min(most, load.decodes_within(target_s))
-        num_forks = max(0, load.decodes.num_decodes - load.num_requests)
-        num_decodes = num_forks + self.account.num_requests  # some of which are to come
-        return not num_decodes or num_decodes + demand.num_sequences <= most
+        num_requests, num_stages = self.account.num_requests, max(1, load.num_stages)
+        num_forks = max(0, load.decodes.num_decodes - -(-load.num_requests // num_stages))
+        if not num_forks + num_requests:
+            return True
+        # Some of the requests are to come.
+        return num_forks + -(-(num_requests + demand.num_sequences) // num_stages) <= most
 
     @property
     def pool_blocks(self) -> int:

@@ -30,6 +30,7 @@ class ReportedLoad:
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0  # so far
     num_requests: int = 0  # accepted from all gateways and not ended
+    num_stages: int = 0  # that decode at once, a share of them each; 0: one
     room_blocks: int = 0
     output_tokens: int = 0
     step_cost: StepCost | None = None

@@ -82,6 +82,7 @@ def heartbeat(
         held_blocks=load.held_blocks,
         counters=counters,
         num_requests=len(requests.table),
+        num_stages=engine.limits.num_stages,
         room_blocks=load.room_blocks,
         output_tokens=load.output_tokens,
         step_cost=step_cost,

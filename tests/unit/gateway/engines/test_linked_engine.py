@@ -85,6 +85,14 @@ def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
     assert engine._keeps_promise_with(engine.load, Demand(100))
 
 
+def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
+    decodes = StepShape(num_decodes=4, keys=400)  # of a step, which may have ten
+    load = {"tbt_target_s": 0.0051, "num_stages": 2, "decodes": decodes}
+    for num_requests, has_place in ((8, True), (19, True), (20, False)):
+        engine = linked(Role.DECODE, num_requests=num_requests, **load)
+        assert engine._keeps_promise_with(engine.load, Demand(100)) is has_place
+
+
 def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> None:
     engine, table = linked(Role.DECODE, tbt_target_s=0.05), EngineTable(PrefixMirror(FakeClock()))
     router = PromptRouter(table, computes_all=True)

@@ -86,7 +86,7 @@ def test_the_largest_callers_are_told_of(world: NodeWorld, monkeypatch: pytest.M
     (beat,) = heard
     assert [one.caller_id for one in beat.waiting_by_caller] == [*range(74, 10, -1)]
     assert beat.waiting_tokens == sum(20 + one for one in range(1, 75)) - 8
-    assert beat.num_requests == 74 and beat.num_waiting == 73
+    assert beat.num_requests == 74 and beat.num_waiting == 73 and beat.num_stages == 1
 
 
 def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.MonkeyPatch) -> None:
