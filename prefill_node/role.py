@@ -53,6 +53,10 @@ class PrefillRole(EngineRole[_Offer]):
         self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
 
+    @property
+    def num_staying(self) -> int:
+        return len(self._table) - self._table.num_with_ticket
+
     # -- the engine's results ------------------------------------------------------------------
 
     def _report_step(self, output: StepOutput) -> None:

@@ -29,7 +29,7 @@ class ReportedLoad:
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0  # so far
-    num_requests: int = 0  # accepted from all gateways and not ended
+    num_requests: int = 0  # of all gateways, that decode there or will
     num_stages: int = 0  # that decode at once, a share of them each; 0: one
     room_blocks: int = 0
     output_tokens: int = 0

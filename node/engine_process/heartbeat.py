@@ -81,7 +81,7 @@ def heartbeat(
         links=peers.windows.links(),
         held_blocks=load.held_blocks,
         counters=counters,
-        num_requests=len(requests.table),
+        num_requests=role.num_staying,
         num_stages=engine.limits.num_stages,
         room_blocks=load.room_blocks,
         output_tokens=load.output_tokens,

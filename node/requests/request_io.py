@@ -206,6 +206,10 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_with_ticket(self) -> int:
+        return sum(entry.ticket is not None for entry in self._entries.values())
+
     def open(self, *samples: Entry) -> None:
         """File a new request's samples, but for those that are over here already. Raises, and files
         nothing: Cancelled if all are, InvalidRequest on a double."""

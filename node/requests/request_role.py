@@ -121,6 +121,11 @@ class EngineRole(ABC, Generic[H]):
                 self._engine.abort(sample.key)
 
     @property
+    def num_staying(self) -> int:
+        """Requests here, but for those that are to go on elsewhere."""
+        return len(self._table)
+
+    @property
     def num_coming(self) -> int:
         """Sequences that will come to the engine, and that it has not seen yet."""
         return sum(request.num_sequences for request in self._fetches.requests)

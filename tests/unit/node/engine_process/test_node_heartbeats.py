@@ -116,6 +116,23 @@ def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.Mo
     assert heard[-1].room_blocks == capacity and heard[-1].num_requests == 0
 
 
+def test_prompts_for_others_to_decode_take_no_places(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while they wait and are computed, nor until they are pulled."""
+    heard = listen(world.prefill, monkeypatch)
+    local(world, world.prefill, 1, 20, caller_id=7)
+    handed = replace(request(2, 20, max_tokens=2), fork_ids=("f" * 32,))
+    ticket = Ticket(handed.request_id, world.prefill.incarnation, world.decode.incarnation)
+    world.dispatch(handed, node_pb2.WORK_PREFILL, world.prefill, ticket, 60.0)
+    world.turn(world.prefill)
+    assert heard[-1].num_requests == 1
+    world.settle()
+    world.clock.advance(RECOUNT_S)
+    world.turn(world.prefill)
+    assert heard[-1].num_requests == 0 and heard[-1].held_blocks
+
+
 def test_a_draining_engine_ends_what_waits_of_all_callers(world: NodeWorld) -> None:
     for number in range(1, 9):
         local(world, world.prefill, number, 30, caller_id=number % 3)
