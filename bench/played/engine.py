@@ -129,7 +129,7 @@ class PlayedEngine:
             self.engine.measure_first_steps(BUDGET_S)
             _ = self._device.now_s  # read, its clock stands still again
         self.engine.promise.tbt_target_s = setup.tbt_target_s
-        self._tickets: dict[str, Ticket] = {}  # of what is held
+        self._tickets: dict[str, Ticket] = {}  # of what is to be held
         self._intents: dict[str, Request] = {}  # by key
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
         self._is_busy = False
@@ -243,11 +243,13 @@ class PlayedEngine:
     def forget(self, key: str) -> None:
         """A request was over with its first token, or has moved away."""
         self._intents.pop(key, None)
+        self._tickets.pop(key, None)
         if self._gateway_of.pop(key, None) is not None:
             self.engine.abort(key)
 
     def load(self) -> ReportedLoad:
         load, totals = self.engine.stats.load(self._intents.values()), self.engine.stats.totals()
+        num_here = load.num_running + load.num_waiting + len(self._intents)
         self._reported = load.waiting_tokens, self._num_steps if load.waiting_tokens else 0
         self.most_waiting = max(self.most_waiting, load.num_waiting)
         return ReportedLoad(
@@ -261,7 +263,7 @@ class PlayedEngine:
             link_gbytes_per_s=self._cluster.link_rates,
             host_block_s=totals.host.block_s,
             num_steps=self._num_steps,
-            num_requests=load.num_running + load.num_waiting + len(self._intents),
+            num_requests=max(0, num_here - len(self._tickets)),  # those go on elsewhere
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
             step_cost=self.engine.stats.step_cost(),
