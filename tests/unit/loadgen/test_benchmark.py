@@ -157,7 +157,7 @@ async def test_what_hangs_keeps_no_target(
     """Half of the requests are cut off; whether they were late by then is what counts."""
     server = PlayedServer(hangs_after=4, hangs_late=hangs_late)
     async with played(server) as url:
-        given = ("--request-rate", "1000", "--drain-s", "0.2", "--slo", slo)
+        given = ("--request-rate", "1000", "--drain-s", "0.5", "--slo", slo)
         _, found = await bench(url, *given, folder=tmp_path)
     assert (found["num_completed"], found["num_cut_off"]) == (3, 3)
     assert found["slo_attainment"]["all"] == share
