@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Clock
+from ...core.process.collector import collect_some
 from ...engine.engine import Engine
 from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage
 from ...kv_transfer.protocol.messages import Message, Refused
@@ -126,6 +127,7 @@ class EngineLoop:
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
         self._outbox.flush()  # what is queued need not wait for the step's end
+        collect_some()
         items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
         for item in items:
             self._handle(item)

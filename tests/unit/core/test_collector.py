@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.core.process.collector import settle
+from baton.core.process.collector import collect_some, settle
 
 OWN = (700, 11, 12)
 
@@ -75,3 +75,52 @@ def test_what_others_keep_meanwhile_stays_out() -> None:
     gc.freeze()
     end()
     assert gc.get_freeze_count() > 0
+
+
+def cycles(n: int) -> list[weakref.ref[list[object]]]:
+    class Cycle(list[object]):
+        pass
+
+    found = []
+    for _ in range(n):
+        cycle = Cycle()
+        cycle.append(cycle)
+        found.append(weakref.ref(cycle))
+    return found
+
+
+def test_some_are_collected_where_enough_is_new() -> None:
+    gc.set_threshold(20_000, *OWN[1:])
+    gc.collect()
+    few = cycles(50)
+    collect_some()
+    assert all(one() for one in few)
+    many = cycles(1_000)
+    collect_some()
+    assert not any(one() for one in few + many)
+
+
+def test_what_survives_is_collected_later() -> None:
+    """Each older generation once the younger one was collected often, as by Python's own rule."""
+    gc.set_threshold(20_000, *OWN[1:])
+    gc.collect()
+    old = cycles(10)
+    kept = [one() for one in old]
+    cycles(1_000)
+    collect_some()
+    kept.clear()
+    collected = []
+    for _ in range(21):
+        cycles(1_000)
+        collect_some()
+        collected.append(not any(one() for one in old))
+    assert collected[-1] and not collected[0]
+    oldest, counts = cycles(10), []
+    kept = [one() for one in oldest]
+    gc.collect(1)
+    kept.clear()
+    for _ in range(21 * 22):
+        cycles(1_000)
+        collect_some()
+        counts.append(sum(one() is not None for one in oldest))
+    assert counts[0] == 10 and counts[-1] == 0
