@@ -184,7 +184,6 @@ def batch_copy(
     attributes = _CopyAttributes(srcAccessOrder=_STREAM_ORDER)
     first = ctypes.c_size_t(0)  # the attributes hold from the first piece on
     arguments = (
-        *(array.ctypes.data_as(ctypes.c_void_p) for array in arrays),  # which keeps it alive
         ctypes.c_size_t(len(lengths)),
         ctypes.byref(attributes),
         ctypes.byref(first),
@@ -193,7 +192,9 @@ def batch_copy(
     )
 
     def copy() -> int:
-        status: int = runtime().cudaMemcpyBatchAsync(*arguments)
+        # Numpy's own pointers are cycles: hundreds of them behind each long prompt.
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
+        status: int = runtime().cudaMemcpyBatchAsync(*pointers, *arguments)
         return status
 
     return copy
