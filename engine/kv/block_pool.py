@@ -22,6 +22,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
@@ -32,6 +33,7 @@ from .generations import Generations
 PADDING_BLOCK = 0
 CANARY_BLOCK = 1
 NUM_RESERVED_BLOCKS = 2
+_AHEAD_SHARE, _MOST_AHEAD = 1 / 64, 32  # of the pool free, so many blocks at a time
 
 
 class BlockRef(NamedTuple):
@@ -125,6 +127,13 @@ class BlockPool:
             num_refs[block_id] = 1
         return ids
 
+    def evict_ahead(self) -> None:
+        """Evict a few of the blocks that the next long prompt would, if few are free: for a thread
+        that has nothing else to do. Of so few blocks as small pools have this keeps none free."""
+        missing = int(self.capacity * _AHEAD_SHARE) - len(self._free)
+        if missing > 0:
+            self._evict(min(missing, len(self._cached), _MOST_AHEAD))
+
     def acquire(self, ids: Iterable[int]) -> None:
         """One more reference to each; a block that is free cannot be acquired (KeyError)."""
         num_refs = self._num_refs
@@ -171,8 +180,9 @@ class BlockPool:
         return fence
 
     def _evict(self, n: int) -> None:
-        ids = [self._cached.popitem(last=False)[0] for _ in range(n)]
+        ids = [*islice(self._cached, n)]
         for block_id in ids:
+            del self._cached[block_id]
             self._is_kept[block_id] = False
         if self._on_evict is not None:
             self._on_evict(ids)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, KeysView, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -74,8 +74,10 @@ class HostBlocks:
         """Blocks that can be found."""
         return len(self._block_of)
 
-    def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._block_of
+    @property
+    def hashes(self) -> KeysView[BlockHash]:
+        """Of all that can be found, now and later."""
+        return self._block_of.keys()
 
     @property
     def num_blocks(self) -> int:

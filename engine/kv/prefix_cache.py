@@ -8,7 +8,8 @@ observer is told of the two as one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from ...core.request.token_ids import BlockHash, Tier
@@ -37,9 +38,9 @@ class PrefixCache:
     ) -> None:
         """Switched off, there is no `host` either."""
         self.is_enabled = is_enabled
-        self._host: Container[BlockHash] = ()
+        self._in_host: AbstractSet[BlockHash] = frozenset()
         if host is not None:
-            self._host = host
+            self._in_host = host.hashes
             host.on_evict(self._left_host)
         self._pool = pool
         self._observer = observer
@@ -89,7 +90,7 @@ class PrefixCache:
         self._notify_host(block_hashes, Tier.HOST, Tier.NOWHERE)
 
     def _remove(self, block_ids: Iterable[int]) -> None:
-        removed = [self._hash_of.pop(block_id) for block_id in block_ids]
+        removed = [*map(self._hash_of.pop, block_ids)]
         for block_hash in removed:
             del self._block_of[block_hash]
         self._notify_device(removed, is_there=False)
@@ -99,13 +100,14 @@ class PrefixCache:
         if self._observer is not None and alone:
             self._observer.moved(alone, was, now)
 
-    def _notify_device(self, block_hashes: Iterable[BlockHash], *, is_there: bool) -> None:
+    def _notify_device(self, block_hashes: Collection[BlockHash], *, is_there: bool) -> None:
         if self._observer is None:
             return
-        by_other: dict[Tier, list[BlockHash]] = {Tier.NOWHERE: [], Tier.HOST: []}
-        for each in block_hashes:
-            by_other[Tier.HOST if each in self._host else Tier.NOWHERE].append(each)
-        for other, hashes in by_other.items():
+        nowhere, in_host = block_hashes, list[BlockHash]()
+        if not self._in_host.isdisjoint(block_hashes):
+            in_host = [each for each in block_hashes if each in self._in_host]
+            nowhere = [each for each in block_hashes if each not in self._in_host]
+        for other, hashes in ((Tier.NOWHERE, nowhere), (Tier.HOST, in_host)):
             if hashes:
                 was, now = (other, Tier.DEVICE) if is_there else (Tier.DEVICE, other)
                 self._observer.moved(hashes, was, now)

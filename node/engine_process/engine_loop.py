@@ -127,6 +127,7 @@ class EngineLoop:
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
         self._outbox.flush()  # what is queued need not wait for the step's end
+        self._engine.pool.evict_ahead()
         collect_some()
         items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
         for item in items:

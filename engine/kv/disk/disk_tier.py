@@ -102,7 +102,7 @@ class DiskTier:
         matched: list[int] = []
         for each in hashes:
             slot = self._slot_of.get(each)
-            if slot is None or each in self._blocks or each in but:
+            if slot is None or each in self._blocks.hashes or each in but:
                 break
             matched.append(slot)
         return matched
@@ -187,7 +187,11 @@ class DiskTier:
             if len(found) >= most:
                 break
             each = self._backlog.popleft()
-            if each in self._blocks and each not in self._slot_of and each not in self._writing:
+            if (
+                each in self._blocks.hashes
+                and each not in self._slot_of
+                and each not in self._writing
+            ):
                 found[each] = None
         hashes = [*found]
         while len(self._free) < len(hashes) and self._slot_of:

@@ -148,6 +148,35 @@ def test_a_free_block_cannot_be_acquired() -> None:
         new_pool().acquire([3])
 
 
+def test_a_large_pool_keeps_some_blocks_free_ahead() -> None:
+    """The oldest go, few at a time, and what is left is not touched."""
+    pool = new_pool(64 * 50 + NUM_RESERVED_BLOCKS)
+    evicted: list[int] = []
+    pool.on_evict(evicted.extend)
+    ids = pool.allocate(pool.capacity)
+    assert ids is not None
+    pool.evict_ahead()  # there is nothing that could go
+    pool.keep(ids)
+    pool.release(ids)
+    num_free = []
+    for _ in range(3):
+        pool.evict_ahead()
+        num_free.append(pool.counts.free)
+    assert num_free == [32, 50, 50]
+    assert evicted == ids[:-51:-1]
+    assert pool.num_available == pool.capacity
+
+
+def test_a_small_pool_keeps_all_that_it_can() -> None:
+    pool = new_pool(64)
+    ids = pool.allocate(pool.capacity)
+    assert ids is not None
+    pool.keep(ids)
+    pool.release(ids)
+    pool.evict_ahead()
+    assert pool.counts.cached == pool.capacity
+
+
 @pytest.mark.parametrize(
     ("owners", "message"),
     [({}, "1 references, 0"), ({2: 2}, "1 references, 2"), ({2: 1, 9: 1}, "do not exist: \\[9\\]")],
