@@ -156,7 +156,6 @@ class WindowOpened:
     """Answer to `OpenWindow`: the source's pool can be read, and perhaps its count of steps."""
 
     incarnation: str
-    link: int
     sees_steps: bool = False
 
 
@@ -165,7 +164,6 @@ class WindowFailed:
     """Answer to `OpenWindow`: no transport reaches this source's pool."""
 
     incarnation: str
-    link: int
     error: BatonError = field(compare=False)
 
 
@@ -225,12 +223,11 @@ class PinPrefix:
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """Connect a transport to this source; answered with the same `link`, off this thread if it
-    takes time. After `CloseWindow` an answer is void. `host`, `access`: how its pools are reached,
-    by its link and its Hello."""
+    """Connect a transport to this source, off this thread if it takes time. Answered once, unless
+    `CloseWindow` comes first: then never. `host`, `access`: how its pools are reached, by its link
+    and its Hello."""
 
     incarnation: str
-    link: int
     host: str = ""
     access: PoolAccess | None = None
 
@@ -298,16 +295,19 @@ class DropReservation:
     transfer_id: str
 
 
-SourceEvent: TypeAlias = PeerLinked | PeerLost | PeerMessage | Tick | Offered | Chunk | Withdrawn
+PeerEvent: TypeAlias = PeerLinked | PeerLost | PeerMessage | Tick
+
+OfferEvent: TypeAlias = Offered | Chunk | Withdrawn
+SourceEvent: TypeAlias = PeerEvent | OfferEvent
 SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks | PinPrefix
 
-PullerEvent: TypeAlias = (
-    PeerLinked | PeerLost | PeerMessage | Tick
-    | Intended | IntentCancelled | Reserved | ReserveRefused | MemoryFreed
+PullEvent: TypeAlias = (
+    Intended | IntentCancelled | Reserved | ReserveRefused | MemoryFreed
     | WindowOpened | WindowFailed | PullEnded
 )  # fmt: skip
-PullerEffect: TypeAlias = (
-    Send | ClosePeer
-    | OpenWindow | CloseWindow | Reserve | StartPull | CancelPull
+PullEffect: TypeAlias = (
+    OpenWindow | CloseWindow | Reserve | StartPull | CancelPull
     | Complete | Failed | DropReservation
 )  # fmt: skip
+PullerEvent: TypeAlias = PeerEvent | PullEvent
+PullerEffect: TypeAlias = Send | ClosePeer | PullEffect

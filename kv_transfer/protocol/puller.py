@@ -22,7 +22,6 @@ from ..window.block_pairs import BlockPairs
 from ..window.transport import PullOutcome
 from .events import (
     CancelPull,
-    ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
@@ -31,62 +30,50 @@ from .events import (
     IntentCancelled,
     MemoryFreed,
     OpenWindow,
-    PeerLinked,
-    PeerLost,
-    PeerMessage,
+    PullEffect,
     PullEnded,
     PullerEffect,
     PullerEvent,
+    PullEvent,
     Reserve,
     Reserved,
     ReserveRefused,
-    Send,
     StartPull,
-    Tick,
     WindowFailed,
     WindowOpened,
 )
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import Pair, Pairs, PairState, Tombstones
-from .puller_transfer import PullerState, PullerTransfer, Renewals, ReserveQueue
+from .pairing import HandoffSide, Pair, PairState
+from .puller_transfer import PullerState, PullerTransfer, ReserveQueue
 
 _COMPLETED = UnknownTransfer("the transfer is over: it completed")
 
 
-class Puller:
-    """All transfers into one engine. One thread calls it; see the events for what to feed it.
+class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
+    """All transfers into one engine.
 
     `link_wait_s` bounds how long an intent waits for a pair that is not ready.
     """
 
+    _peer = "source"
+
     def __init__(self, hello: Hello, clock: Clock, link_wait_s: float) -> None:
-        self._pairs = Pairs(hello)
-        self._clock = clock
+        super().__init__(hello, clock)
         self._link_wait_s = link_wait_s
-        self._transfers: dict[str, PullerTransfer] = {}
         self._queue = ReserveQueue()
-        self._renewals = Renewals()
-        self._tombstones = Tombstones()
-        self._effects: list[PullerEffect] = []
 
     def handle(self, event: PullerEvent) -> list[PullerEffect]:
-        """Take in one event; returns what is to be done now, in this order. Never raises on what
-        a peer or a gateway sent."""
-        self._dispatch(event)
+        """And let whose turn it is now request memory."""
+        effects = super().handle(event)
         head = self._queue.next_request()
         if head is not None:
-            self._effects.append(Reserve(head, self._transfers[head].intent.key))
-        effects, self._effects = self._effects, []
+            effects.append(Reserve(head, self._transfers[head].intent.key))
         return effects
 
-    def _dispatch(self, event: PullerEvent) -> None:
+    def _on_event(self, event: PullEvent) -> None:
         match event:
-            case PeerMessage(incarnation, message):
-                self._on_message(incarnation, message)
             case PullEnded(transfer_id, seq, outcome):
                 self._on_pull_ended(transfer_id, seq, outcome)
-            case Tick():
-                self._on_tick()
             case MemoryFreed():
                 self._queue.retry()
             case Intended():
@@ -98,46 +85,19 @@ class Puller:
                 self._on_reserved(event)
             case ReserveRefused(transfer_id, lacks_slot):
                 self._queue.answered(transfer_id, was_granted=False, lacks_slot=lacks_slot)
-            case PeerLinked(incarnation, host, opens_late):
-                if self._pairs.get(incarnation) is not None:
-                    self._drop_peer(incarnation, NodeLost("the stream to the source was replaced"))
-                is_waited_for = any(t.source == incarnation for t in self._transfers.values())
-                self._pairs.add(incarnation, host, opens_late=opens_late and not is_waited_for)
-                self._send(incarnation, self._pairs.hello)
-            case PeerLost(incarnation):
-                self._drop_peer(incarnation, NodeLost("the stream to the source ended"))
-            case WindowOpened(incarnation, link, sees_steps):
-                if pair := self._pairs.opening(incarnation, link):
-                    self._on_ready(incarnation, pair, sees_steps=sees_steps)
-            case WindowFailed(incarnation, link, error):
-                if self._pairs.opening(incarnation, link):
-                    self._refuse(incarnation, error)
+            case WindowOpened(source, sees_steps):
+                self._on_ready(source, self._pairs[source], sees_steps=sees_steps)
+            case WindowFailed(source, error):
+                self._refuse(source, error)
             case _:
                 assert_never(event)
 
-    def is_linked(self, source: str) -> bool:
-        """Whether a stream to it is open."""
-        return self._pairs.get(source) is not None
-
     def next_deadline(self) -> float | None:
-        """When the next `Tick` is due, on the monotonic clock."""
-        waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
-        renewal_s = self._renewals.next_deadline()
-        if renewal_s is not None:
-            waits.append(renewal_s)
+        """Of a transfer's end, or of a renewal."""
+        waits = [t.renewal_s for t in self._transfers.values() if t.renewal_s is not None]
+        if (expires_s := super().next_deadline()) is not None:
+            waits.append(expires_s)
         return min(waits, default=None)
-
-    def ledger(self) -> dict[str, object]:
-        """What is on its way, as JSON-able values."""
-        now_s = self._clock.monotonic_s()
-        return {
-            "transfers": {
-                transfer_id: transfer.ledger(now_s)
-                for transfer_id, transfer in self._transfers.items()
-            },
-            "peers": self._pairs.ledger(),
-            "num_tombstones": len(self._tombstones),
-        }
 
     # ---- the gateway's and the engine's side
 
@@ -168,7 +128,7 @@ class Puller:
                 self._open_window(transfer.source, pair)
 
     def _refusal(self, intent: Intended) -> BatonError | None:
-        if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:
+        if intent.ticket.puller_incarnation != self._hello.incarnation:
             return UnknownTransfer("the ticket names another incarnation of this puller")
         if intent.ticket.transfer_id in self._transfers:
             return HandoffFailed("the ticket is in use by another request")
@@ -230,31 +190,25 @@ class Puller:
     # ---- the source's side
 
     def _on_message(self, source: str, message: Message) -> None:
-        if not self._pairs.accepts(source, message):
-            return
         match message:
-            case Hello():
-                self._on_hello(source, message)
             case Manifest():
                 self._on_manifest(source, message)
             case Revoked(transfer_id, error):
                 if self._takes_messages(source, transfer_id):
                     self._give_up(transfer_id, error, notify=False)
-            case Attach() | Renew() | Release() | CancelTransfer():
-                self._refuse(source, HandoffFailed("a source sent what only pullers send"))
             case _:
-                assert_never(message)
+                raise HandoffFailed("a source sent what only pullers send")
 
-    def _on_hello(self, source: str, hello: Hello) -> None:
-        try:
-            pair = self._pairs.match(source, hello)
-            if pair is not None and not pair.opens_late:
-                self._open_window(source, pair)
-        except HandoffFailed as error:
-            self._refuse(source, error)
+    def _on_linked(self, source: str, pair: Pair) -> None:
+        pair.opens_late &= not any(t.source == source for t in self._transfers.values())
+        self._send(source, self._hello)
+
+    def _on_matched(self, source: str, pair: Pair) -> None:
+        if not pair.opens_late:
+            self._open_window(source, pair)
 
     def _open_window(self, source: str, pair: Pair) -> None:
-        self._effects.append(OpenWindow(source, pair.link, pair.host, pair.access))
+        self._effects.append(OpenWindow(source, pair.host, pair.access))
 
     def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
         pair.state, pair.sees_steps = PairState.READY, sees_steps
@@ -285,8 +239,7 @@ class Puller:
         except HandoffFailed as error:
             self._give_up(transfer_id, error)
             return
-        now_s = self._clock.monotonic_s()
-        self._renewals.start(source, transfer_id, manifest.lease_remaining_s, now_s)
+        transfer.start_lease(manifest.lease_remaining_s, self._clock.monotonic_s())
         if transfer.reservation is not None:
             transfer.state = PullerState.PULLING
             self._start_pull(transfer, transfer.reservation, manifest)
@@ -301,38 +254,37 @@ class Puller:
                 transfer_id, intent.caller_id, intent.num_blocks, needs_slot=needs_slot
             )
 
-    def _refuse(self, source: str, error: BatonError) -> None:
-        self._drop_peer(source, error)
-        self._effects.append(ClosePeer(source, error))
-
-    def _drop_peer(self, source: str, error: BatonError) -> None:
-        """End what can no longer succeed with a source whose stream is gone.
-
-        A transfer whose last chunk is being copied may still end well: the generations decide.
-        """
+    def _on_lost(self, source: str, pair: Pair | None, error: BatonError) -> None:
+        """One whose last chunk is being copied may still end well: the generations decide."""
         for transfer_id, transfer in list(self._transfers.items()):
             if transfer.source != source:
                 continue
             if transfer.state is PullerState.PULLING and transfer.handoff is not None:
                 transfer.is_orphaned = True
-                self._renewals.stop(source, transfer_id)
+                transfer.renewal_s = None
             else:
                 self._give_up(transfer_id, error, notify=False)
-        pair = self._pairs.remove(source)
         if pair is not None and pair.state is not PairState.LINKED:
             self._effects.append(CloseWindow(source))
 
     # ---- time
 
-    def _on_tick(self) -> None:
-        now_s = self._clock.monotonic_s()
-        self._tombstones.purge(now_s)
+    def _on_tick(self, now_s: float) -> None:
         self._queue.retry()
         for transfer_id, transfer in list(self._transfers.items()):
             if transfer.expires_s is not None and transfer.expires_s <= now_s:
                 self._give_up(transfer_id, transfer.expiry(now_s))
-        for source, transfer_ids in self._renewals.take_due(now_s):
-            self._send(source, Renew(transfer_ids))
+        self._renew_leases(now_s)
+
+    def _renew_leases(self, now_s: float) -> None:
+        """All leases at one source in one message, when the first of them is due."""
+        transfers = self._transfers.values()
+        due = [t for t in transfers if t.renewal_s is not None and t.renewal_s <= now_s]
+        for source in dict.fromkeys(t.source for t in due):
+            leased = [t for t in transfers if t.source == source and t.renewal_s is not None]
+            for transfer in leased:
+                transfer.renewal_s = now_s + transfer.renewal_interval_s
+            self._send(source, Renew(tuple(t.intent.ticket.transfer_id for t in leased)))
 
     # ---- the ends
 
@@ -363,7 +315,7 @@ class Puller:
             self._effects.append(CancelPull(transfer_id))
         self._forget(transfer_id, error or Cancelled("the request was cancelled"))
         transfer.state = PullerState.ENDING
-        transfer.expires_s = None
+        transfer.expires_s = transfer.renewal_s = None
         self._bury_if_still(transfer)
 
     def _bury_if_still(self, transfer: PullerTransfer) -> None:
@@ -377,8 +329,4 @@ class Puller:
 
     def _forget(self, transfer_id: str, epitaph: BatonError) -> None:
         self._queue.leave(transfer_id)
-        self._renewals.stop(self._transfers[transfer_id].source, transfer_id)
         self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
-
-    def _send(self, source: str, message: Message) -> None:
-        self._effects.append(Send(source, message))

@@ -1,5 +1,5 @@
 """One transfer as the puller keeps it: how far it is, which manifests of it have come, and what it
-waits for: its turn to get memory, and the renewal of its lease.
+waits for: its turn to get memory, the renewal of its lease.
 
 Plain bookkeeping: what an event changes is decided in puller.py.
 """
@@ -13,6 +13,9 @@ from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
 from ...core.fair_queue import FairQueue
 from .events import Intended, Reserved
 from .messages import HandoffState, Manifest
+
+_RENEWALS_PER_LEASE = 3  # two may thus be late before a lease runs out
+_MIN_INTERVAL_S = 0.05  # however short a lease a source claims to give
 
 
 class PullerState(enum.Enum):
@@ -55,10 +58,20 @@ class PullerTransfer:
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
     num_pulled_blocks: int = 0
     is_orphaned: bool = False  # the source is lost, but all that is needed was under way
+    renewal_s: float | None = (
+        None  # when its lease at the source is due; None: it has, or needs, none
+    )
+    renewal_interval_s: float = 0.0
 
     @property
     def source(self) -> str:
         return self.intent.ticket.source_incarnation
+
+    def start_lease(self, lease_s: float, now_s: float) -> None:
+        """By a manifest, its lease has `lease_s` to run."""
+        self.renewal_interval_s = max(lease_s / _RENEWALS_PER_LEASE, _MIN_INTERVAL_S)
+        due_s = now_s + self.renewal_interval_s
+        self.renewal_s = due_s if self.renewal_s is None else min(due_s, self.renewal_s)
 
     def accept(self, manifest: Manifest) -> bool:
         """Take in the next manifest; False for a double of an earlier one, which changes nothing.
@@ -110,10 +123,6 @@ class PullerTransfer:
         if now_s >= self.intent.deadline_s:
             return DeadlineExceeded("the deadline passed before the KV was here")
         return NodeLost("no link to the source came up in time")
-
-
-_RENEWALS_PER_LEASE = 3  # two may thus be late before a lease runs out
-_MIN_INTERVAL_S = 0.05  # however short a lease a source claims to give
 
 
 class ReserveQueue:
@@ -193,39 +202,3 @@ class ReserveQueue:
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._apart)
-
-
-class Renewals:
-    """The leases this puller holds: those at one source are renewed in one message."""
-
-    def __init__(self) -> None:
-        self._leases_s: dict[str, dict[str, float]] = {}  # source -> transfer -> lease length
-        self._due_s: dict[str, float] = {}  # source -> when its next renewal is due
-
-    def start(self, source: str, transfer_id: str, lease_s: float, now_s: float) -> None:
-        """By a manifest, the transfer's lease has `lease_s` to run."""
-        self._leases_s.setdefault(source, {})[transfer_id] = lease_s
-        due_s = now_s + self._interval_s(source)
-        self._due_s[source] = min(due_s, self._due_s.get(source, due_s))
-
-    def stop(self, source: str, transfer_id: str) -> None:
-        """The transfer needs its lease no more. Unknown ones are no error."""
-        leases_s = self._leases_s.get(source, {})
-        leases_s.pop(transfer_id, None)
-        if not leases_s:
-            self._leases_s.pop(source, None)
-            self._due_s.pop(source, None)
-
-    def take_due(self, now_s: float) -> list[tuple[str, tuple[str, ...]]]:
-        """(source, all transfers leased there) for each source that is due; re-arms them."""
-        due = [source for source, due_s in self._due_s.items() if due_s <= now_s]
-        for source in due:
-            self._due_s[source] = now_s + self._interval_s(source)
-        return [(source, tuple(self._leases_s[source])) for source in due]
-
-    def next_deadline(self) -> float | None:
-        return min(self._due_s.values(), default=None)
-
-    def _interval_s(self, source: str) -> float:
-        shortest_s = min(self._leases_s[source].values())
-        return max(shortest_s / _RENEWALS_PER_LEASE, _MIN_INTERVAL_S)

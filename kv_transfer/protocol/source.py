@@ -20,29 +20,14 @@ from ...core.errors import (
     DeadlineExceeded,
     HandoffFailed,
     LeaseExpired,
-    NodeLost,
     UnknownTransfer,
 )
 from ...core.ports import Clock
 from ...core.request.request import Ticket
 from ..window.network_address import PoolAccess
-from .events import (
-    Chunk,
-    ClosePeer,
-    Offered,
-    PeerLinked,
-    PeerLost,
-    PeerMessage,
-    PinPrefix,
-    ReleaseBlocks,
-    Send,
-    SourceEffect,
-    SourceEvent,
-    Tick,
-    Withdrawn,
-)
+from .events import Chunk, Offered, OfferEvent, PinPrefix, ReleaseBlocks, Withdrawn
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import Pairs, Tombstones
+from .pairing import HandoffSide, Pair
 
 _RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
 
@@ -80,6 +65,17 @@ class _Transfer:
     num_blocks: int = 0  # announced by the engine so far
     num_tokens: int = 0  # computed so far
 
+    def ledger(self, now_s: float) -> dict[str, object]:
+        """JSON-able."""
+        return {
+            "state": self.state.value,
+            "key": None if self.offer is None else self.offer.key,
+            "puller": self.puller,
+            "is_attached": self.is_attached,
+            "num_blocks": self.num_blocks,
+            "expires_in_s": None if self.expires_s is None else self.expires_s - now_s,
+        }
+
     def take_next(self) -> tuple[Chunk, int] | None:
         """The next chunk that may be sent to its puller now, and the step that it must wait for."""
         if not self.is_attached or not self.unsent:
@@ -92,69 +88,29 @@ class _Transfer:
         return chunk, 0 if is_computed else chunk.step
 
 
-class Source:
-    """All transfers out of one engine. One thread calls it; see the events for what to feed it."""
+class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
+    """All transfers out of one engine."""
+
+    _peer = "puller"
 
     def __init__(
         self, hello: Hello, clock: Clock, lease_s: float, access: PoolAccess | None = None
     ) -> None:
         """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
-        self._pairs = Pairs(hello)
+        super().__init__(hello, clock)
         self._access = access
-        self._clock = clock
         self._lease_s = lease_s
-        self._transfers: dict[str, _Transfer] = {}
-        self._tombstones = Tombstones()
-        self._effects: list[SourceEffect] = []
 
-    def handle(self, event: SourceEvent) -> list[SourceEffect]:
-        """Take in one event; returns what is to be done now, in this order. Never raises on what
-        a peer or a gateway sent."""
+    def _on_event(self, event: OfferEvent) -> None:
         match event:
-            case PeerMessage(incarnation, message):
-                self._on_message(incarnation, message)
-            case Tick():
-                self._on_tick()
             case Offered():
                 self._on_offered(event)
             case Chunk():
                 self._on_chunk(event)
             case Withdrawn(transfer_id, error):
                 self._on_withdrawn(transfer_id, error)
-            case PeerLinked(incarnation):
-                if self._pairs.get(incarnation) is not None:
-                    self._drop_peer(incarnation, NodeLost("the stream to the puller was replaced"))
-                self._pairs.add(incarnation)
-            case PeerLost(incarnation):
-                self._drop_peer(incarnation, NodeLost("the stream to the puller ended"))
             case _:
                 assert_never(event)
-        effects, self._effects = self._effects, []
-        return effects
-
-    def next_deadline(self) -> float | None:
-        """When the next `Tick` is due, on the monotonic clock."""
-        waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
-        return min(waits, default=None)
-
-    def ledger(self) -> dict[str, object]:
-        """What is held for whom, as JSON-able values."""
-        now_s = self._clock.monotonic_s()
-        return {
-            "transfers": {
-                transfer_id: {
-                    "state": t.state.value,
-                    "key": None if t.offer is None else t.offer.key,
-                    "puller": t.puller,
-                    "is_attached": t.is_attached,
-                    "num_blocks": t.num_blocks,
-                    "expires_in_s": None if t.expires_s is None else t.expires_s - now_s,
-                }
-                for transfer_id, t in self._transfers.items()
-            },
-            "peers": self._pairs.ledger(),
-            "num_tombstones": len(self._tombstones),
-        }
 
     # ---- the engine's side
 
@@ -176,7 +132,7 @@ class Source:
         transfer.expires_s = None
 
     def _refusal(self, offer: Offered) -> BatonError | None:
-        if offer.ticket.source_incarnation != self._pairs.hello.incarnation:
+        if offer.ticket.source_incarnation != self._hello.incarnation:
             return UnknownTransfer("the ticket names another incarnation of this source")
         transfer = self._transfers.get(offer.ticket.transfer_id)
         if transfer is not None and transfer.offer is not None:
@@ -213,11 +169,7 @@ class Source:
     # ---- the puller's side
 
     def _on_message(self, puller: str, message: Message) -> None:
-        if not self._pairs.accepts(puller, message):
-            return
         match message:
-            case Hello():
-                self._on_hello(puller, message)
             case Attach():
                 self._on_attach(puller, message)
             case Renew(transfer_ids):
@@ -227,19 +179,16 @@ class Source:
                 self._on_release(puller, transfer_id)
             case CancelTransfer(transfer_id):
                 self._on_cancel(puller, transfer_id)
-            case Manifest() | Revoked():
-                self._refuse(puller, HandoffFailed("a puller sent what only sources send"))
             case _:
-                assert_never(message)
+                raise HandoffFailed("a puller sent what only sources send")
 
-    def _on_hello(self, puller: str, hello: Hello) -> None:
-        """Ours has the address of our pools: it is for a puller whose own came first, and fits."""
-        try:
-            if self._pairs.match(puller, hello):
-                access = self._access and self._access.of_puller(puller)
-                self._send(puller, replace(self._pairs.hello, access=access))
-        except HandoffFailed as error:
-            self._refuse(puller, error)
+    def _on_matched(self, puller: str, pair: Pair) -> None:
+        """Our Hello has the address of our pools: it is for nobody whose own does not fit."""
+        access = self._access and self._access.of_puller(puller)
+        self._send(puller, replace(self._hello, access=access))
+
+    def _on_lost(self, puller: str, pair: Pair | None, error: BatonError) -> None:
+        self._end_all(lambda t: error if t.puller == puller else None, notify=False)
 
     def _on_attach(self, puller: str, attach: Attach) -> None:
         transfer_id, sees_steps = attach.transfer_id, attach.sees_steps
@@ -247,7 +196,7 @@ class Source:
         if transfer is None:
             is_awaited = self._await_offer(puller, transfer_id, sees_steps=sees_steps)
             if is_awaited and attach.block_hashes:
-                ticket = Ticket(transfer_id, self._pairs.hello.incarnation, puller)
+                ticket = Ticket(transfer_id, self._hello.incarnation, puller)
                 self._effects.append(PinPrefix(ticket, attach.block_hashes))
         elif transfer.puller != puller:
             self._revoke(puller, transfer_id, _not_yours())
@@ -301,15 +250,6 @@ class Source:
         transfer = self._transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.puller == puller else None
 
-    def _refuse(self, puller: str, error: BatonError) -> None:
-        self._drop_peer(puller, error)
-        self._effects.append(ClosePeer(puller, error))
-
-    def _drop_peer(self, puller: str, error: BatonError) -> None:
-        """End everything with a puller whose stream is gone: nothing is sent to it."""
-        self._pairs.remove(puller)
-        self._end_all(lambda t: error if t.puller == puller else None, notify=False)
-
     # ---- leases
 
     def _renew(self, transfer: _Transfer) -> None:
@@ -318,9 +258,7 @@ class Source:
             until_s = self._clock.monotonic_s() + self._lease_s
             transfer.expires_s = min(until_s, transfer.offer.deadline_s)
 
-    def _on_tick(self) -> None:
-        now_s = self._clock.monotonic_s()
-        self._tombstones.purge(now_s)
+    def _on_tick(self, now_s: float) -> None:
         self._end_all(lambda t: self._expiry(t, now_s), notify=True)
 
     def _expiry(self, transfer: _Transfer, now_s: float) -> BatonError | None:
@@ -374,9 +312,6 @@ class Source:
 
     def _revoke(self, puller: str, transfer_id: str, error: BatonError) -> None:
         self._send(puller, Revoked(transfer_id, error))
-
-    def _send(self, puller: str, message: Message) -> None:
-        self._effects.append(Send(puller, message))
 
 
 def _not_yours() -> BatonError:

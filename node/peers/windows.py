@@ -62,14 +62,14 @@ class Windows:
         self._run_aside(connect)
 
     def _opened(self, opening: OpenWindow, found: PoolWindow | HandoffFailed) -> None:
-        incarnation, link = opening.incarnation, opening.link
+        incarnation = opening.incarnation
         if self._opening.get(incarnation) is not opening:
             if not isinstance(found, HandoffFailed):
                 found.close()  # nobody waits for it any more
             return
         del self._opening[incarnation]
         if isinstance(found, HandoffFailed):
-            self._feed(WindowFailed(incarnation, link, found))
+            self._feed(WindowFailed(incarnation, found))
             return
         self._windows[incarnation] = found
         log.info(
@@ -78,7 +78,7 @@ class Windows:
             found.transport,
             found.gbytes_per_s,
         )
-        self._feed(WindowOpened(incarnation, link, found.num_steps is not None))
+        self._feed(WindowOpened(incarnation, found.num_steps is not None))
 
     def close(self, incarnation: str) -> None:
         """Start no more pulls; those in flight end by themselves and report."""

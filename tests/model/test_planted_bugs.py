@@ -26,9 +26,9 @@ from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.kv_transfer.protocol.pairing import Tombstones
+from baton.kv_transfer.protocol.pairing import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, Renewals, ReserveQueue
+from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.shm.shm_window import _SourceMapping
 from baton.node.peers.pulls import Pulls
@@ -157,7 +157,7 @@ BUGS = [
         "a source takes dispatches for its predecessor",
         "it computes, and holds for a lease, what nobody can pull",
         Source._refusal,
-        [("if offer.ticket.source_incarnation != self._pairs.hello.incarnation:", "if False:")],
+        [("if offer.ticket.source_incarnation != self._hello.incarnation:", "if False:")],
         partial(search, "crash"),
         shows="computes what nobody can pull",
     ),
@@ -165,7 +165,7 @@ BUGS = [
         "a puller takes dispatches for its predecessor",
         "it waits for what the source keeps for another",
         Puller._refusal,
-        [("if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:", "if False:")],
+        [("if intent.ticket.puller_incarnation != self._hello.incarnation:", "if False:")],
         partial(search, "crash"),
         shows="waits for another's KV",
     ),
@@ -237,7 +237,7 @@ BUGS = [
     Bug(
         "leases run on wall time",
         "when somebody sets the clock back, blocks are kept for as long",
-        Source._on_tick,
+        HandoffSide.handle,
         [("self._clock.monotonic_s()", "self._clock.unix_ns() / 1e9")],
         checks.lease_ends_whatever_wall_time_does,
         also={Source._renew: [("self._clock.monotonic_s()", "self._clock.unix_ns() / 1e9")]},
@@ -246,8 +246,8 @@ BUGS = [
     Bug(
         "leases are not renewed",
         "a puller that waits for memory loses what it waits for",
-        Renewals.take_due,
-        [("return [(source, tuple(self._leases_s[source])) for source in due]", "return []")],
+        Puller._renew_leases,
+        [("t.renewal_s <= now_s", "False")],
         checks.a_waiting_puller_renews,
         shows="the source would take its blocks back",
     ),

@@ -97,7 +97,7 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     transport = MemoryTransport(pools[1], {SOURCE: pools[0]})
     events: list[PullerEvent] = []
     windows = Windows(transport.open, posted.append, events.append, lambda run: run())
-    windows.open(OpenWindow(SOURCE, 1))
+    windows.open(OpenWindow(SOURCE))
     posted.pop()()
     events.clear()
     pair = BlockPair(BlockRef(0, 2, 0, None), 3)
@@ -182,7 +182,7 @@ def matched_puller(clock: FakeClock) -> Puller:
     puller = Puller(hello(PULLER), clock, LEASE_S)
     puller.handle(PeerLinked(SOURCE))
     puller.handle(PeerMessage(SOURCE, hello(SOURCE)))
-    puller.handle(WindowOpened(SOURCE, 1))
+    puller.handle(WindowOpened(SOURCE))
     return puller
 
 

@@ -273,7 +273,7 @@ class PullerSide(_Side):
         self.ends: dict[str, str | None] = {}  # transfer_id -> how its intent ended
         self.reservations: dict[str, list[int]] = {}
         self.openings: list[OpenWindow] = []
-        self.windows: dict[str, int] = {}  # source -> the link whose window is wanted
+        self.windows: set[str] = set()  # sources whose window is wanted
         self.pulls: dict[tuple[str, int], tuple[str, MemoryPull]] = {}  # -> source, copy in flight
         self.started: set[tuple[str, int]] = set()
         self.reports: list[PullEnded] = []  # of copies that ended, on their way to the machine
@@ -311,7 +311,7 @@ class PullerSide(_Side):
 
     def open_window(self) -> None:
         opening = self.openings.pop(0)
-        self.feed(WindowOpened(opening.incarnation, opening.link, self.sees_steps))
+        self.feed(WindowOpened(opening.incarnation, self.sees_steps))
 
     def begin(self, pull: tuple[str, int]) -> None:
         """The step that writes these blocks has completed."""
@@ -348,11 +348,11 @@ class PullerSide(_Side):
             match effect:
                 case Send() | ClosePeer():
                     self.outbox.append(effect)
-                case OpenWindow(incarnation, link):
+                case OpenWindow(incarnation):
                     self.openings.append(effect)
-                    self.windows[incarnation] = link
+                    self.windows.add(incarnation)
                 case CloseWindow(incarnation):
-                    del self.windows[incarnation]
+                    self.windows.remove(incarnation)
                     self._end_early(lambda pull, gone=incarnation: pull.incarnation == gone)
                     self.openings = [o for o in self.openings if o.incarnation != incarnation]
                 case Reserve(transfer_id):

@@ -183,7 +183,6 @@ class PullerNode:
         self.reservations: dict[str, _Reservation] = {}
         self.question: Reserve | None = None
         self.openings: list[OpenWindow] = []
-        self.wanted: dict[str, int] = {}  # incarnation -> the link whose window is wanted
         self.windows: dict[str, MemoryWindow] = {}
         self.pulls: dict[tuple[str, int], MemoryPull] = {}  # in flight
         self.started: set[tuple[str, int]] = set()  # all pulls ever
@@ -221,7 +220,7 @@ class PullerNode:
         self.feed(Reserved(transfer_id, num_cached, block_ids))
 
     def answer_opening(self, *, is_good: bool) -> None:
-        """Answer the oldest OpenWindow, which may have been closed meanwhile."""
+        """Answer the oldest OpenWindow."""
         if not self.openings:
             return
         opening = self.openings.pop(0)
@@ -230,11 +229,10 @@ class PullerNode:
                 raise HandoffFailed("no transport")
             window = self.transport.open(opening)
         except HandoffFailed as error:
-            self.feed(WindowFailed(opening.incarnation, opening.link, error))
+            self.feed(WindowFailed(opening.incarnation, error))
             return
-        if self.wanted.get(opening.incarnation) == opening.link:
-            self.windows[opening.incarnation] = window
-        self.feed(WindowOpened(opening.incarnation, opening.link))
+        self.windows[opening.incarnation] = window
+        self.feed(WindowOpened(opening.incarnation))
 
     def feed(self, event: PullerEvent) -> None:
         for effect in self.machine.handle(event):
@@ -246,9 +244,8 @@ class PullerNode:
                     self.question = effect
                 case OpenWindow():
                     self.openings.append(effect)
-                    self.wanted[effect.incarnation] = effect.link
                 case CloseWindow(incarnation):
-                    self.wanted.pop(incarnation, None)
+                    self.openings = [o for o in self.openings if o.incarnation != incarnation]
                     window = self.windows.pop(incarnation, None)
                     if window is not None:
                         window.close()

@@ -162,8 +162,8 @@ class Peer:
             match effect:
                 case Send(_, message):
                     self.out.append((True, message))
-                case OpenWindow(incarnation, link):
-                    self.feed_puller(WindowOpened(incarnation, link))
+                case OpenWindow(incarnation):
+                    self.feed_puller(WindowOpened(incarnation))
                 case StartPull():
                     window = MemoryWindow(self.memory, self.memory)
                     name = (effect.transfer_id, effect.seq)

@@ -19,7 +19,7 @@ from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.placement import Placement
 from baton.kernels.kv.kv_8bit import dequantize, store_kv_8bit
 from baton.kv_transfer.protocol.messages import Hello
-from baton.kv_transfer.protocol.pairing import Pairs
+from baton.kv_transfer.protocol.pairing import require_equal
 from baton.kv_transfer.window.block_pieces import BlockCut
 
 KINDS = ("fp8", "int8")
@@ -59,10 +59,9 @@ def test_engines_that_store_otherwise_refuse_each_other(tmp_path: Path) -> None:
     assert len({short(fields) for fields in fingerprints}) == 3
     for fields, kind in zip(fingerprints, ("auto", *KINDS), strict=True):
         assert fields == {**fingerprints[0], "kv_cache_dtype": kind}
-    pairs = Pairs(Hello("1" * 32, fingerprints[1]))
-    pairs.add("2" * 32)
+    there, here = (Hello(str(i) * 32, fields) for i, fields in enumerate(fingerprints[:2]))
     with pytest.raises(FingerprintMismatch, match="kv_cache_dtype: 'fp8' here, 'auto' there"):
-        pairs.match("2" * 32, Hello("2" * 32, fingerprints[0]))
+        require_equal(here, there)
     for runner in runners:
         runner.close()
 

@@ -91,7 +91,7 @@ class World:
         self.feed(PeerLinked(SOURCE))
         (opening,) = self.hear(hello(SOURCE))
         assert isinstance(opening, OpenWindow)
-        return self.feed(WindowOpened(SOURCE, opening.link))
+        return self.feed(WindowOpened(SOURCE))
 
     def feed(self, event: PullerEvent) -> list[PullerEffect]:
         return self.puller.handle(event)
@@ -341,24 +341,22 @@ def test_a_source_out_of_reach_is_refused() -> None:
     world = World(is_ready=False)
     world.intend()
     world.feed(PeerLinked(SOURCE))
-    opening = only(world.hear(hello(SOURCE)), OpenWindow)
-    effects = world.feed(WindowFailed(SOURCE, opening.link, HandoffFailed("no transport")))
+    only(world.hear(hello(SOURCE)), OpenWindow)
+    effects = world.feed(WindowFailed(SOURCE, HandoffFailed("no transport")))
     assert failure(effects) is HandoffFailed
     only(effects, ClosePeer)
     world.assert_over()
 
 
-def test_an_answer_about_an_earlier_stream_is_void() -> None:
+def test_the_window_of_an_earlier_stream_is_closed_and_opened_anew() -> None:
     world = World(is_ready=False)
     world.intend()
     world.feed(PeerLinked(SOURCE))
-    first = only(world.hear(hello(SOURCE)), OpenWindow)
+    only(world.hear(hello(SOURCE)), OpenWindow)
     assert CloseWindow(SOURCE) in world.feed(PeerLinked(SOURCE))
     world.intend(2)
-    second = only(world.hear(hello(SOURCE)), OpenWindow)
-    assert world.feed(WindowOpened(SOURCE, first.link)) == []
-    assert world.feed(WindowFailed(SOURCE, first.link, HandoffFailed(""))) == []
-    assert world.feed(WindowOpened(SOURCE, second.link)) == [Send(SOURCE, Attach(T2))]
+    only(world.hear(hello(SOURCE)), OpenWindow)
+    assert world.feed(WindowOpened(SOURCE)) == [Send(SOURCE, Attach(T2))]
 
 
 @pytest.mark.parametrize("progress", ["attached", "queued", "pulling"])
@@ -519,8 +517,8 @@ def test_what_comes_before_hello_belongs_to_an_older_stream() -> None:
     world.feed(PeerLinked(SOURCE))
     assert world.hear(manifest(0, 0, 2)) == []
     assert world.hear(Revoked(T, Cancelled(""))) == []
-    opening = only(world.hear(hello(SOURCE)), OpenWindow)
-    assert world.feed(WindowOpened(SOURCE, opening.link)) == [Send(SOURCE, Attach(T))]
+    only(world.hear(hello(SOURCE)), OpenWindow)
+    assert world.feed(WindowOpened(SOURCE)) == [Send(SOURCE, Attach(T))]
 
 
 def test_messages_of_strangers_are_dropped(world: World) -> None:
@@ -534,7 +532,7 @@ def test_a_chunk_whose_step_is_seen_is_pulled_behind_it() -> None:
     world.feed(PeerLinked(SOURCE))
     (opening,) = world.hear(hello(SOURCE))
     assert isinstance(opening, OpenWindow)
-    world.feed(WindowOpened(SOURCE, opening.link, sees_steps=True))
+    world.feed(WindowOpened(SOURCE, sees_steps=True))
     assert world.intend() == [Send(SOURCE, Attach(T, sees_steps=True))]
     world.hear(replace(manifest(0, 0, 2), step=7))
     assert only(world.reserve(), StartPull).step == 7

@@ -41,7 +41,7 @@ class World:
         self.windows = Windows(
             self.transport.open, self.posted.append, self.take, lambda run: run()
         )
-        self.windows.open(OpenWindow(SOURCE, 1))
+        self.windows.open(OpenWindow(SOURCE))
         self.run()
 
     def take(self, event: PullerEvent) -> None:
@@ -79,11 +79,11 @@ class Transport(MemoryTransport):
 
 def test_an_opening_is_answered_once() -> None:
     world = World()
-    assert world.answers == [WindowOpened(SOURCE, 1, sees_steps=True)]
-    world.windows.open(OpenWindow(OTHER, 2))
+    assert world.answers == [WindowOpened(SOURCE, sees_steps=True)]
+    world.windows.open(OpenWindow(OTHER))
     world.run()
     (_, failed) = world.answers
-    assert isinstance(failed, WindowFailed) and (failed.incarnation, failed.link) == (OTHER, 2)
+    assert isinstance(failed, WindowFailed) and failed.incarnation == OTHER
     assert "no pool" in failed.error.message
 
 
@@ -94,7 +94,7 @@ def test_whatever_goes_wrong_an_opening_is_answered(monkeypatch: pytest.MonkeyPa
         raise OSError("too many open files")
 
     monkeypatch.setattr(world.windows, "_connect", open_it)
-    world.windows.open(OpenWindow(OTHER, 2))
+    world.windows.open(OpenWindow(OTHER))
     world.run()
     (_, failed) = world.answers
     assert isinstance(failed, WindowFailed) and failed.error.message.startswith("OSError")
@@ -103,11 +103,11 @@ def test_whatever_goes_wrong_an_opening_is_answered(monkeypatch: pytest.MonkeyPa
 def test_a_window_that_comes_behind_its_close_is_closed() -> None:
     world = World()
     world.windows.close(SOURCE)
-    world.windows.open(OpenWindow(SOURCE, 2))
+    world.windows.open(OpenWindow(SOURCE))
     world.windows.close(SOURCE)
-    world.windows.open(OpenWindow(SOURCE, 3))
+    world.windows.open(OpenWindow(SOURCE))
     world.run()
-    assert world.answers[1:] == [WindowOpened(SOURCE, 3, sees_steps=True)]
+    assert world.answers[1:] == [WindowOpened(SOURCE, sees_steps=True)]
     assert [each.is_closed for each in world.transport.all] == [True, True, False]
 
 
