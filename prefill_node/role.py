@@ -39,7 +39,6 @@ class PrefillRole(EngineRole[_Offer]):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         parts.peers.on_release = self._release
-        self._outbox = parts.outbox
 
     # -- gateways ------------------------------------------------------------------------------
 
@@ -61,7 +60,7 @@ class PrefillRole(EngineRole[_Offer]):
 
     def _report_step(self, output: StepOutput) -> None:
         super()._report_step(output)
-        self._outbox.flush_gateways()  # users need not wait for what is sent to pullers
+        self._request_io.flush()  # the first token is on its way before the manifest behind it
         first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
             self._on_chunk(chunk, first_tokens)

@@ -121,14 +121,6 @@ def events() -> list[Figure]:
     ]
 
 
-class _Nobody:
-    """No gateway and no peer."""
-
-    def to_gateway(self, *_: object) -> None: ...
-    def to_peer(self, *_: object) -> None: ...
-    def end_peer(self, *_: object) -> None: ...
-
-
 def step() -> list[Figure]:
     """What publishing costs an engine's step, on the engine's thread."""
     sent: list[bytes] = []
@@ -136,7 +128,7 @@ def step() -> list[Figure]:
     def send(message: engine_pb2.EngineOutput) -> None:
         sent.append(message.SerializeToString())
 
-    outbox = Outbox(send, _Nobody())
+    outbox = Outbox(send, lambda *_: None)
     steps = [(random_hashes(_STEP_BLOCKS), random_hashes(_STEP_BLOCKS)) for _ in range(400)]
 
     def publish() -> None:

@@ -2,12 +2,11 @@
 
     other threads ── put ──► items, bell ──┐
     supervisor, peers, listener ── watch ──┴─► Inbox.receive ──► items, on the loop's thread
-    a step's outputs, messages, changes of the cache ──► Outbox, sent at the turn's end
+    a step's outputs, changes of the cache ──► Outbox, sent at the turn's end
 
 No thread stands between a socket and the loop: to wake one up takes longer than to handle most
-messages. All outputs of a step for one gateway travel in one message, and gateways are sent to
-before peers: the first token is on its way before the manifest that follows from it. What the step
-changed in the cache goes last, to the supervisor's prefix index. Knows no request's state.
+messages. All outputs of a step for one gateway travel in one message. What the step changed in the
+cache goes last, to the supervisor's prefix index. Knows no request's state.
 """
 
 from __future__ import annotations
@@ -17,27 +16,14 @@ import select
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ...core.channels.channel import Channel, FrameSocket
-from ...core.errors import BatonError
 from ...core.request.token_ids import BlockHash, Tier
-from ...kv_transfer.protocol.messages import Message
 from ...prefix_index.messages import NetChanges
 from ...proto.v1 import engine_pb2, node_pb2
-from .links import Kind
 
 Send = Callable[[engine_pb2.EngineOutput], None]
-
-
-class Recipients(Protocol):
-    """Who gets what (engine_channels.EngineChannels). What is for somebody who is gone is lost."""
-
-    def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None: ...
-
-    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None: ...
-
-    def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,12 +46,10 @@ class _Step:
 class Outbox:
     """Belongs to the engine loop's thread. An `engine.kv.prefix_cache.CacheObserver` beside."""
 
-    def __init__(self, send: Send, channels: Recipients) -> None:
-        """`send` is for the supervisor."""
-        self._send = send
-        self._channels = channels
+    def __init__(self, send: Send, send_to: Callable[[str, node_pb2.NodeMessage], None]) -> None:
+        """`send` is for the supervisor, `send_to` for a gateway, by its name."""
+        self._send, self._send_to = send, send_to
         self._steps: dict[str, _Step] = {}  # by gateway
-        self._to_peers: list[tuple[Kind, str, Message | BatonError]] = []
         self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
@@ -83,22 +67,9 @@ class Outbox:
             step = self._steps[gateway] = _Step()
         return step
 
-    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
-        """Queue a message of the hand-off."""
-        self._to_peers.append((kind, incarnation, message))
-
-    def close_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
-        """Queue the end of the pair's channel, behind what was queued before."""
-        self._to_peers.append((kind, incarnation, error))
-
     def forget_gateway(self, gateway: str) -> None:
         """It is gone."""
         self._steps.pop(gateway, None)
-
-    def forget_peer(self, kind: Kind, incarnation: str) -> None:
-        """Its channel is gone: what is queued was meant for that one, not for the next."""
-        gone = (kind, incarnation)
-        self._to_peers = [queued for queued in self._to_peers if queued[:2] != gone]
 
     def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
         """The engine has these blocks elsewhere now, or no longer."""
@@ -108,18 +79,11 @@ class Outbox:
         """Send what is queued for gateways, if there is still work to do for the rest."""
         steps, self._steps = self._steps, {}
         for gateway, step in steps.items():
-            message = node_pb2.NodeMessage(outputs=step.message())
-            self._channels.to_gateway(gateway, message)
+            self._send_to(gateway, node_pb2.NodeMessage(outputs=step.message()))
 
     def flush(self) -> None:
         """Send everything queued."""
         self.flush_gateways()
-        to_peers, self._to_peers = self._to_peers, []
-        for kind, incarnation, message in to_peers:
-            if isinstance(message, BatonError):
-                self._channels.end_peer(kind, incarnation, message)
-            else:
-                self._channels.to_peer(kind, incarnation, message)
         if self._cache_changes:
             removed, in_host, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)

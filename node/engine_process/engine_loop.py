@@ -214,7 +214,6 @@ class EngineLoop:
             self._role.gateway_lost(link.name)
             return
         self._peers.feeds[link.kind](PeerLost(link.name))
-        self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: Message | Refused) -> None:
         """A message that cannot be taken ends its pair, and nothing else."""

@@ -163,7 +163,7 @@ def _serve(
     block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
-    outbox = Outbox(frames.send, links.channels)
+    outbox = Outbox(frames.send, links.channels.to_gateway)
     mirrored = generations_of(generations, ranks.followers)
     assembly = Assembly(
         engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_observer=outbox
@@ -195,7 +195,7 @@ def _serve(
         Source(hello, clock, node_config.lease_s, access),
         Puller(hello, clock, LINK_WAIT_S),
         partial(Windows, opener.open, callbacks_to(inbox)),
-        outbox,
+        links.channels,
         PrefixLoans(engine),
         fetches,
         clock,
@@ -204,7 +204,6 @@ def _serve(
         EngineParts(
             engine=engine,
             requests=requests,
-            outbox=outbox,
             peers=peers,
             clock=clock,
             block_bytes=block_bytes,

@@ -42,8 +42,8 @@ from ...kv_transfer.protocol.events import (
 )
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
+from ..channels.engine_channels import EngineChannels
 from ..channels.links import Kind
-from ..channels.mailboxes import Outbox
 from .prefixes import LOAN_KEY, PrefixFetches, PrefixLoans
 from .windows import Windows
 
@@ -71,7 +71,7 @@ class Peers:
         source: Source,
         puller: Puller,
         make_windows: Callable[[Callable[[PullerEvent], None]], Windows],
-        outbox: Outbox,
+        channels: EngineChannels,
         loans: PrefixLoans,
         fetches: PrefixFetches,
         clock: Clock,
@@ -80,7 +80,7 @@ class Peers:
         self._source, self._puller = source, puller
         self.windows = make_windows(self.feed_puller)
         self.pulls = self.windows.pulls
-        self._outbox = outbox
+        self._channels = channels
         self._loans = loans
         self.fetches = fetches
         self._clock = clock
@@ -98,10 +98,10 @@ class Peers:
         for effect in self._source.handle(event):
             match effect:
                 case Send(incarnation, message):
-                    self._outbox.to_peer(Kind.PULLER, incarnation, message)
+                    self._channels.to_peer(Kind.PULLER, incarnation, message)
                 case ClosePeer(incarnation, error):
                     log.warning("refused puller %s: %s", incarnation, error.message)
-                    self._outbox.close_peer(Kind.PULLER, incarnation, error)
+                    self._channels.end_peer(Kind.PULLER, incarnation, error)
                 case PinPrefix():
                     for answer in self._loans.lend(effect):
                         self.feed_source(answer)
@@ -120,7 +120,7 @@ class Peers:
         for effect in self._puller.handle(event):
             match effect:
                 case Send(incarnation, message):
-                    self._outbox.to_peer(Kind.SOURCE, incarnation, message)
+                    self._channels.to_peer(Kind.SOURCE, incarnation, message)
                 case StartPull():
                     self.pulls.start(effect)
                 case CancelPull(transfer_id):
@@ -131,7 +131,7 @@ class Peers:
                     self.windows.close(incarnation)
                 case ClosePeer(incarnation, error):
                     log.warning("refused source %s: %s", incarnation, error.message)
-                    self._outbox.close_peer(Kind.SOURCE, incarnation, error)
+                    self._channels.end_peer(Kind.SOURCE, incarnation, error)
                 case Reserve(transfer_id, key):
                     self._receiver(transfer_id).reserve(transfer_id, key)
                 case Complete(transfer_id):

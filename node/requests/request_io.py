@@ -115,6 +115,10 @@ class RequestIO:
             output.logprobs.append(codec.logprobs_to_wire(logprobs))
         self._outbox.to_gateway(entry.gateway, output)
 
+    def flush(self) -> None:
+        """Send what is queued: users need not wait for the rest of the turn."""
+        self._outbox.flush_gateways()
+
     def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
         """Queue the whole output of a request."""
         output = self._output(entry)

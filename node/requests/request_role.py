@@ -23,7 +23,6 @@ from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
 from ...proto.v1 import node_pb2
-from ..channels.mailboxes import Outbox
 from ..peers.peers import Peers
 from .request_io import Entry, RequestIO
 from .trials import Trials
@@ -38,7 +37,6 @@ class EngineParts:
 
     engine: Engine
     requests: RequestIO
-    outbox: Outbox
     peers: Peers
     clock: Clock
     block_bytes: int

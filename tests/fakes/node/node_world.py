@@ -134,7 +134,7 @@ class Node:
         self.inbox = inbox
         self.frames: list[engine_pb2.EngineOutput] = []  # what the supervisor was told
         self.channels = EngineChannels(inbox, node_pb2.Welcome(incarnation=incarnation))
-        self.outbox = Outbox(self.frames.append, self.channels)
+        self.outbox = Outbox(self.frames.append, self.channels.to_gateway)
         self.desk = RequestIO(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
@@ -158,7 +158,7 @@ class Node:
             source,
             puller,
             lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
-            self.outbox,
+            self.channels,
             PrefixLoans(self.engine),
             fetches,
             self.clock,
@@ -300,7 +300,7 @@ class NodeWorld:
 
     def _parts(self, node: Node, transport: _Transport) -> EngineParts:
         return EngineParts(
-            *(node.engine, node.desk, node.outbox, node.peers(transport, LEASE_S), self.clock),
+            *(node.engine, node.desk, node.peers(transport, LEASE_S), self.clock),
             block_bytes=node.pool.block_bytes,
         )
 

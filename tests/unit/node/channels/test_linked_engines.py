@@ -120,7 +120,7 @@ def test_garbage_ends_the_link_and_not_the_engine(world: NodeWorld, name: str) -
 
 def test_what_was_refused_on_an_older_channel_does_not_end_the_newer(world: NodeWorld) -> None:
     """Both came in one turn: the refusal waits to be sent when the newer one takes its place."""
-    world.decode.outbox.close_peer(Kind.SOURCE, SOURCE, HandoffFailed("of another make"))
+    world.decode.channels.end_peer(Kind.SOURCE, SOURCE, HandoffFailed("of another make"))
     world.link()
     world.settle()
     assert world.is_linked and peers(world.decode) == [SOURCE]
@@ -134,7 +134,7 @@ def test_a_refused_peer_hears_why_and_ends_its_side(
     caplog.set_level("INFO")
     node: Node = getattr(world, name)
     kind, peer = (Kind.PULLER, PULLER) if node is world.prefill else (Kind.SOURCE, SOURCE)
-    node.outbox.close_peer(kind, peer, HandoffFailed("dtype: 'a' here, 'b' there"))
+    node.channels.end_peer(kind, peer, HandoffFailed("dtype: 'a' here, 'b' there"))
     world.settle()
     assert not peers(world.prefill) and not peers(world.decode)
     ended = [r.getMessage() for r in caplog.records if "ended" in r.getMessage()]

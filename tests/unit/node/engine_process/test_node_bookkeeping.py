@@ -12,10 +12,8 @@ from fakes.clock import FakeClock
 from baton.core.config import NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import (
-    BatonError,
     Cancelled,
     EngineFailed,
-    HandoffFailed,
     InvalidRequest,
     StartupFailed,
 )
@@ -23,9 +21,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
-from baton.kv_transfer.protocol.messages import Hello, Message, Release
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
-from baton.node.channels.links import Kind
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
@@ -91,64 +87,36 @@ class TestRequestBook:
         assert book.keys_of_gateway("x") == [entry(0).key, entry(2).key]
 
 
-RELEASE = Release("f" * 32)
-
-
 class Recipients:
     """Notes who gets what, in order."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, node_pb2.StepOutputs]] = []
-        self.peers: list[tuple[str, Message | BatonError]] = []
 
     def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None:
-        assert not self.peers, "gateways come first"
         self.steps.append((name, message.outputs))
-
-    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
-        self.peers.append((incarnation, message))
-
-    def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
-        self.peers.append((incarnation, error))
 
 
 def never(_: engine_pb2.EngineOutput) -> None:
     raise AssertionError("nothing of this is for the supervisor")
 
 
-def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
+def test_outbox_batches_by_gateway() -> None:
     to = Recipients()
-    outbox = Outbox(never, to)
-    outbox.to_peer(Kind.SOURCE, "peer", RELEASE)
-    error = HandoffFailed("of another make")
-    outbox.close_peer(Kind.SOURCE, "peer", error)
+    outbox = Outbox(never, to.to_gateway)
     for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
         outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
     outbox.forget_gateway("gone")
     outbox.flush()
     batches = [(name, [o.request_id for o in step.outputs]) for name, step in to.steps]
     assert batches == [("x", ["a", "c"]), ("y", ["b"])]
-    assert to.peers == [("peer", RELEASE), ("peer", error)]
     outbox.flush()
-    assert len(to.steps) == len(to.peers) == 2
-
-
-def test_what_was_meant_for_a_channel_that_is_gone_is_not_said_on_the_next() -> None:
-    to = Recipients()
-    outbox = Outbox(never, to)
-    outbox.to_peer(Kind.SOURCE, "a", RELEASE)
-    outbox.close_peer(Kind.SOURCE, "a", HandoffFailed("of another make"))
-    outbox.to_peer(Kind.SOURCE, "b", RELEASE)
-    outbox.forget_peer(Kind.SOURCE, "a")
-    hello = Hello("a", {})
-    outbox.to_peer(Kind.SOURCE, "a", hello)
-    outbox.flush()
-    assert to.peers == [("b", RELEASE), ("a", hello)]
+    assert len(to.steps) == 2
 
 
 def test_outbox_puts_plain_tokens_into_columns() -> None:
     to = Recipients()
-    outbox = Outbox(never, to)
+    outbox = Outbox(never, to.to_gateway)
     outbox.token_to_gateway("x", "a", 0, 7, 300)
     outbox.token_to_gateway("y", "b", 1, 8, 301)
     outbox.to_gateway("x", node_pb2.RequestOutput(request_id="c"))

@@ -79,7 +79,7 @@ def test_a_ticket_that_is_used_twice(world: NodeWorld) -> None:
 
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**32 - 1])
 def test_tokens_outside_the_vocabulary(world: NodeWorld, token_id: int) -> None:
-    to_peer = world.prefill.outbox.to_peer
+    to_peer = world.prefill.channels.to_peer
 
     def lie(kind: Any, incarnation: str, message: Message) -> None:
         if isinstance(message, Manifest) and message.state is not None:
@@ -87,7 +87,7 @@ def test_tokens_outside_the_vocabulary(world: NodeWorld, token_id: int) -> None:
             message = structs.replace(message, state=state)
         to_peer(kind, incarnation, message)
 
-    world.prefill.outbox.to_peer = lie  # type: ignore[method-assign]
+    world.prefill.channels.to_peer = lie  # type: ignore[method-assign]
     one = request(1, 16)
     world.hand_off(one)
     world.settle()
