@@ -79,8 +79,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             case Intended():
                 self._on_intended(event)
             case IntentCancelled(transfer_id):
-                if transfer_id in self._transfers:
-                    self._give_up(transfer_id, None)
+                if (transfer := self._transfers.get(transfer_id)) is not None:
+                    self._give_up(transfer, None)
             case Reserved():
                 self._on_reserved(event)
             case ReserveRefused(transfer_id, lacks_slot):
@@ -181,11 +181,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         elif outcome is PullOutcome.OK:
             self._complete_if_done(transfer)
         elif transfer.is_orphaned:
-            self._give_up(transfer_id, NodeLost("the source went away during the last pull"))
+            self._give_up(transfer, NodeLost("the source went away during the last pull"))
         elif outcome is PullOutcome.STALE:
-            self._give_up(transfer_id, StaleBlocks("a block was reallocated during the pull"))
+            self._give_up(transfer, StaleBlocks("a block was reallocated during the pull"))
         else:
-            self._give_up(transfer_id, HandoffFailed(f"the pull ended {outcome.value}"))
+            self._give_up(transfer, HandoffFailed(f"the pull ended {outcome.value}"))
 
     # ---- the source's side
 
@@ -194,8 +194,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             case Manifest():
                 self._on_manifest(source, message)
             case Revoked(transfer_id, error):
-                if self._takes_messages(source, transfer_id):
-                    self._give_up(transfer_id, error, notify=False)
+                if (transfer := self._attached(source, transfer_id)) is not None:
+                    self._give_up(transfer, error, notify=False)
             case _:
                 raise HandoffFailed("a source sent what only pullers send")
 
@@ -216,28 +216,24 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             if transfer.source == source and transfer.state is PullerState.WAITING:
                 self._attach(transfer, pair)
 
-    def _takes_messages(self, source: str, transfer_id: str) -> bool:
-        """Whether this source's messages about this transfer count."""
+    def _attached(self, source: str, transfer_id: str) -> PullerTransfer | None:
+        """The transfer, if this source's messages about it count."""
         transfer = self._transfers.get(transfer_id)
-        return (
-            transfer is not None
-            and transfer.source == source
-            and transfer.state not in (PullerState.WAITING, PullerState.ENDING)
-        )
+        if transfer is None or transfer.source != source:
+            return None
+        return None if transfer.state in (PullerState.WAITING, PullerState.ENDING) else transfer
 
     def _on_manifest(self, source: str, manifest: Manifest) -> None:
-        transfer_id = manifest.transfer_id
-        if not self._takes_messages(source, transfer_id):
+        transfer = self._attached(source, manifest.transfer_id)
+        if transfer is None:
             return
-        transfer = self._transfers[transfer_id]
         try:
-            pair = self._pairs.get(source)
-            if manifest.step and not (pair and pair.sees_steps):
+            if manifest.step and not self._pairs[source].sees_steps:
                 raise HandoffFailed("a chunk was announced before its end, which is not seen here")
             if not transfer.accept(manifest):
                 return
         except HandoffFailed as error:
-            self._give_up(transfer_id, error)
+            self._give_up(transfer, error)
             return
         transfer.start_lease(manifest.lease_remaining_s, self._clock.monotonic_s())
         if transfer.reservation is not None:
@@ -248,22 +244,18 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         transfer.unpulled.append(manifest)
         if transfer.state is PullerState.ATTACHED:
             transfer.state = PullerState.QUEUED
-            intent = transfer.intent
-            needs_slot = intent.needs_slot
-            self._queue.join(
-                transfer_id, intent.caller_id, intent.num_blocks, needs_slot=needs_slot
-            )
+            intent, slot = transfer.intent, transfer.intent.needs_slot
+            name = transfer.transfer_id
+            self._queue.join(name, intent.caller_id, intent.num_blocks, needs_slot=slot)
 
     def _on_lost(self, source: str, pair: Pair | None, error: BatonError) -> None:
         """One whose last chunk is being copied may still end well: the generations decide."""
-        for transfer_id, transfer in list(self._transfers.items()):
-            if transfer.source != source:
-                continue
+        for transfer in [t for t in self._transfers.values() if t.source == source]:
             if transfer.state is PullerState.PULLING and transfer.handoff is not None:
                 transfer.is_orphaned = True
                 transfer.renewal_s = None
             else:
-                self._give_up(transfer_id, error, notify=False)
+                self._give_up(transfer, error, notify=False)
         if pair is not None and pair.state is not PairState.LINKED:
             self._effects.append(CloseWindow(source))
 
@@ -271,9 +263,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
 
     def _on_tick(self, now_s: float) -> None:
         self._queue.retry()
-        for transfer_id, transfer in list(self._transfers.items()):
+        for transfer in [*self._transfers.values()]:
             if transfer.expires_s is not None and transfer.expires_s <= now_s:
-                self._give_up(transfer_id, transfer.expiry(now_s))
+                self._give_up(transfer, transfer.expiry(now_s))
         self._renew_leases(now_s)
 
     def _renew_leases(self, now_s: float) -> None:
@@ -284,7 +276,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             leased = [t for t in transfers if t.source == source and t.renewal_s is not None]
             for transfer in leased:
                 transfer.renewal_s = now_s + transfer.renewal_interval_s
-            self._send(source, Renew(tuple(t.intent.ticket.transfer_id for t in leased)))
+            self._send(source, Renew(tuple(t.transfer_id for t in leased)))
 
     # ---- the ends
 
@@ -292,21 +284,23 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         state = transfer.handoff
         if state is None or transfer.in_flight or transfer.state is not PullerState.PULLING:
             return
-        transfer_id, key = transfer.intent.ticket.transfer_id, transfer.intent.key
-        self._effects.append(Complete(transfer_id, key, state, transfer.num_pulled_blocks))
+        transfer_id, num_pulled = transfer.transfer_id, transfer.num_pulled_blocks
+        self._effects.append(Complete(transfer_id, transfer.intent.key, state, num_pulled))
         if not transfer.is_orphaned:
             self._send(transfer.source, Release(transfer_id))
         self._forget(transfer_id, _COMPLETED)
         del self._transfers[transfer_id]
 
-    def _give_up(self, transfer_id: str, error: BatonError | None, *, notify: bool = True) -> None:
+    def _give_up(
+        self, transfer: PullerTransfer, error: BatonError | None, *, notify: bool = True
+    ) -> None:
         """End a transfer badly: `Failed` with `error`, or silence if the gateway cancelled it.
 
         The reservation outlives it until the last copy in flight has ended.
         """
-        transfer = self._transfers[transfer_id]
         if transfer.state is PullerState.ENDING:
             return
+        transfer_id = transfer.transfer_id
         if error is not None:
             self._effects.append(Failed(transfer_id, transfer.intent.key, error))
         if notify and not transfer.is_orphaned and transfer.state is not PullerState.WAITING:
@@ -322,10 +316,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         """The fence of a failed transfer: its memory is free once no copy writes to it."""
         if transfer.in_flight:
             return
-        transfer_id = transfer.intent.ticket.transfer_id
         if transfer.reservation is not None:
-            self._effects.append(DropReservation(transfer_id))
-        del self._transfers[transfer_id]
+            self._effects.append(DropReservation(transfer.transfer_id))
+        del self._transfers[transfer.transfer_id]
 
     def _forget(self, transfer_id: str, epitaph: BatonError) -> None:
         self._queue.leave(transfer_id)

@@ -64,6 +64,10 @@ class PullerTransfer:
     renewal_interval_s: float = 0.0
 
     @property
+    def transfer_id(self) -> str:
+        return self.intent.ticket.transfer_id
+
+    @property
     def source(self) -> str:
         return self.intent.ticket.source_incarnation
 
