@@ -235,7 +235,7 @@ class OpenWindow:
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
     """Start no more pulls; those in flight end by themselves and still report. A window that is
-    still being opened is abandoned; one that never opened is no error."""
+    still being opened is abandoned."""
 
     incarnation: str
 

@@ -1,8 +1,8 @@
 """What both sides of the hand-off do alike: the set-up with each peer, before any transfer counts,
 and what is remembered of transfers that are over.
 
-PeerLinked         Hello fits            window is open (puller only)
-    └──► LINKED ──────────────► MATCHED ───────────────────────────► READY
+PeerLinked      Hello fits             a puller's: window is wanted      it is open
+    └──► LINKED ──────────► MATCHED ──────────────────────► OPENING ──────────► READY
             └── Hello differs: the pair is refused and forgotten
 
 `source.Source` and `puller.Puller` are the two; what happens to one transfer is theirs.
@@ -31,6 +31,7 @@ class PairState(enum.Enum):
 
     LINKED = "linked"  # a puller's Hello is out; a source waits for it
     MATCHED = "matched"  # theirs fits ours: messages about transfers count
+    OPENING = "opening"  # as a puller asked
     READY = "ready"  # and its pool can be read
 
 
@@ -38,7 +39,8 @@ class PairState(enum.Enum):
 class Pair:
     """One peer with an open stream; all but `state` is of a source, as its puller knows it.
 
-    `opens_late`: no window is wanted yet. `host`, `access`: how its pools are reached.
+    `opens_late`: no window is wanted before a transfer is. `host`, `access`: how its pools are
+    reached.
     """
 
     host: str

@@ -118,14 +118,10 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         )
         self._transfers[transfer_id] = transfer
         pair = self._pairs.get(transfer.source)
-        if pair is None:
-            return
-        if pair.state is PairState.READY:
+        if pair is not None and pair.state is PairState.READY:
             self._attach(transfer, pair)
-        elif pair.opens_late:
-            pair.opens_late = False
-            if pair.state is PairState.MATCHED:
-                self._open_window(transfer.source, pair)
+        elif pair is not None:
+            self._open_if_wanted(transfer.source, pair)
 
     def _refusal(self, intent: Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._hello.incarnation:
@@ -200,15 +196,17 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 raise HandoffFailed("a source sent what only pullers send")
 
     def _on_linked(self, source: str, pair: Pair) -> None:
-        pair.opens_late &= not any(t.source == source for t in self._transfers.values())
         self._send(source, self._hello)
 
     def _on_matched(self, source: str, pair: Pair) -> None:
-        if not pair.opens_late:
-            self._open_window(source, pair)
+        self._open_if_wanted(source, pair)
 
-    def _open_window(self, source: str, pair: Pair) -> None:
-        self._effects.append(OpenWindow(source, pair.host, pair.access))
+    def _open_if_wanted(self, source: str, pair: Pair) -> None:
+        transfers = self._transfers.values()
+        is_wanted = not pair.opens_late or any(t.source == source for t in transfers)
+        if is_wanted and pair.state is PairState.MATCHED:
+            pair.state = PairState.OPENING
+            self._effects.append(OpenWindow(source, pair.host, pair.access))
 
     def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
         pair.state, pair.sees_steps = PairState.READY, sees_steps
@@ -256,7 +254,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 transfer.renewal_s = None
             else:
                 self._give_up(transfer, error, notify=False)
-        if pair is not None and pair.state is not PairState.LINKED:
+        if pair is not None and pair.state in (PairState.OPENING, PairState.READY):
             self._effects.append(CloseWindow(source))
 
     # ---- time

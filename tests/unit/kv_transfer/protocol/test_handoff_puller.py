@@ -348,6 +348,27 @@ def test_a_source_out_of_reach_is_refused() -> None:
     world.assert_over()
 
 
+@pytest.mark.parametrize("moment", ["before the stream", "before Hello", "behind Hello"])
+def test_a_window_that_opens_late_is_opened_once_for_the_first_transfer(moment: str) -> None:
+    world = World(is_ready=False)
+    effects = world.intend() if moment == "before the stream" else []
+    effects += world.feed(PeerLinked(SOURCE, "host", opens_late=True))
+    effects += world.intend() if moment == "before Hello" else []
+    effects += world.hear(hello(SOURCE))
+    effects += world.intend() if moment == "behind Hello" else []
+    effects += world.intend(2)
+    assert only(effects, OpenWindow).host == "host"
+    attached = [Send(SOURCE, Attach(each)) for each in (T, T2)]
+    assert world.feed(WindowOpened(SOURCE)) == attached
+
+
+def test_a_window_that_was_not_opened_is_not_closed() -> None:
+    world = World(is_ready=False)
+    world.feed(PeerLinked(SOURCE, opens_late=True))
+    assert world.hear(hello(SOURCE)) == []
+    assert world.feed(PeerLost(SOURCE)) == []
+
+
 def test_the_window_of_an_earlier_stream_is_closed_and_opened_anew() -> None:
     world = World(is_ready=False)
     world.intend()
