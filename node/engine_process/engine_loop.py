@@ -86,7 +86,6 @@ class EngineLoop:
     _gate: DispatchGate
     _orders: PromiseOrders
     _is_over: bool = False
-    _is_watching: bool = False  # pulls wait for steps of their sources
 
     def run(self) -> None:
         """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
@@ -104,7 +103,7 @@ class EngineLoop:
         for item in items:
             self._handle(item)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
-        self._is_watching = self._peers.pulls.poll()
+        self._peers.pulls.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._requests.begin_step()
@@ -112,7 +111,7 @@ class EngineLoop:
             self._numbers.num_steps += 1
             self._role.after_step(output)
         self._outbox.flush()
-        self._is_watching = self._peers.pulls.poll()
+        self._peers.pulls.poll()
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
         count_s = self._numbers.recount()
@@ -120,7 +119,7 @@ class EngineLoop:
         wait_s = self._wait_s(deadline_s, count_s)
         if has_work:
             return 0.0
-        if self._is_watching:
+        if self._peers.pulls.are_waiting:
             return WATCH_S if wait_s is None else min(wait_s, WATCH_S)
         return wait_s
 
@@ -129,10 +128,10 @@ class EngineLoop:
         self._outbox.flush()  # what is queued need not wait for the step's end
         self._engine.pool.evict_ahead()
         collect_some()
-        items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
+        items = self._inbox.receive(WATCH_S if self._peers.pulls.are_waiting else LOOK_S)
         for item in items:
             self._handle(item)
-        self._is_watching = self._peers.pulls.poll()
+        self._peers.pulls.poll()
         if items:
             self._outbox.flush()
             self._numbers.has_news = True

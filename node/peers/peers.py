@@ -97,11 +97,8 @@ class Peers:
     def feed_source(self, event: SourceEvent) -> None:
         for effect in self._source.handle(event):
             match effect:
-                case Send(incarnation, message):
-                    self._channels.to_peer(Kind.PULLER, incarnation, message)
-                case ClosePeer(incarnation, error):
-                    log.warning("refused puller %s: %s", incarnation, error.message)
-                    self._channels.end_peer(Kind.PULLER, incarnation, error)
+                case Send() | ClosePeer():
+                    self._to_peer(Kind.PULLER, effect)
                 case PinPrefix():
                     for answer in self._loans.lend(effect):
                         self.feed_source(answer)
@@ -119,8 +116,8 @@ class Peers:
         """A `Reserve` comes last: its answer may be fed."""
         for effect in self._puller.handle(event):
             match effect:
-                case Send(incarnation, message):
-                    self._channels.to_peer(Kind.SOURCE, incarnation, message)
+                case Send() | ClosePeer():
+                    self._to_peer(Kind.SOURCE, effect)
                 case StartPull():
                     self.pulls.start(effect)
                 case CancelPull(transfer_id):
@@ -129,9 +126,6 @@ class Peers:
                     self.windows.open(effect)
                 case CloseWindow(incarnation):
                     self.windows.close(incarnation)
-                case ClosePeer(incarnation, error):
-                    log.warning("refused source %s: %s", incarnation, error.message)
-                    self._channels.end_peer(Kind.SOURCE, incarnation, error)
                 case Reserve(transfer_id, key):
                     self._receiver(transfer_id).reserve(transfer_id, key)
                 case Complete(transfer_id):
@@ -171,6 +165,13 @@ class Peers:
             self.feed_puller(IntentCancelled(transfer_id))
 
     # -- both ----------------------------------------------------------------------------------
+
+    def _to_peer(self, kind: Kind, effect: Send | ClosePeer) -> None:
+        if isinstance(effect, Send):
+            self._channels.to_peer(kind, effect.incarnation, effect.message)
+        else:
+            log.warning("refused %s %s: %s", kind.value, effect.incarnation, effect.error.message)
+            self._channels.end_peer(kind, effect.incarnation, effect.error)
 
     def tick(self) -> float | None:
         """Expire what is due; returns the next deadline on the monotonic clock."""

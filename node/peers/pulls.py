@@ -61,15 +61,17 @@ class Pulls:
         else:
             self._begin(pull, partial(window.start_pull, pull.pairs))
 
-    def poll(self) -> bool:
-        """Begin the pulls whose steps have completed; returns whether others wait for theirs.
+    @property
+    def are_waiting(self) -> bool:
+        """Whether some wait for steps of their sources, of which no message comes: `poll`, often,
+        also while a step is on the device."""
+        return bool(self._prepared)
 
-        To be called often, also while a step is on the device: no message comes of such a step.
-        """
+    def poll(self) -> None:
+        """Begin the pulls whose steps have completed."""
         for each in [each for each in self._prepared if each.is_due]:
             self._prepared.remove(each)
             self._begin(each.pull, each.start)
-        return bool(self._prepared)
 
     def _prepare(self, window: PoolWindow, pull: StartPull) -> None:
         try:

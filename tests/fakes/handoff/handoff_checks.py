@@ -102,7 +102,8 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     events.clear()
     pair = BlockPair(BlockRef(0, 2, 0, None), 3)
     windows.pulls.start(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2))
-    assert windows.pulls.poll() and len(windows.pulls) == 1 and not posted
+    windows.pulls.poll()
+    assert windows.pulls.are_waiting and len(windows.pulls) == 1 and not posted
     windows.pulls.cancel("t")
     for run in posted:
         run()

@@ -90,7 +90,7 @@ class World:
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         engine: Any = SimpleNamespace(has_work=False)
-        peers: Any = SimpleNamespace(pulls=SimpleNamespace(poll=lambda: False))
+        peers: Any = SimpleNamespace(pulls=SimpleNamespace(poll=lambda: None, are_waiting=False))
         self.loop = EngineLoop(
             engine, self.role, peers, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, numbers, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]

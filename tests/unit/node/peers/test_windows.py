@@ -116,15 +116,18 @@ def test_a_pull_begins_when_its_step_is_over() -> None:
     world.pull(0, step=1)
     world.pull(1, step=3)
     world.pull(2, step=2)
-    assert world.windows.pulls.poll() and len(world.windows.pulls) == 3
+    world.windows.pulls.poll()
+    assert world.windows.pulls.are_waiting and len(world.windows.pulls) == 3
     world.run()
     assert world.outcomes == {0: PullOutcome.OK}
     world.source.num_steps = 2
-    assert world.windows.pulls.poll(), "one waits still"
+    world.windows.pulls.poll()
+    assert world.windows.pulls.are_waiting, "one waits still"
     world.run()
     assert world.outcomes == {0: PullOutcome.OK, 2: PullOutcome.OK}
     world.source.num_steps = 9
-    assert not world.windows.pulls.poll()
+    world.windows.pulls.poll()
+    assert not world.windows.pulls.are_waiting
     world.run()
     assert set(world.outcomes.values()) == {PullOutcome.OK} and len(world.windows.pulls) == 0
 
@@ -148,7 +151,8 @@ def test_a_window_that_closes_begins_what_is_finished_and_fails_the_rest() -> No
     world.windows.close(SOURCE)
     world.run()
     assert world.outcomes == {0: PullOutcome.OK, 1: PullOutcome.FAILED}
-    assert not world.windows.pulls.poll() and len(world.windows.pulls) == 0
+    world.windows.pulls.poll()
+    assert not world.windows.pulls.are_waiting and len(world.windows.pulls) == 0
 
 
 @pytest.mark.parametrize("error", [HandoffFailed("no such block"), RuntimeError("out of memory")])
