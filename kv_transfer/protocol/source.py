@@ -191,40 +191,34 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         self._end_all(lambda t: error if t.puller == puller else None, notify=False)
 
     def _on_attach(self, puller: str, attach: Attach) -> None:
-        transfer_id, sees_steps = attach.transfer_id, attach.sees_steps
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            is_awaited = self._await_offer(puller, transfer_id, sees_steps=sees_steps)
-            if is_awaited and attach.block_hashes:
-                ticket = Ticket(transfer_id, self._hello.incarnation, puller)
-                self._effects.append(PinPrefix(ticket, attach.block_hashes))
-        elif transfer.puller != puller:
-            self._revoke(puller, transfer_id, _not_yours())
+        transfer_id = attach.transfer_id
+        if transfer_id not in self._transfers and self._tombstones.get(transfer_id) is None:
+            self._await_offer(puller, attach)
+        elif (transfer := self._owned(puller, transfer_id)) is None:
+            self._deny(puller, transfer_id)
         else:
             transfer.is_attached = True
-            transfer.sees_steps = sees_steps
+            transfer.sees_steps = attach.sees_steps
             self._renew(transfer)
             self._flush(transfer)
 
-    def _await_offer(self, puller: str, transfer_id: str, *, sees_steps: bool) -> bool:
-        """Returns whether an offer would be taken: the transfer is not over."""
-        epitaph = self._tombstones.get(transfer_id)
-        if epitaph is not None:
-            self._revoke(puller, transfer_id, epitaph)
-            return False
-        self._transfers[transfer_id] = _Transfer(
+    def _await_offer(self, puller: str, attach: Attach) -> None:
+        """Its prompt is still to come; or a prefix is wanted, which is offered at once or never."""
+        self._transfers[attach.transfer_id] = _Transfer(
             puller,
             SourceState.AWAITED,
             is_attached=True,
-            sees_steps=sees_steps,
+            sees_steps=attach.sees_steps,
             expires_s=self._clock.monotonic_s() + self._lease_s,
         )
-        return True
+        if attach.block_hashes:
+            ticket = Ticket(attach.transfer_id, self._hello.incarnation, puller)
+            self._effects.append(PinPrefix(ticket, attach.block_hashes))
 
     def _on_renew(self, puller: str, transfer_id: str) -> None:
         transfer = self._owned(puller, transfer_id)
         if transfer is None:
-            self._revoke(puller, transfer_id, self._tombstones.get(transfer_id) or _not_yours())
+            self._deny(puller, transfer_id)
         else:
             self._renew(transfer)
 
@@ -309,6 +303,10 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))
         if notify and transfer.is_attached:
             self._revoke(transfer.puller, transfer_id, epitaph)
+
+    def _deny(self, puller: str, transfer_id: str) -> None:
+        """It is over, or it is not this puller's."""
+        self._revoke(puller, transfer_id, self._tombstones.get(transfer_id) or _not_yours())
 
     def _revoke(self, puller: str, transfer_id: str, error: BatonError) -> None:
         self._send(puller, Revoked(transfer_id, error))
