@@ -139,7 +139,7 @@ def test_a_generation_that_moved_makes_every_rank_s_pull_stale(there: int, here:
 def test_a_source_that_has_not_said_where_its_pools_are() -> None:
     opener = WindowOpener([], [part((0, 4))], None, bytes(16))
     with pytest.raises(HandoffFailed, match="has not sent how its pools are reached"):
-        opener.open(OpenWindow("f" * 32, 1))
+        opener.open(OpenWindow("f" * 32))
 
 
 def test_one_rank_that_cannot_be_reached_fails_the_whole() -> None:
