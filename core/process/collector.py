@@ -6,13 +6,15 @@ import gc
 import threading
 from collections.abc import Callable
 from itertools import takewhile
+from operator import ge
 
 # Objects between two collections of the youngest. Several a token live as long as their request, or
 # for a step or two; to look for cycles among them every 700 objects takes a tenth of a host's time.
 _NUM_YOUNG = 20_000
 # To look through that many, and to free what they are, is a pause of some 10 ms. Of so many it is
-# less than one, where a process waits for something else anyway.
-_NUM_AT_A_TIME, _NUM_TIMES = 1_000, 20
+# less than one, where a process waits for something else anyway. To look through the oldest, which
+# may be a million, takes 100 ms: that is done as seldom as by the thresholds.
+_NUM_AT_A_TIME, _NUM_TIMES = 1_000, (20, 400)
 
 
 class _Settings:
@@ -59,8 +61,8 @@ def settle(*, keeps_all: bool = True) -> Callable[[], None]:
 
 def collect_some() -> None:
     """Collect now, if enough is new for it: for a thread that has nothing else to do. One that is
-    called often enough has no other collections. The older generations' turn comes as by Python's
-    own rule, after every so many collections of the next younger one."""
+    called often enough has no other collections. An older generation's turn comes as by Python's
+    own rule, after so many collections of the next younger one."""
     num_young, *num_times = gc.get_count()
     if num_young >= _NUM_AT_A_TIME:
-        gc.collect(sum(1 for _ in takewhile(lambda n: n >= _NUM_TIMES, num_times)))
+        gc.collect(sum(1 for _ in takewhile(bool, map(ge, num_times, _NUM_TIMES))))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton.core.process import collector
 from baton.core.process.collector import collect_some, settle
 
 OWN = (700, 11, 12)
@@ -100,7 +101,7 @@ def test_some_are_collected_where_enough_is_new() -> None:
     assert not any(one() for one in few + many)
 
 
-def test_what_survives_is_collected_later() -> None:
+def test_what_survives_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each older generation once the younger one was collected often, as by Python's own rule."""
     gc.set_threshold(20_000, *OWN[1:])
     gc.collect()
@@ -115,6 +116,7 @@ def test_what_survives_is_collected_later() -> None:
         collect_some()
         collected.append(not any(one() for one in old))
     assert collected[-1] and not collected[0]
+    monkeypatch.setattr(collector, "_NUM_TIMES", (20, 20))  # or it would take 8 million objects
     oldest, counts = cycles(10), []
     kept = [one() for one in oldest]
     gc.collect(1)
@@ -124,3 +126,14 @@ def test_what_survives_is_collected_later() -> None:
         collect_some()
         counts.append(sum(one() is not None for one in oldest))
     assert counts[0] == 10 and counts[-1] == 0
+
+
+def test_what_is_old_is_walked_as_seldom_as_by_thresholds() -> None:
+    """Of a host tier of 200,000 blocks that takes 20 ms: longer than a step."""
+    gc.set_threshold(20_000, 20, 20)
+    gc.collect()
+    num_before = gc.get_stats()[2]["collections"]
+    for _ in range(20 * 30):  # less than a tenth of 20,000 * 20 * 20 objects
+        kept = cycles(1_000)
+        collect_some()
+    assert len(kept) == 1_000 and gc.get_stats()[2]["collections"] == num_before
