@@ -196,6 +196,7 @@ def _serve(
         Puller(hello, clock, LINK_WAIT_S),
         partial(Windows, opener.open, callbacks_to(inbox)),
         links.channels,
+        outbox.flush_gateways,
         PrefixLoans(engine),
         fetches,
         clock,

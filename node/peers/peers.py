@@ -72,15 +72,16 @@ class Peers:
         puller: Puller,
         make_windows: Callable[[Callable[[PullerEvent], None]], Windows],
         channels: EngineChannels,
+        flush_gateways: Callable[[], None],
         loans: PrefixLoans,
         fetches: PrefixFetches,
         clock: Clock,
     ) -> None:
-        """`make_windows` is told whom to feed."""
+        """`make_windows` is told whom to feed; `flush_gateways` sends what is queued for them."""
         self._source, self._puller = source, puller
         self.windows = make_windows(self.feed_puller)
         self.pulls = self.windows.pulls
-        self._channels = channels
+        self._channels, self._flush_gateways = channels, flush_gateways
         self._loans = loans
         self.fetches = fetches
         self._clock = clock
@@ -167,6 +168,9 @@ class Peers:
     # -- both ----------------------------------------------------------------------------------
 
     def _to_peer(self, kind: Kind, effect: Send | ClosePeer) -> None:
+        """Gateways first: of an end they are to hear from where it began, not from the peer, which
+        reports that it was called off."""
+        self._flush_gateways()
         if isinstance(effect, Send):
             self._channels.to_peer(kind, effect.incarnation, effect.message)
         else:

@@ -159,6 +159,7 @@ class Node:
             puller,
             lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
             self.channels,
+            self.outbox.flush_gateways,
             PrefixLoans(self.engine),
             fetches,
             self.clock,

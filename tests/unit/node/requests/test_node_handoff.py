@@ -13,8 +13,9 @@ from fakes.runner import expected_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.errors import EngineFailed
 from baton.core.request.request import FinishReason, Request
-from baton.kv_transfer.protocol.messages import Manifest
+from baton.kv_transfer.protocol.messages import CancelTransfer, Manifest, Revoked
 from baton.proto.v1 import node_pb2
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
@@ -131,6 +132,38 @@ def test_first_token_is_sent_before_the_manifest_that_follows_from_it() -> None:
     outputs, manifest = world.prefill.sent
     assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
     assert isinstance(manifest, Manifest)
+
+
+def test_first_token_that_is_the_last_is_sent_before_the_hand_off_is_called_off() -> None:
+    """Or the gateway hears first of its other engine that nothing comes, and doubts."""
+    world = linked_world()
+    world.hand_off(request(1, 3, max_tokens=1))
+    world.turn(world.decode)
+    world.prefill.sent.clear()
+    world.prefill.loop.turn(0.0)
+    outputs, revoked = world.prefill.sent
+    assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
+    assert isinstance(revoked, Revoked)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str) -> None:
+    """The other one reports what it is told: that it was called off, or the same error."""
+    world = linked_world()
+    one, node = request(1, 19), getattr(world, name)
+    world.hand_off(one)
+    for each in (world.decode, world.prefill, world.decode):
+        world.turn(each)
+    assert world.prefill.engine.has_work and one.key not in world.prefill.received
+    node.sent.clear()
+    if name == "prefill":
+        node.role.end(one.key, EngineFailed("a kernel"))
+    else:
+        world.hear_peer(node, Manifest(one.request_id, 99, (), 0, LEASE_S))  # behind a gap
+        node.loop.turn(0.0)
+    outputs, told = node.sent
+    assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
+    assert isinstance(told, Revoked if name == "prefill" else CancelTransfer)
 
 
 def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
