@@ -3,6 +3,7 @@ the hand-off, and what gateways are told of it."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from .gateway import PlayedGateway
 
 HANDOFF_S = 0.003
 FINGERPRINT = "fp"
-_RECOUNT_S = 0.02  # as of node/engine_process/engine_loop.py
+_RECOUNT_S = 0.02  # as of node/engine_process/heartbeat.py
 _KV_TOKEN_S = TOKEN_BYTES / 300e9  # of an 8B model over NVLink
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
 
@@ -136,7 +137,7 @@ class PlayedEngine:
         self._num_steps = 0
         self._reported = (0, 0)  # tokens that wait, and steps so far, at the last heartbeat
         self._recount_s = 0.0  # when another heartbeat may follow
-        self._is_uncounted = False
+        self._count_s = math.inf  # when what has changed is counted
         self.num_refusals = 0
         self.is_draining = False
         self.most_waiting = 0  # requests, at heartbeats
@@ -189,15 +190,20 @@ class PlayedEngine:
         self._count_soon()
 
     def _count_soon(self) -> None:
-        """Something has changed, of which gateways may have to know before the next beat."""
-        if not self._is_uncounted:
-            self._is_uncounted = True
-            now_s = self._cluster.clock.now_s
-            self._cluster.at(max(now_s, self._recount_s), self._recount)
+        """Something has changed, of which gateways may have to know before the next beat: at once
+        that there are prompts, or none any more."""
+        now_s = self._cluster.clock.now_s
+        is_early = self.engine.has_prompts == bool(self._reported[0])
+        due_s = max(now_s, self._recount_s) if is_early else now_s
+        if due_s < self._count_s:
+            self._count_s = due_s
+            self._cluster.at(due_s, self._recount)
 
     def _recount(self) -> None:
-        self._is_uncounted = False
-        self._recount_s = self._cluster.clock.now_s + _RECOUNT_S
+        now_s = self._cluster.clock.now_s
+        if now_s < self._count_s:
+            return  # it was counted earlier
+        self._count_s, self._recount_s = math.inf, now_s + _RECOUNT_S
         if not self.engine.has_prompts and not self._reported[0]:
             return
         before, load = self._reported, self.load()

@@ -102,6 +102,8 @@ class EngineLoop:
         self._heartbeats.turn_started()
         for item in items:
             self._handle(item)
+        if items:
+            self._numbers.has_news = True
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
         self._peers.pulls.poll()
         has_work = self._engine.has_work and not self._is_over

@@ -129,24 +129,23 @@ class EngineNumbers:
         self.num_steps = 0
         self.has_news = False  # something came since the last count
         self._recount_s = 0.0  # when the last count is too old
-        self._has_reported_prompts = False  # the last count has waiting tokens
+        self._had_prompts = False  # at the last count
 
     def recount(self) -> float | None:
         """Give the sender new numbers; returns when to do that, if it is too early now.
 
-        It is never too early to report that no prompt waits any more: gateways would go on to
-        reckon with a queue that is gone.
+        It is never too early to report the first prompt that waits, or that none does any more:
+        gateways that have not sent it would send theirs here as well, or go on to reckon with a
+        queue that is gone.
         """
-        now_s = self._clock.monotonic_s()
-        is_over = self._has_reported_prompts and not self._engine.has_prompts
-        if now_s < self._recount_s and not is_over:
+        now_s, has_prompts = self._clock.monotonic_s(), self._engine.has_prompts
+        if now_s < self._recount_s and has_prompts == self._had_prompts:
             return self._recount_s
-        self._recount_s = now_s + RECOUNT_S
+        self._recount_s, self._had_prompts = now_s + RECOUNT_S, has_prompts
         self.has_news = False
         numbers = heartbeat(self._engine, self._role, self._peers, self._requests, self._orders)
         numbers.num_steps = self.num_steps
         numbers.num_requests += self._gate.num_waiting
-        self._has_reported_prompts = numbers.waiting_tokens > 0
         self._sender.count(numbers)
         return None
 

@@ -45,6 +45,37 @@ def test_the_end_of_the_queue_is_told_in_the_turn_that_it_comes(
     assert len(heard) == 2, "nothing more to say before its time"
 
 
+def test_a_prompt_where_none_waited_is_told_in_the_turn_that_it_comes(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or gateways that have not sent it would send theirs to the same engine."""
+    heard = listen(world.prefill, monkeypatch)
+    world.turn(world.prefill)
+    for number in (1, 2):
+        local(world, world.prefill, number, 20, caller_id=7)
+        world.turn(world.prefill)
+    assert [beat.waiting_tokens for beat in heard] == [0, 12], "the second prompt has time"
+
+
+def test_a_prompt_that_came_between_two_steps_is_told_during_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = NodeWorld(prefill_blocks=200, counts_steps=True)
+    engine = world.prefill
+    world.dispatch(request(1, 4, max_tokens=20), node_pb2.WORK_LOCAL, engine, None, 60.0)
+    for _ in range(4):
+        world.turn(engine)
+    heard = listen(engine, monkeypatch)
+    num_heard: list[int] = []  # when a step's tokens are there
+    execute = engine.runner._execute
+    monkeypatch.setattr(
+        engine.runner, "_execute", lambda step: num_heard.append(len(heard)) or execute(step)
+    )
+    local(world, engine, 2, 20, caller_id=7)
+    world.turn(engine)
+    assert num_heard == [1] and heard[0].waiting_tokens == 20
+
+
 def test_a_queue_that_is_cancelled_away_is_told_at_once(
     world: NodeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
