@@ -137,6 +137,12 @@ class FairQueue(Generic[T]):
             waiting[caller_id] = waiting.get(caller_id, 0) + num_tokens
         return waiting
 
+    def num_tokens(self, item: T) -> int:
+        """With which `item` was added. Raises KeyError if it does not wait."""
+        if item in self._first:
+            return self._first[item][1]
+        return self._callers[self._owners[item]].items[item]
+
     def __len__(self) -> int:
         return len(self._first) + len(self._owners)
 

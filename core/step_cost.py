@@ -160,6 +160,10 @@ class PromptSpeed:
         """Of one prompt with `num_tokens` to compute, behind `context`."""
         return self.seconds_of(num_tokens) + self.pair_s * pairs_of(num_tokens, context)
 
+    def tokens_like(self, pairs: int) -> float:
+        """How many tokens take as long as so many (query, key) pairs."""
+        return self.pair_s * pairs / max(self.token_s, self.steady_token_s)
+
     def tokens_in(self, seconds: float) -> int:
         """What a step as long as this computes."""
         left_s = seconds - self.step_s

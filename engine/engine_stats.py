@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from ..core.request.request import Request
-from ..core.step_cost import StepCost
+from ..core.step_cost import StepCost, pairs_of
 from .kv.block_pool import BlockPool
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts
@@ -59,14 +59,15 @@ class EngineStats:
         """`pending`: requests that will come, but are not here yet."""
         queues = self._scheduler.queues
         held_blocks = queues.num_held_blocks
-        waiting = self._waiting_tokens()
-        parked = [] if self._adapters is None else self._adapters.parked
-        for sequence in parked:
-            waiting[sequence.request.caller_id] += sequence.num_tokens
+        waiting, waiting_pairs = Counter[int](), 0
+        for sequence, num_tokens, context in self._prompts_left():
+            waiting[sequence.request.caller_id] += num_tokens
+            waiting_pairs += pairs_of(num_tokens, context)
         return Load(
             num_running=len(queues.running),
-            num_waiting=len(queues.waiting) + len(queues.loading) + len(parked),
+            num_waiting=len(queues.waiting) + len(queues.loading) + len(self._parked),
             waiting_tokens=waiting.total(),
+            waiting_pairs=waiting_pairs,
             free_blocks=self._pool.num_available,
             credit_blocks=max(0, self._limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
@@ -76,22 +77,30 @@ class EngineStats:
             decodes=queues.decodes(),
         )
 
-    def _waiting_tokens(self) -> Counter[int]:
-        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
+    @property
+    def _parked(self) -> Collection[Sequence]:
+        """Those that wait for an adapter."""
+        return () if self._adapters is None else self._adapters.parked
+
+    def _prompts_left(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Whose prompts are not computed yet, by how many tokens, those of steps in flight too, and
+        behind how many of its own.
 
         Of waiting prompts those that the prefix cache held when they came are left out.
         """
         queues = self._scheduler.queues
-        waiting = Counter(queues.waiting.waiting_tokens())
+        for sequence in queues.waiting:
+            num_tokens = queues.waiting.num_tokens(sequence)
+            yield sequence, num_tokens, sequence.num_tokens - num_tokens
         for sequence in queues.running:
             num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
             if num_tokens > 0:
-                waiting[sequence.request.caller_id] += num_tokens
+                yield sequence, num_tokens, sequence.num_computed_tokens
         for sequence, load in queues.loading.items():
-            num_loaded = load.num_blocks * self._limits.block_size
-            num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
-            waiting[sequence.request.caller_id] += num_tokens
-        return waiting
+            context = sequence.num_computed_tokens + load.num_blocks * self._limits.block_size
+            yield sequence, sequence.num_tokens - context, context
+        for sequence in self._parked:
+            yield sequence, sequence.num_tokens, 0
 
     def totals(self) -> Totals:
         """What was counted since the engine was made."""

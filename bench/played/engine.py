@@ -262,6 +262,7 @@ class PlayedEngine:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
+            waiting_pairs=load.waiting_pairs,
             free_blocks=load.free_blocks,
             credit_blocks=load.credit_blocks,
             is_draining=self.is_draining,

@@ -129,15 +129,17 @@ class Load:
     """How busy the engine is. `free_blocks` counts cached ones, which are there for the taking.
 
     `waiting_tokens` of prompts are still to be computed, as far as is known: `waiting_by_caller`
-    adds up to them. `held_blocks` are held for pullers, or will be when they are computed, and
-    `credit_blocks` may still be. `room_blocks` are left beside the estimated peak of all that is
-    here or pending; what the prefix cache holds of waiting prompts is not taken off. A new request
-    is expected to bring `output_tokens`; 0: that is not known.
+    adds up to them, and `waiting_pairs` (core/step_cost.py) are what they see. `held_blocks` are
+    held for pullers, or will be when they are computed, and `credit_blocks` may still be.
+    `room_blocks` are left beside the estimated peak of all that is here or pending; what the prefix
+    cache holds of waiting prompts is not taken off. A new request is expected to bring
+    `output_tokens`; 0: that is not known.
     """
 
     num_running: int
     num_waiting: int
     waiting_tokens: int
+    waiting_pairs: int
     free_blocks: int
     credit_blocks: int
     held_blocks: int

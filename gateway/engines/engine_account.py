@@ -46,6 +46,7 @@ class _Open:
     decodes: bool = False
     num_tokens: int = 0
     uncached_tokens: int = 0
+    pairs: int = 0  # of these, as in core/step_cost.py
     promised_tokens: int = 0
 
 
@@ -60,12 +61,13 @@ class EngineAccount:
         self._open: dict[Key, _Open] = {}  # ours
         self._prompts: dict[Key, _Open] = {}  # those of them whose first token is not here
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
-        self._num_own_tokens = 0  # of all callers
+        self._num_own_tokens = self._num_own_pairs = 0  # of all callers
         self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._answered_s = 0.0  # when one of ours was last answered
         self._num_decodes = 0  # ours
         self._mean_stay_s: float | None = None  # of them
-        self._waiting_tokens = self._num_steps = 0  # by heartbeat, as all below
+        # By heartbeat, as all below.
+        self._waiting_tokens = self._waiting_pairs = self._num_steps = 0
         self._step_began_s = 0.0
         self._others: dict[int, int] = {}
         self._others_unlisted = 0
@@ -80,6 +82,7 @@ class EngineAccount:
         if self._num_steps != load.num_steps or not has_as_much:
             self._step_began_s = self._clock.monotonic_s()
         self._num_steps, self._waiting_tokens = load.num_steps, load.waiting_tokens
+        self._waiting_pairs = load.waiting_pairs
         self.speed = load.prompt_speed
         self._find_others(load)
         self._answered.clear()
@@ -105,10 +108,12 @@ class EngineAccount:
     def sent_prompt(self, key: Key, caller_id: int, num_tokens: int, cached_tokens: int) -> None:
         """A prompt is to be computed, of which so much should be cached there."""
         uncached_tokens, now_s = num_tokens - cached_tokens, self._clock.monotonic_s()
-        one = _Open(caller_id, now_s, False, num_tokens, uncached_tokens, cached_tokens)
+        pairs = pairs_of(uncached_tokens, cached_tokens)
+        one = _Open(caller_id, now_s, False, num_tokens, uncached_tokens, pairs, cached_tokens)
         self._open[key] = self._prompts[key] = one
         self._own_tokens[caller_id] += uncached_tokens
         self._num_own_tokens += uncached_tokens
+        self._num_own_pairs += pairs
 
     def sent_decodes(self, keys: Iterable[Key], caller_id: int, num_blocks: int) -> None:
         """One or several sequences of a prompt are to go on, which need so many blocks together."""
@@ -125,6 +130,7 @@ class EngineAccount:
             self._answered[one.caller_id] += one.num_tokens
             self._own_tokens[one.caller_id] -= one.uncached_tokens
             self._num_own_tokens -= one.uncached_tokens
+            self._num_own_pairs -= one.pairs
             if not self._own_tokens[one.caller_id]:
                 del self._own_tokens[one.caller_id]
             if is_computed:
@@ -180,16 +186,16 @@ class EngineAccount:
     def tokens_ahead(self) -> int:
         """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
         ours, whichever is more, less what has been computed since the step on the device began. Two
-        engines that compute a prompt each are not equals: one of them is done sooner."""
-        ahead, speed = self._waiting_tokens, self.speed
-        if not ahead and not self._prompts:
+        engines that compute a prompt each are not equals: one of them is done sooner. What they see
+        counts as the tokens that take as long: of a long prompt it is most of the time."""
+        if not self._waiting_tokens and not self._prompts:
             return 0
         now_s = self._clock.monotonic_s()
-        if ahead and speed is not None:
-            ahead -= speed.tokens_in(now_s - self._step_began_s)
-        if self._prompts:
-            ahead = max(ahead, self._num_own_tokens - self._own_computed(now_s))
-        return max(0, ahead)
+        ahead = self._with_pairs(self._waiting_tokens, self._waiting_pairs)
+        ahead -= self._computed_in(now_s - self._step_began_s)
+        tokens, pairs = self._own_computed(now_s)
+        own = self._with_pairs(self._num_own_tokens - tokens, self._num_own_pairs - pairs)
+        return max(0, int(ahead), int(own))
 
     def seconds_until(self, num_tokens: int) -> float:
         """Until it had computed a prompt of so many more; `inf` while its speed is not known."""
@@ -221,15 +227,21 @@ class EngineAccount:
             ahead += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
         now_s = self._clock.monotonic_s()
         computed = min(others, self._computed_in(now_s - self._step_began_s))
-        return max(0.0, ahead - max(computed, self._own_computed(now_s)))
+        return max(0.0, ahead - max(computed, self._own_computed(now_s)[0]))
 
-    def _own_computed(self, now_s: float) -> int:
-        """Tokens of our first prompt there that should be computed by now."""
+    def _own_computed(self, now_s: float) -> tuple[int, int]:
+        """Of our first prompt there, tokens and pairs that should be computed by now."""
         if not self._prompts:
-            return 0
+            return 0, 0
         first = next(iter(self._prompts.values()))
         computed = self._computed_in(now_s - max(first.sent_s, self._answered_s))
-        return min(first.uncached_tokens, computed)
+        whole = self._with_pairs(first.uncached_tokens, first.pairs)
+        share = min(1.0, computed / max(1.0, whole))
+        return round(share * first.uncached_tokens), round(share * first.pairs)
+
+    def _with_pairs(self, num_tokens: int, pairs: int) -> float:
+        """So many tokens, and as many as take as long as what they see."""
+        return num_tokens + (0.0 if self.speed is None else self.speed.tokens_like(pairs))
 
     def _computed_in(self, seconds: float) -> int:
         return 0 if self.speed is None else self.speed.tokens_in(seconds)

@@ -46,6 +46,7 @@ class ReportedLoad:
     host_blocks: int = 0
     host_block_s: float = 0.0  # to copy one of them back; 0: not known
     disk_blocks: int = 0
+    waiting_pairs: int = 0  # (query, key), of the waiting tokens
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()  # digests of those in its host memory
     running_adapters: tuple[str, ...] = ()  # names

@@ -77,6 +77,7 @@ def heartbeat(
         num_blocks=engine.limits.num_blocks,
         credit_blocks=load.credit_blocks,
         waiting_tokens=load.waiting_tokens,
+        waiting_pairs=load.waiting_pairs,
         is_draining=requests.is_draining,
         links=peers.windows.links(),
         held_blocks=load.held_blocks,

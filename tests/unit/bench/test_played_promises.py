@@ -112,17 +112,3 @@ async def test_prompts_do_not_stay_among_decodes_that_leave_them_no_room() -> No
     late = [call for call in simulation.calls if call.arrived_s > 25]
     assert sum(keeps(call.times, 0.025) for call in late) > 0.9 * len(late)
     assert max(call.ttft_s for call in late) < 5.0
-
-
-async def test_two_gateways_do_not_send_to_the_same_engine_within_a_moment() -> None:
-    """One engine has fewer decodes: it is the best for both until its first prompt is told of."""
-    both = EngineSetup(Role.DECODE, TARGET_S)
-    simulation = Simulation(H200_8B, {"one": both, "other": both}, num_gateways=2)
-    for due_s in (0.0, 0.1, 0.2):
-        simulation.at(due_s, lambda: simulation.call(16, 1000))
-    for pair in range(6):
-        for late_s in (0.0, 0.005):
-            simulation.at(0.5 + 0.6 * pair + late_s, lambda: simulation.call(8192, 1))
-    simulation.run()
-    assert all(call.is_served for call in simulation.calls)
-    assert max(call.ttft_s for call in simulation.calls) < 0.25, "one alone takes 0.21 s"

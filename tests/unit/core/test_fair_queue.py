@@ -137,6 +137,7 @@ class QueueMachine(RuleBasedStateMachine):
         waiting: Counter[int] = Counter()
         for item in self.model.items:
             waiting[item.caller_id] += item.num_tokens
+            assert self.queue.num_tokens(item.name) == item.num_tokens
         assert self.queue.waiting_tokens() == waiting
         for caller_id in range(5):
             expected = max(self.model.served[caller_id], self.model.floor)

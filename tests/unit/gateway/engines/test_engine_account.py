@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.step_cost import KNOTS, StepCost
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.reported_load import ReportedLoad
 
@@ -87,6 +90,23 @@ def test_a_prompt_that_goes_on_where_it_was_computed_is_one_entry() -> None:
     assert one.ended(key(0)) is answered and one.num_requests == 1
     one.ended(key(1))
     assert not one._open and not one.unanswered and not one._own_tokens
+
+
+def test_what_a_long_prompt_sees_takes_its_time() -> None:
+    """Of 1000 tokens, which take 1 s: 500,500 pairs, which take as long as 2002 tokens."""
+    ours, theirs = account(), account()
+    cost = StepCost(0.0, (1e-3,) * len(KNOTS), pair_s=4e-6, max_rows=1 << 20)
+    ours.heartbeat(replace(beat(0, 0), step_cost=cost))
+    ours.sent_prompt(key(0), 7, num_tokens=1000, cached_tokens=0)
+    load = replace(beat(0, 0), step_cost=cost, waiting_tokens=1000, waiting_pairs=500_500)
+    theirs.heartbeat(load)
+    for one in (ours, theirs):
+        assert one.tokens_ahead == 3002
+        one._clock.advance(2.0)
+        assert one.tokens_ahead == pytest.approx(1002, abs=1)
+        assert one.seconds_until(0) == pytest.approx(1.002, abs=1e-3)
+    ours.answered(key(0))
+    assert ours.tokens_ahead == 0
 
 
 @given(
