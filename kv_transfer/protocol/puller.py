@@ -86,7 +86,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             case ReserveRefused(transfer_id, lacks_slot):
                 self._queue.answered(transfer_id, was_granted=False, lacks_slot=lacks_slot)
             case WindowOpened(source, sees_steps):
-                self._on_ready(source, self._pairs[source], sees_steps=sees_steps)
+                if (pair := self._pairs.get(source)) is not None:
+                    self._on_ready(source, pair, sees_steps=sees_steps)
             case WindowFailed(source, error):
                 self._refuse(source, error)
             case _:
