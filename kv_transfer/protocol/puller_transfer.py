@@ -58,9 +58,8 @@ class PullerTransfer:
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
     num_pulled_blocks: int = 0
     is_orphaned: bool = False  # the source is lost, but all that is needed was under way
-    renewal_s: float | None = (
-        None  # when its lease at the source is due; None: it has, or needs, none
-    )
+    # When its lease at the source is due; None: it has, or needs, none.
+    renewal_s: float | None = None
     renewal_interval_s: float = 0.0
 
     @property
