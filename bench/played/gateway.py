@@ -31,6 +31,6 @@ class PlayedGateway:
 
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
         """What it does with a step's outputs."""
-        self.table.engines[name].settle(outputs)
+        self.table.engines[name].receive(outputs)
         self.sessions.engine_tokens(name, ())
         self.sessions.engine_outputs(name, outputs)

@@ -12,8 +12,9 @@ there since the heartbeat before counts as ours, so that nothing of ours is ever
                                               └─ + ours now: dispatched and not ended
 Several gateways may take the same place between two heartbeats; the engine queues what is too much.
 Blocks of what was sent since the heartbeat are taken off the room that it named: all that it is
-expected to grow to, as the engine will judge it. Knows no request's tokens: only keys, how long
-they stay, and what they need.
+expected to grow to, as the engine will judge it. Each sequence has one entry from `sent_*` to its
+end, which only `settle` and `ended` change. Knows no request's tokens: only keys, how long they
+stay, and what they need.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ...core.errors import PromiseRefused
 from ...core.ports import Clock
 from ...core.step_cost import PromptSpeed, pairs_of
+from ..request.engine_link import EngineOutput, PlainToken
+from .prompts_in_flight import PromptsInFlight, SentPrompt
 from .reported_load import ReportedLoad
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
@@ -39,7 +43,8 @@ _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is
 class _Open:
     """One sequence that was dispatched and has not ended. `decodes`: it goes on here behind its
     first token. `num_tokens`: of its whole prompt, as the engine counts it, if it is computed here;
-    `promised_tokens`: of them should be cached there, until that is known."""
+    `promised_tokens`: of them should be cached there, by the index, until that is known;
+    `in_flight`: the prompt itself, for others that begin like it."""
 
     caller_id: int
     sent_s: float
@@ -48,21 +53,33 @@ class _Open:
     uncached_tokens: int = 0
     pairs: int = 0  # of these, as in core/step_cost.py
     promised_tokens: int = 0
+    in_flight: SentPrompt | None = None
 
 
 class EngineAccount:
     """One engine's. Times are monotonic seconds. `max_num_seqs` 0: the engine did not say, and all
-    have a place."""
+    have a place.
+
+    `prompts`, `released`: of all engines of a table. `released`: callers of which something ended,
+    or was answered, so that what waits may find a place; whoever dispatches what waits clears it.
+    `num_index_hits`: prompts of which the index promised cached tokens; `num_stale_hits`: those of
+    them that found fewer. `has_refused`: it sent something back for its promise since the last
+    heartbeat.
+    """
 
     def __init__(self, clock: Clock, max_num_seqs: int = 0) -> None:
         self.speed: PromptSpeed | None = None
         self.max_num_seqs = max_num_seqs
+        self.released: set[int] = set()
+        self.prompts = PromptsInFlight(clock)
+        self.num_index_hits = self.num_stale_hits = 0
+        self.has_refused = False
         self._clock = clock
         self._open: dict[Key, _Open] = {}  # ours
         self._prompts: dict[Key, _Open] = {}  # those of them whose first token is not here
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
         self._num_own_tokens = self._num_own_pairs = 0  # of all callers
-        self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
+        self._answered_tokens: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._answered_s = 0.0  # when one of ours was last answered
         self._num_decodes = 0  # ours
         self._mean_stay_s: float | None = None  # of them
@@ -83,15 +100,15 @@ class EngineAccount:
             self._step_began_s = self._clock.monotonic_s()
         self._num_steps, self._waiting_tokens = load.num_steps, load.waiting_tokens
         self._waiting_pairs = load.waiting_pairs
-        self.speed = load.prompt_speed
+        self.speed, self.has_refused = load.prompt_speed, False
         self._find_others(load)
-        self._answered.clear()
+        self._answered_tokens.clear()
         self._num_others = max(0, load.num_requests - self._num_decodes)
         self._room_blocks = load.room_blocks
 
     def _find_others(self, load: ReportedLoad) -> None:
         """What waits, less what is or may be ours. Only the largest callers are listed."""
-        ours = self._answered.copy()
+        ours = self._answered_tokens.copy()
         for sent in self._prompts.values():
             ours[sent.caller_id] += sent.num_tokens
         listed = load.waiting_by_caller
@@ -105,11 +122,19 @@ class EngineAccount:
         our_unlisted = sum(count for caller, count in ours.items() if caller not in listed)
         self._others_unlisted = max(0, unlisted - our_unlisted)
 
-    def sent_prompt(self, key: Key, caller_id: int, num_tokens: int, cached_tokens: int) -> None:
+    def sent_prompt(
+        self,
+        key: Key,
+        caller_id: int,
+        num_tokens: int,
+        cached_tokens: int,
+        in_flight: SentPrompt | None = None,
+    ) -> None:
         """A prompt is to be computed, of which so much should be cached there."""
         uncached_tokens, now_s = num_tokens - cached_tokens, self._clock.monotonic_s()
         pairs = pairs_of(uncached_tokens, cached_tokens)
         one = _Open(caller_id, now_s, False, num_tokens, uncached_tokens, pairs, cached_tokens)
+        one.in_flight = in_flight
         self._open[key] = self._prompts[key] = one
         self._own_tokens[caller_id] += uncached_tokens
         self._num_own_tokens += uncached_tokens
@@ -123,31 +148,61 @@ class EngineAccount:
             self._num_decodes += 1
         self._room_blocks -= num_blocks
 
-    def answered(self, key: Key, *, is_computed: bool = True) -> _Open | None:
-        """Its first token is here, or will not come. None: that was so already."""
-        one = self._prompts.pop(key, None)
-        if one is not None:
-            self._answered[one.caller_id] += one.num_tokens
-            self._own_tokens[one.caller_id] -= one.uncached_tokens
-            self._num_own_tokens -= one.uncached_tokens
-            self._num_own_pairs -= one.pairs
-            if not self._own_tokens[one.caller_id]:
-                del self._own_tokens[one.caller_id]
-            if is_computed:
-                self._answered_s = self._clock.monotonic_s()
-        return one
+    def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
+        """Take note of what a step's outputs answer or end."""
+        if self._prompts:
+            for key in self._prompts.keys() & {token[:2] for token in tokens}:
+                self._answered(key)
+        for output in outputs:
+            key, error = (output.request_id, output.attempt), output.error
+            self.has_refused |= isinstance(error, PromiseRefused)
+            if (one := self._open.get(key)) is None:
+                continue
+            if output.cached_tokens is not None:
+                promised, one.promised_tokens = one.promised_tokens, 0
+                self.num_index_hits += promised > 0
+                self.num_stale_hits += output.cached_tokens < promised
+            # Beams' tokens come at their end, but that their prompt is computed is reported.
+            if output.token_ids or (error is None and not output.prompt_logprobs):
+                self._answered(key)
+            if output.finish_reason is not None or error is not None:
+                self.ended(key)
 
-    def ended(self, key: Key) -> _Open | None:
-        """It finished, failed or was cancelled. None: it had ended already."""
+    def _answered(self, key: Key) -> None:
+        """Its prompt is computed: a prefill engine has nothing more to do for it."""
+        if (one := self._prompts.get(key)) is None:
+            return
+        self._close_prompt(key, is_computed=True)
+        self._answered_s = self._clock.monotonic_s()
+        if one.decodes:
+            self.released.add(one.caller_id)
+        else:
+            self.ended(key)
+
+    def ended(self, key: Key) -> None:
+        """It finished, failed or was cancelled, perhaps before: others may have its place."""
         if (one := self._open.pop(key, None)) is None:
-            return None
-        self.answered(key, is_computed=False)
+            return
+        if key in self._prompts:
+            self._close_prompt(key, is_computed=False)
         if one.decodes:
             self._num_decodes -= 1
             stay_s = self._clock.monotonic_s() - one.sent_s
             mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
             self._mean_stay_s = _DECAY * mean_s + (1 - _DECAY) * stay_s
-        return one
+        self.released.add(one.caller_id)
+
+    def _close_prompt(self, key: Key, *, is_computed: bool) -> None:
+        """Its first token is here, or will not come."""
+        one = self._prompts.pop(key)
+        self._answered_tokens[one.caller_id] += one.num_tokens
+        self._own_tokens[one.caller_id] -= one.uncached_tokens
+        self._num_own_tokens -= one.uncached_tokens
+        self._num_own_pairs -= one.pairs
+        if not self._own_tokens[one.caller_id]:
+            del self._own_tokens[one.caller_id]
+        if one.in_flight is not None:
+            self.prompts.ended(one.in_flight, is_computed=is_computed)
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -174,13 +229,6 @@ class EngineAccount:
     def unanswered(self) -> KeysView[Key]:
         """Of prompts of ours that are there."""
         return self._prompts.keys()
-
-    def take_promise(self, key: Key) -> int:
-        """How many tokens of its prompt should be cached, once; then 0."""
-        if (one := self._open.get(key)) is None:
-            return 0
-        promised, one.promised_tokens = one.promised_tokens, 0
-        return promised
 
     @property
     def tokens_ahead(self) -> int:

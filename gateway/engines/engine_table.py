@@ -46,11 +46,11 @@ class EngineTable:
         self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
         self.moves: Counter[str] = Counter()  # of running requests, by how they ended
-        self.released: set[int] = set()  # of all engines: LinkedEngine has what it means
+        self.released: set[int] = set()  # of all engines: see EngineAccount
 
     def add(self, engine: LinkedEngine) -> None:
         """The engine's link is up."""
-        engine.released, engine.prompts = self.released, self.prompts
+        engine.account.released, engine.account.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
         num_blocks = engine.member.num_blocks + engine.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)

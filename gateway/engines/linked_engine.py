@@ -1,16 +1,15 @@
 """One engine behind a live link: its last heartbeat, and what this gateway sent it.
 
-Owns what was dispatched to it (engine_account.py), and how often the prefix index was right. Knows
-no other engine, no grpc and no directory.
+Owns the account of what was dispatched to it (engine_account.py). Knows no other engine, no grpc
+and no directory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import PromiseRefused
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import PrefixSource, Request, Ticket
@@ -19,9 +18,8 @@ from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from ..request.session_table import SessionTable
-from .engine_account import EngineAccount, Key
+from .engine_account import EngineAccount
 from .engine_connection import EngineConnection
-from .prompts_in_flight import PromptsInFlight
 from .reported_load import MANY_DECODES, ReportedLoad
 from .routing import READ_ADAPTER_S, EngineState
 
@@ -36,37 +34,29 @@ class LinkedEngine:
     `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
     does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
     `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
-    adapters in its steps; 0: it serves none. `released`: callers of which something ended here, or
-    was answered, so that what waits may find a place; whoever dispatches what waits clears it.
-    `prompts`, `sessions`: those of all engines. `num_index_hits`: dispatches for which the index
-    promised cached tokens; `num_stale_hits`: those of them that found fewer.
+    adapters in its steps; 0: it serves none. `sessions`: of all engines.
     """
 
     member: Member
     outbox: EngineConnection
-    load: ReportedLoad | None = None
-    heard_s: float = -math.inf  # when that came
-    num_dispatched: int = 0
-    num_index_hits: int = 0
-    num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
     block_bytes: int = 0
     own_target_s: float = 0.0
     num_host_blocks: int = 0
     max_loras: int = 0
-    released: set[int] = field(default_factory=set)
-    prompts: PromptsInFlight = field(init=False)
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
-    _num_promised: int = MANY_DECODES  # decodes of a step that keeps its promise
-    is_measured: bool = False  # its steps of prompts, by its last heartbeat
-    _has_refused: bool = False  # since then
-    _known: tuple[ReportedLoad | None, tuple[object, ...]] = (None, ())  # by heartbeat, for `state`
+    num_dispatched: int = field(init=False, default=0)
+    # By its last heartbeat.
+    load: ReportedLoad | None = field(init=False, default=None)
+    heard_s: float = field(init=False, default=-math.inf)  # when that came
+    is_measured: bool = field(init=False, default=False)  # its steps of prompts
+    _num_promised: int = field(init=False, default=MANY_DECODES)  # that a step may have of decodes
+    _known: tuple[object, ...] = field(init=False, default=())  # the first of an EngineState
 
     def __post_init__(self) -> None:
         self.account = EngineAccount(self.clock, self.max_num_seqs)
-        self.prompts = PromptsInFlight(self.clock)
 
     @property
     def incarnation(self) -> str:
@@ -92,12 +82,16 @@ class LinkedEngine:
 
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
-        self.load, self._has_refused = load, False
-        self.heard_s = self.clock.monotonic_s()
+        self.load, self.heard_s = load, self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
         self.account.heartbeat(load)
-        target_s = load.tbt_target_s
+        target_s, member = load.tbt_target_s, self.member
         self._num_promised = MANY_DECODES if target_s is None else load.decodes_within(target_s)
+        self._known = (
+            *(member.incarnation, member.role, member.fingerprint, member.block_size),
+            *(load.free_blocks, load.credit_blocks, load.is_draining),
+            *(load.links, load.link_gbytes_per_s, load.takes_whole),
+        )
 
     def dispatch(
         self,
@@ -121,14 +115,14 @@ class LinkedEngine:
                 num_blocks = found_tokens // self.member.block_size
                 source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
                 request = replace(request, prefix_source=source)
-            self.account.sent_prompt(keys[0], caller_id, num_tokens, found_tokens)
-            self.prompts.sent(
-                (self.incarnation, keys[0]),
+            in_flight = self.account.prompts.sent(
+                self.incarnation,
                 self.fingerprint,
                 salted(request.cache_salt, request.adapter_digest),
                 request.prompt_token_ids,
                 self.member.block_size,
             )
+            self.account.sent_prompt(keys[0], caller_id, num_tokens, found_tokens, in_flight)
         if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
             num_blocks = self.blocks_for(
@@ -138,52 +132,15 @@ class LinkedEngine:
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        self._ended((request_id, attempt))
+        self.account.ended((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
 
-    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
+    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken] = ()) -> None:
         """What a step brought: for its sessions, behind what it answers or ends here."""
-        self.settle(outputs, tokens)
+        self.account.settle(outputs, tokens)
         if self.sessions is not None:
             self.sessions.engine_tokens(self.incarnation, tokens)
             self.sessions.engine_outputs(self.incarnation, outputs)
-
-    def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
-        """Take note of what these outputs answer or end."""
-        if unanswered := self.account.unanswered:
-            for key in unanswered & {token[:2] for token in tokens}:
-                self._answered(key)
-        for output in outputs:
-            key = (output.request_id, output.attempt)
-            if output.cached_tokens is not None:
-                promised = self.account.take_promise(key)
-                self.num_index_hits += promised > 0
-                self.num_stale_hits += output.cached_tokens < promised
-            # Beams' tokens come at their end, but that their prompt is computed is reported.
-            has_progress = output.error is None and not output.prompt_logprobs
-            if output.token_ids or has_progress:
-                self._answered(key)
-            self._has_refused |= isinstance(output.error, PromiseRefused)
-            if output.finish_reason is not None or output.error is not None:
-                self._ended(key)
-
-    def _answered(self, key: Key) -> None:
-        """Its prompt is computed: a prefill engine has nothing more to do for it."""
-        one = self.account.answered(key)
-        if one is None:
-            return
-        self.prompts.ended((self.incarnation, key), is_computed=True)
-        if one.decodes:
-            self.released.add(one.caller_id)
-        else:
-            self._ended(key)
-
-    def _ended(self, key: Key) -> None:
-        """What the request had or waited for here, others may have."""
-        if key in self.account.unanswered:
-            self.prompts.ended((self.incarnation, key), is_computed=False)
-        if (one := self.account.ended(key)) is not None:
-            self.released.add(one.caller_id)
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
         """Of the KV of samples of one prompt, with what each is expected to grow by."""
@@ -210,10 +167,6 @@ class LinkedEngine:
         given any. What is about prompts is left out where it takes none, and what is about decodes
         where it has none.
         """
-        known_load, known = self._known
-        if known_load is not load:
-            known = self._known_of(load)
-            self._known = load, known
         account, waiting_tokens, speed = self.account, 0, None
         is_prefill = self.member.role is Role.PREFILL
         takes_prompt = has_place = False
@@ -230,15 +183,8 @@ class LinkedEngine:
         of_now = (num_requests, num_dispatched, waiting_tokens, cached.num_tokens)
         adapter_s = READ_ADAPTER_S if adapter and adapter not in load.adapters else 0.0
         of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, adapter_s)
-        return EngineState._make(known + of_now + (speed, takes_prompt, has_place) + of_prompt)
-
-    def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
-        """The first fields of an EngineState: those that its heartbeat decides."""
-        member = self.member
-        return (
-            *(member.incarnation, member.role, member.fingerprint, member.block_size),
-            *(load.free_blocks, load.credit_blocks, load.is_draining),
-            *(load.links, load.link_gbytes_per_s, load.takes_whole),
+        return EngineState._make(
+            self._known + of_now + (speed, takes_prompt, has_place) + of_prompt
         )
 
     def _has_place(self, load: ReportedLoad, demand: Demand, cached_tokens: int) -> bool:
@@ -250,7 +196,7 @@ class LinkedEngine:
 
     def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:
         """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
-        if self._has_refused:
+        if self.account.has_refused:
             return False
         most = self._num_promised
         if demand.tbt_target_s and load.tbt_target_s is not None:

@@ -10,20 +10,27 @@ those alone that begin with the same block; nothing is hashed for it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ...core.ports import Clock
 from ...core.request.token_ids import NUM_BYTES, pack
-from .engine_account import Key
 
 LINGER_S = 0.3  # from a first token until the index has its prompt
 _MOST_ALIKE = 8  # that are compared with a prompt: the last ones
 
 _Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: what prompts must have in common
-_Place = tuple[str, Key]  # incarnation, request
+
+
+@dataclass(slots=True, eq=False)
+class SentPrompt:
+    """One of them, of a block at least, at the engine of this incarnation."""
+
+    engine: str
+    kind: _Kind
+    packed: memoryview
 
 
 @dataclass(slots=True, eq=False)
@@ -31,34 +38,36 @@ class PromptsInFlight:
     """One gateway's."""
 
     clock: Clock
-    _kinds: dict[_Place, _Kind] = field(default_factory=dict)
-    _prompts: dict[_Kind, OrderedDict[_Place, memoryview]] = field(default_factory=dict)
-    _answered: OrderedDict[_Place, float] = field(default_factory=OrderedDict)
+    _prompts: dict[_Kind, dict[SentPrompt, None]] = field(default_factory=dict)
+    _answered: deque[tuple[float, SentPrompt]] = field(default_factory=deque)  # until when
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return sum(map(len, self._prompts.values()))
 
     def sent(
-        self, place: _Place, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
-    ) -> None:
-        """A prompt goes to an engine to be computed; one shorter than a block is no matter."""
+        self, engine: str, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
+    ) -> SentPrompt | None:
+        """A prompt goes to an engine to be computed. None: one without a block is no matter."""
         self._forget_old()
-        if len(token_ids) >= block_size:
-            packed = memoryview(pack(token_ids))
-            kind = (fingerprint, salt, bytes(packed[: NUM_BYTES * block_size]))
-            self._kinds[place] = kind
-            self._prompts.setdefault(kind, OrderedDict())[place] = packed
+        if len(token_ids) < block_size:
+            return None
+        packed = memoryview(pack(token_ids))
+        kind = (fingerprint, salt, bytes(packed[: NUM_BYTES * block_size]))
+        prompt = SentPrompt(engine, kind, packed)
+        self._prompts.setdefault(kind, {})[prompt] = None
+        return prompt
 
-    def ended(self, place: _Place, *, is_computed: bool) -> None:
+    def ended(self, prompt: SentPrompt, *, is_computed: bool) -> None:
         """It has its first token, or will not be computed."""
-        if place in self._kinds and is_computed:
-            self._answered[place] = self.clock.monotonic_s() + LINGER_S
-        elif place in self._kinds:
-            self._drop(place)
+        if is_computed:
+            self._answered.append((self.clock.monotonic_s() + LINGER_S, prompt))
+        else:
+            self._drop(prompt)
 
     def engine_lost(self, incarnation: str) -> None:
-        for place in [place for place in self._kinds if place[0] == incarnation]:
-            self._drop(place)
+        for prompt in [prompt for alike in self._prompts.values() for prompt in alike]:
+            if prompt.engine == incarnation:
+                self._drop(prompt)
 
     def common_blocks(
         self, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
@@ -72,25 +81,22 @@ class PromptsInFlight:
         if not alike:
             return {}
         packed, found = memoryview(pack(token_ids)), dict[str, int]()
-        for (incarnation, _), other in islice(reversed(alike.items()), _MOST_ALIKE):
-            count = _common(packed, other, NUM_BYTES * block_size)
-            found[incarnation] = max(count, found.get(incarnation, 0))
+        for other in islice(reversed(alike), _MOST_ALIKE):
+            count = _common(packed, other.packed, NUM_BYTES * block_size)
+            found[other.engine] = max(count, found.get(other.engine, 0))
         return found
 
     def _forget_old(self) -> None:
         now_s = self.clock.monotonic_s()
-        while self._answered:
-            place, until_s = next(iter(self._answered.items()))
-            if until_s > now_s:
-                return
-            self._drop(place)
+        while self._answered and self._answered[0][0] <= now_s:
+            self._drop(self._answered.popleft()[1])
 
-    def _drop(self, place: _Place) -> None:
-        self._answered.pop(place, None)
-        kind = self._kinds.pop(place)
-        del self._prompts[kind][place]
-        if not self._prompts[kind]:
-            del self._prompts[kind]
+    def _drop(self, prompt: SentPrompt) -> None:
+        """Perhaps once more: its engine may have been lost."""
+        if (alike := self._prompts.get(prompt.kind)) is not None:
+            alike.pop(prompt, None)
+            if not alike:
+                del self._prompts[prompt.kind]
 
 
 def _common(one: memoryview, other: memoryview, num_bytes: int) -> int:

@@ -119,7 +119,9 @@ class SyntheticGateway:
         engine.block_bytes = 2 << 20
         is_prefill = role is Role.PREFILL
         running, waiting = (2, 1) if is_prefill else (self._random.randrange(20, 60), 0)
-        engine.load = ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
+        engine.receive_heartbeat(
+            ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
+        )
         self.table.add(engine)
         self._cache(incarnation, num_blocks=self._random.randrange(800, 2_000))
         return member
@@ -261,9 +263,11 @@ class SyntheticGateway:
         running = min(64 if not is_prefill else 4, max(1, load.num_running + self._drawn()))
         waiting = min(6, max(0, load.num_waiting + self._drawn())) if is_prefill else 0
         credit = load.credit_blocks
-        engine.load = ReportedLoad(
-            *(running, waiting, 4_000 * waiting, free, credit, False, load.links),
-            counters=self._counted(load.counters),
+        engine.receive_heartbeat(
+            ReportedLoad(
+                *(running, waiting, 4_000 * waiting, free, credit, False, load.links),
+                counters=self._counted(load.counters),
+            )
         )
         if engine.name != "prefill-0.0":  # which promises nothing
             self._promise(engine, load.counters)
@@ -284,7 +288,7 @@ class SyntheticGateway:
         counters = engine.load.counters
         counters.num_promised_steps = before.num_promised_steps + 40
         counters.num_kept_steps = before.num_kept_steps + 40 - (self._random.random() < 0.3)
-        engine.load = replace(engine.load, tbt_target_s=0.025, decode_step_p99_s=0.0247)
+        engine.receive_heartbeat(replace(engine.load, tbt_target_s=0.025, decode_step_p99_s=0.0247))
 
     def _drawn(self) -> int:
         return self._random.choice((-1, 0, 0, 0, 1))

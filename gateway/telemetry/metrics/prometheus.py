@@ -179,7 +179,7 @@ class Exporter:
     def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
         if read.link is not engine:
             read.link, read.num_index_hits, read.num_stale_hits = engine, 0, 0
-        hits, stale = engine.num_index_hits, engine.num_stale_hits
+        hits, stale = engine.account.num_index_hits, engine.account.num_stale_hits
         self._store.add(table.INDEX_HITS, value=hits - read.num_index_hits)
         self._store.add(table.INDEX_STALE, value=stale - read.num_stale_hits)
         read.num_index_hits, read.num_stale_hits = hits, stale

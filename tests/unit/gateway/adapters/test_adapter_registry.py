@@ -44,7 +44,8 @@ class World:
         member = Member(name, role, f"node {name[:2]}", "h:1", "base", "fp", 200, 4, 100)
         load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({PREFILL}))
         self.links[name] = link = FakeLink(name)
-        engine = LinkedEngine(member, link, load, max_loras=max_loras)
+        engine = LinkedEngine(member, link, max_loras=max_loras)
+        engine.receive_heartbeat(load)
         self.table.add(engine)
         return engine
 
@@ -108,9 +109,9 @@ def test_routing_prefers_engines_that_have_it() -> None:
     world = World()
     links = frozenset({PREFILL})
     has_it = ReportedLoad(0, 0, 0, 100, 50, False, links, adapters=frozenset({ONE}))
-    world.add(SPARE, Role.DECODE).load = has_it
+    world.add(SPARE, Role.DECODE).receive_heartbeat(has_it)
     nobody = world.add("ff" * 16, Role.DECODE, max_loras=0)
-    nobody.load = ReportedLoad(0, 0, 0, 900, 50, False, links)
+    nobody.receive_heartbeat(ReportedLoad(0, 0, 0, 900, 50, False, links))
     route = PromptRouter(world.table, adapter=ONE).choose(
         Demand(10), avoid=Avoid(), fingerprint=None
     )

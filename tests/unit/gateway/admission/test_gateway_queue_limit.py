@@ -76,7 +76,7 @@ class Cluster:
 
     def answer(self, name: str, request_id: str) -> None:
         output = EngineOutput(request_id, 0, token_ids=(1,), cached_tokens=0)
-        self.table.engines[name].settle([output])
+        self.table.engines[name].receive([output])
 
     def wait_s(self, num_tokens: int, caller_id: int = ME, **cached: int) -> float:
         prefixes = {name: CachedPrefix(num) for name, num in cached.items()}
@@ -228,7 +228,7 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
         elif how == "cancel":
             engine.cancel(request_id, 0)
         else:
-            engine.settle([EngineOutput(request_id, 0, error=Cancelled("no"))])
+            engine.receive([EngineOutput(request_id, 0, error=Cancelled("no"))])
 
     for number, (move, which, tokens, part) in enumerate(history):
         name = names[which % len(names)]

@@ -9,9 +9,11 @@ from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.request.request import FinishReason
 from baton.core.step_cost import KNOTS, StepCost
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.request.engine_link import EngineOutput
 
 
 def key(number: int) -> tuple[str, int]:
@@ -69,9 +71,10 @@ def test_places_become_free_as_fast_as_requests_stay_long() -> None:
         places.sent_decodes([key(number)], 7, 1)
     assert places.places_per_s is None
     clock.advance(10.0)
-    assert places.ended(key(0)) is not None
+    places.ended(key(0))
     assert places.places_per_s == pytest.approx(5.9)
-    assert places.ended(key(0)) is None
+    places.ended(key(0))
+    assert places.places_per_s == pytest.approx(5.9), "it had ended"
     clock.advance(10.0)
     for number in range(1, 60):
         places.ended(key(number))
@@ -83,11 +86,15 @@ def test_a_prompt_that_goes_on_where_it_was_computed_is_one_entry() -> None:
     one.sent_prompt(key(0), 7, num_tokens=100, cached_tokens=32)
     one.sent_decodes([key(0), key(1)], 7, 1)
     assert (one.tokens_ahead, one.num_requests) == (68, 2)
-    assert [one.take_promise(key(n)) for n in (0, 0, 1)] == [32, 0, 0]
-    answered = one.answered(key(0))
-    assert answered is not None and answered.decodes and one.answered(key(0)) is None
-    assert (one.tokens_ahead, one.num_requests) == (0, 2)
-    assert one.ended(key(0)) is answered and one.num_requests == 1
+    for number, found in ((1, 0), (0, 16), (0, 0)):  # none was promised, and then all was known
+        one.settle([EngineOutput(*key(number), cached_tokens=found, error=None)])
+        assert (one.num_index_hits, one.num_stale_hits) == (1 - number, 1 - number)
+    assert (one.tokens_ahead, one.num_requests) == (0, 2) and one.released == {7}
+    one.released.clear()
+    one.settle([], [(*key(0), 0, 5), (*key(1), 0, 5)])
+    assert not one.released, "it was answered already"
+    one.settle([EngineOutput(*key(0), 1, (5,), FinishReason.STOP)])
+    assert one.num_requests == 1 and one.released == {7}
     one.ended(key(1))
     assert not one._open and not one.unanswered and not one._own_tokens
 
@@ -120,7 +127,9 @@ def test_what_has_ended_is_forgotten(moves: list[tuple[str, int]]) -> None:
             places.sent_decodes([key(which)], 7, which)
             running.add(which)
         elif move == "end":
-            assert (places.ended(key(which)) is not None) == (which in running)
+            places.released.clear()
+            places.ended(key(which))
+            assert bool(places.released) == (which in running)
             running.discard(which)
         elif move == "beat":
             places.heartbeat(beat(len(running), 50))

@@ -273,7 +273,9 @@ LOAD = ReportedLoad(0, 0, 0, 100, 50, False, frozenset("p"))
 
 def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400) -> LinkedEngine:
     member = Member(name, role, name, "h:1", "demo", "fp", max_model_len, 16, num_blocks)
-    return LinkedEngine(member, FakeLink(name), LOAD)
+    engine = LinkedEngine(member, FakeLink(name))
+    engine.receive_heartbeat(LOAD)
+    return engine
 
 
 def route_of(table: EngineTable, num_tokens: int = 3) -> Route:
@@ -307,10 +309,10 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
     send(1, e)
     send(2, e)
     assert chosen() == "d"
-    d.settle([EngineOutput("r", 0, 1, (5,))])
-    e.settle([EngineOutput("r", 1, stamps=())])
+    d.receive([EngineOutput("r", 0, 1, (5,))])
+    e.receive([EngineOutput("r", 1, stamps=())])
     assert (d.account.num_requests, e.account.num_requests) == (1, 2)
-    d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
+    d.receive([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
     e.cancel("r", 1)
     e.cancel("r", 2)
     e.cancel("r", 99)
@@ -346,9 +348,9 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.dispatch(request, Work.LOCAL, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)
-    d.settle([], [("r", 0, 0, 5)])
+    d.receive([], [("r", 0, 0, 5)])
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 0)
-    d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
+    d.receive([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
     assert d.account.num_requests == 0
 
 
@@ -400,7 +402,7 @@ def test_an_engine_that_refused_has_no_place_until_its_next_heartbeat() -> None:
     route = route_of(table)
     refused = EngineOutput("r", 0, error=PromiseRefused("no"))
     for engine, other in ((d, "e"), (e, None)):
-        engine.settle([refused])
+        engine.receive([refused])
         if other is not None:
             chosen = route_of(table).decode
             assert chosen.incarnation == other

@@ -93,7 +93,8 @@ def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) 
     for incarnation in (P, Q, D):
         role = Role.DECODE if incarnation == D else Role.PREFILL
         member = Member(incarnation, role, "name", "h:1", "demo", "fp", 4096, BLOCK_SIZE, 2000)
-        table.add(LinkedEngine(member, FakeLink(incarnation), LOAD))
+        table.add(engine := LinkedEngine(member, FakeLink(incarnation)))
+        engine.receive_heartbeat(LOAD)
         cached = chain[: cached_blocks.get(incarnation, 0)]
         table.mirror.take(encode(Delta(incarnation, 1, (), tuple(cached))))
     return table
@@ -139,7 +140,8 @@ async def test_engines_of_other_kinds_and_lost_ones_do_not_count() -> None:
     table.remove(Q)
     assert await chosen(table) == (P, 0, 0)
     engine = table_with({Q: 3}).engines[Q]
-    table.add(LinkedEngine(replace(engine.member, fingerprint="other"), engine.outbox, LOAD))
+    table.add(other := LinkedEngine(replace(engine.member, fingerprint="other"), engine.outbox))
+    other.receive_heartbeat(LOAD)
     chain = block_hashes(root_hash("fp"), PROMPT, BLOCK_SIZE)
     table.mirror.take(encode(Delta(Q, 1, (), tuple(chain))))
     assert await chosen(table) == (P, 0, 0)
@@ -156,6 +158,6 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         request = Request("r", attempt, PROMPT, SamplingParams())
         route.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
         assert q.account.tokens_ahead == 16
-        q.settle([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
-    assert (q.num_index_hits, q.num_stale_hits) == (3, 2)
+        q.receive([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
+    assert (q.account.num_index_hits, q.account.num_stale_hits) == (3, 2)
     assert q.account.tokens_ahead == 0

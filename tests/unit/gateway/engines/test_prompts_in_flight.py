@@ -27,7 +27,7 @@ SOURCES = ("p" * 32, "q" * 32, "r" * 32)
 @given(st.lists(st.integers(1, 3), max_size=40), st.lists(st.integers(1, 3), max_size=40))
 def test_common_blocks_are_those_that_are_the_same(one: list[int], other: list[int]) -> None:
     prompts = PromptsInFlight(FakeClock())
-    prompts.sent(("p", ("a", 0)), "fp", "", one, SIZE)
+    prompts.sent("p", "fp", "", one, SIZE)
     most = min(len(one), len(other)) // SIZE
     expected = next(
         (i for i in range(most) if one[: (i + 1) * SIZE] != other[: (i + 1) * SIZE]), most
@@ -40,18 +40,31 @@ def test_common_blocks_are_those_that_are_the_same(one: list[int], other: list[i
 def test_what_ends_is_forgotten() -> None:
     clock = FakeClock()
     prompts, ids = PromptsInFlight(clock), array("I", range(20))
-    for index, name in enumerate("ppq"):
-        prompts.sent((name, (str(index), 0)), "fp", "", ids, SIZE)
-    prompts.sent(("p", ("short", 0)), "fp", "", ids[:3], SIZE)
+    first, second, _ = (prompts.sent(name, "fp", "", ids, SIZE) for name in "ppq")
+    assert first is not None and second is not None
+    assert prompts.sent("p", "fp", "", ids[:3], SIZE) is None, "it has no block"
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"p": 5, "q": 5}
-    prompts.ended(("p", ("0", 0)), is_computed=True)
-    prompts.ended(("p", ("1", 0)), is_computed=False)
-    prompts.ended(("p", ("1", 0)), is_computed=True)
+    prompts.ended(first, is_computed=True)
+    prompts.ended(second, is_computed=False)
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"p": 5, "q": 5}
     clock.advance(LINGER_S)
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"q": 5}
     prompts.engine_lost("q")
     assert len(prompts) == 0 and not prompts._prompts and not prompts._answered
+
+
+def test_what_an_engine_that_is_lost_had_answered_is_forgotten_once() -> None:
+    clock = FakeClock()
+    prompts, ids = PromptsInFlight(clock), array("I", range(20))
+    sent = prompts.sent("p", "fp", "", ids, SIZE)
+    assert sent is not None
+    prompts.ended(sent, is_computed=True)
+    prompts.engine_lost("p")
+    assert prompts.common_blocks("fp", "", ids, SIZE) == {}
+    prompts.sent("q", "fp", "", ids, SIZE)
+    clock.advance(LINGER_S)
+    assert prompts.common_blocks("fp", "", ids, SIZE) == {"q": 5}
+    assert len(prompts) == 1 and not prompts._answered
 
 
 def table() -> EngineTable:
@@ -86,7 +99,7 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
     await other.hash_prompt()
     assert other.cached(400) == {}
     output = EngineOutput("0", 0, 0, (5,))
-    engines.engines[homes[0]].settle([output])
+    engines.engines[homes[0]].receive([output])
     engines.engines[homes[0]].cancel("1", 0)
     assert len(engines.prompts) == 3
     engines.remove(homes[0])

@@ -62,7 +62,10 @@ class Cluster:
     def join(self, name: str, incarnation: str, *, load: ReportedLoad | None = IDLE) -> None:
         member = Member(incarnation * 32, Role.DECODE, name, "h:1", "m", "f", 64, 16, 100)
         self.members.append(member)
-        self.table.add(LinkedEngine(member, None, load=load))  # type: ignore[arg-type]
+        engine = LinkedEngine(member, None)  # type: ignore[arg-type]
+        if load is not None:
+            engine.receive_heartbeat(load)
+        self.table.add(engine)
 
     def leave(self, incarnation: str) -> None:
         self.unlink(incarnation)

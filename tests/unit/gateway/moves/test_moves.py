@@ -110,7 +110,7 @@ class World:
             name = session.attempt.pair[1]  # type: ignore[union-attr]
             if is_streaming:
                 output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
-                self.table.engines[name].settle([output])
+                self.table.engines[name].receive([output])
                 self.sessions.engine_outputs(name, [output])
 
     def session(

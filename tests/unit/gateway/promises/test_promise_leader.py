@@ -64,7 +64,9 @@ class World:
         self.links[name] = FakeLink(name)
         load = ReportedLoad(0, 0, 0, 1 << 15, 1 << 14, False, frozenset(), step_tokens=8192)
         load = replace(load, tbt_target_s=own_target_s or None, step_cost=COST)
-        self.table.add(LinkedEngine(member, self.links[name], load, own_target_s=own_target_s))
+        engine = LinkedEngine(member, self.links[name], own_target_s=own_target_s)
+        engine.receive_heartbeat(load)
+        self.table.add(engine)
 
     def play(self, seconds: float, mix: tuple[float, float, float]) -> None:
         """So long under this load, which engines share; the leader looks all the while."""

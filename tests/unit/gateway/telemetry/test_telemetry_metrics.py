@@ -76,7 +76,8 @@ class World:
         self, incarnation: str, name: str, load: ReportedLoad, role: Role = Role.DECODE
     ) -> LinkedEngine:
         member = Member(incarnation, role, name, "a:1", "demo", "f", 100, 16, 102)
-        engine = LinkedEngine(member, outbox=None, load=load)  # type: ignore[arg-type]
+        engine = LinkedEngine(member, outbox=None)  # type: ignore[arg-type]
+        engine.receive_heartbeat(load)
         self.table.add(engine)
         self.view.listed = [e.member for e in self.table.engines.values()]
         return engine
@@ -225,7 +226,7 @@ def test_engines_are_read_from_their_heartbeats() -> None:
         failed_fetches={"node_lost": 7},
     )  # fmt: skip
     engine = world.link("1", "d0", replace(LOAD, counters=counters))
-    engine.num_index_hits, engine.num_stale_hits = 5, 2
+    engine.account.num_index_hits, engine.account.num_stale_hits = 5, 2
     world.table.decisions["cached_prefix"] += 5
     node = {"role": "decode", "node": "d0"}
     assert world.value("baton_node_up", **node) == 1
@@ -313,13 +314,13 @@ def test_an_engine_s_counters_go_on_over_a_link_that_breaks(is_read_between: boo
     world = World()
     node = {"role": "decode", "node": "d0"}
     load = replace(LOAD, counters=Counters(num_preemptions=7))
-    world.link("1", "d0", load).num_index_hits = 5
+    world.link("1", "d0", load).account.num_index_hits = 5
     assert world.value("baton_num_preemptions_total", **node) == 7
     assert world.value("baton_index_hits_total") == 5
     world.unlink("1")
     if is_read_between:
         world.scrape()
-    world.link("1", "d0", load).num_index_hits = 2
+    world.link("1", "d0", load).account.num_index_hits = 2
     assert world.value("baton_num_preemptions_total", **node) == 7
     assert world.value("baton_index_hits_total") == 7
 
