@@ -112,7 +112,7 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
         one._clock.advance(2.0)
         assert one.tokens_ahead == pytest.approx(1002, abs=1)
         assert one.seconds_until(0) == pytest.approx(1.002, abs=1e-3)
-    ours.answered(key(0))
+    ours.settle([EngineOutput(*key(0), token_ids=(5,))])
     assert ours.tokens_ahead == 0
 
 
