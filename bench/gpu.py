@@ -172,7 +172,7 @@ class Bench:
         engine.add(request, hold=True)
         while engine.has_work:
             engine.step()
-        filled = [ref.block_id for ref in engine.block_refs(request.key, 0, 8)]
+        filled = engine.block_refs(request.key, 0, 8).block_ids.tolist()
         others = [n for n in range(2, engine.limits.num_blocks) if n not in filled]
         for first in range(0, len(others), 128):
             targets = others[first : first + 128]

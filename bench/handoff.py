@@ -26,7 +26,7 @@ import torch
 
 from baton.core.config import NodeConfig
 from baton.core.process.children import end_waits_on_time
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRefs, canary_bytes
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout
 from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
@@ -103,7 +103,7 @@ def _pairs(num_blocks: int, *, is_scattered: bool) -> BlockPairs:
     sources, targets = (
         rng.sample(ids, num_blocks) if is_scattered else list(ids) for _ in range(2)
     )
-    return BlockPairs.join([BlockRef(0, source, 0, None) for source in sources], targets)
+    return BlockPairs.join(BlockRefs.pack(sources, [0] * num_blocks), targets)
 
 
 def _pull(window: CudaWindow | RemoteWindow, pairs: BlockPairs) -> float:

@@ -20,7 +20,7 @@ from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints
 from .first_steps import measure_first_steps
 from .input_batch import InputBatch
-from .kv.block_pool import BlockPool, BlockRef
+from .kv.block_pool import BlockPool, BlockRefs
 from .kv.disk.disk_thread import DiskThread
 from .kv.disk.disk_tier import DiskTier
 from .kv.generations import Generations
@@ -305,7 +305,7 @@ class Engine:
         """Whether tokens of prompts wait, or are being computed."""
         return bool(self._scheduler.queues.waiting) or self._scheduler.queues.has_prefills
 
-    def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
+    def block_refs(self, key: str, first: int, last: int) -> BlockRefs:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).
 
         A block has a hash once a step is launched that fills it.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.request.request import Request, Ticket
-from ..engine.kv.block_pool import BlockRef
+from ..engine.kv.block_pool import BlockRefs
 from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import Chunk, Offered, Withdrawn
 from ..kv_transfer.protocol.messages import HandoffState
@@ -102,15 +102,13 @@ class PrefillRole(EngineRole[_Offer]):
             transfer_id = offer.ticket.transfer_id
             self._peers.feed_source(Chunk(transfer_id, blocks, chunk.num_tokens, step=chunk.step))
 
-    def _next_blocks(
-        self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool
-    ) -> tuple[BlockRef, ...]:
+    def _next_blocks(self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool) -> BlockRefs:
         """The blocks that so many tokens fill and that were not offered yet; with the last chunk
         also the partial one."""
         limits, first = self._engine.limits, offer.num_offered_blocks
         last = limits.blocks_for(num_tokens) if is_last else num_tokens // limits.block_size
         offer.num_offered_blocks = max(first, last)
-        return tuple(self._engine.block_refs(key, first, last))
+        return self._engine.block_refs(key, first, last)
 
     # -- pullers -------------------------------------------------------------------------------
 

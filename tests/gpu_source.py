@@ -21,9 +21,8 @@ from types import ModuleType
 import numpy as np
 import torch
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 
-from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
 
@@ -63,7 +62,7 @@ class Source:
 
     def pair(self, block_id: int, destination: int) -> BlockPair:
         generation = int(self.published[block_id])
-        return BlockPair(BlockRef(0, block_id, generation, None), destination)
+        return BlockPair(BlockRef(block_id, generation), destination)
 
 
 @contextlib.contextmanager

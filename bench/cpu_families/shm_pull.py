@@ -9,7 +9,7 @@ import secrets
 import numpy as np
 
 from baton.engine.kv import memfd
-from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRefs, canary_bytes
 from baton.engine.kv.generations import SharedGenerations
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.shm.shm_window import ShmWindow
@@ -58,7 +58,7 @@ def _pull(name: str, block_bytes: int) -> Figure:
     access = RemotePool(_INCARNATION, "", 0, pair_key(key, puller), False, puller)
     window = ShmTransport(target).connect(access)
     block_ids = range(2, num_pulled + 2)
-    refs = [BlockRef(0, block_id, generations.read(block_id), None) for block_id in block_ids]
+    refs = BlockRefs.pack(block_ids, map(generations.read, block_ids))
     pairs = BlockPairs.join(refs, block_ids)
     num_bytes = num_pulled * block_bytes
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...core.request.token_ids import BlockHash
-from .block_pool import BlockPool, BlockRef, Fence
+from .block_pool import BlockPool, BlockRefs, Fence
 from .generations import Generations
 from .prefix_cache import PrefixCache
 
@@ -38,18 +38,14 @@ class LentPrefixes:
     _room: Callable[[], int]
     _fences: set[Fence] = field(default_factory=set)
 
-    def lend(self, block_hashes: Sequence[BlockHash]) -> tuple[Fence, tuple[BlockRef, ...]] | None:
+    def lend(self, block_hashes: Sequence[BlockHash]) -> tuple[Fence, BlockRefs] | None:
         """Hold the cached blocks of these hashes, which are computed, for somebody who copies them;
         None if one is missing, or if what runs here will need the memory. See `give_back`."""
         block_ids = self._match(block_hashes)
         if len(block_ids) < len(block_hashes) or not self._has_room(block_ids, 0):
             return None
-        columns = enumerate(zip(block_ids, block_hashes, strict=True))
-        refs = tuple(
-            BlockRef(index, block_id, self._generations.read(block_id), each)
-            for index, (block_id, each) in columns
-        )
-        return self._hold(block_ids), refs
+        generations = map(self._generations.read, block_ids)
+        return self._hold(block_ids), BlockRefs.pack(block_ids, generations, block_hashes)
 
     def give_back(self, fence: Fence) -> None:
         """Nobody copies from these any more. A second call does nothing."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Row
-from itertools import chain, count, repeat
 
-from ..kv.block_pool import BlockPool, BlockRef, Fence
+from ..kv.block_pool import BlockPool, BlockRefs, Fence
 from ..kv.generations import Generations
 from ..kv.prefix_cache import PrefixCache
 from .host_prefixes import HostPrefixes
@@ -174,12 +173,10 @@ class BlockTables:
         self._steps.append(step)
         return step
 
-    def refs(self, sequence: Sequence, first: int, last: int) -> list[BlockRef]:
+    def refs(self, sequence: Sequence, first: int, last: int) -> BlockRefs:
         """Logical blocks [first, last); those that a launched step fills, or has, have a hash."""
         num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
         num_full = min(last, num_tokens // self._block_size)
         hashes = sequence.block_hashes(num_full, self._block_size)[first:]
         block_ids = sequence.block_ids[first:last]
-        generations = map(self._generations.read, block_ids)
-        columns = (count(first), block_ids, generations, chain(hashes, repeat(None)))
-        return list(map(BlockRef._make, zip(*columns)))  # noqa: B905  # as long as the blocks
+        return BlockRefs.pack(block_ids, map(self._generations.read, block_ids), hashes)

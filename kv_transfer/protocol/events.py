@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ...core.errors import BatonError
 from ...core.request.request import Ticket
 from ...core.request.token_ids import BlockHash
-from ...engine.kv.block_pool import BlockRef
+from ...engine.kv.block_pool import BlockRefs
 from ..window.block_pairs import BlockPairs
 from ..window.network_address import PoolAccess
 from ..window.transport import PullOutcome
@@ -85,7 +85,7 @@ class Chunk:
     """
 
     transfer_id: str
-    blocks: tuple[BlockRef, ...]
+    blocks: BlockRefs
     num_tokens: int
     state: HandoffState | None = None
     step: int = 0

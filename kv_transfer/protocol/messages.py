@@ -16,13 +16,13 @@ from msgspec import Meta
 from ...core.errors import BatonError, HandoffFailed, from_code
 from ...core.request.token_ids import BlockHash
 from ...engine.execution.batch import SampledToken
-from ...engine.kv.block_pool import BlockRef
+from ...engine.kv.block_pool import BlockRefs
 from ..window.network_address import PoolAccess
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
 MAX_RENEWALS = 16_384
-MAX_BLOCKS = 1 << 20  # of a prompt, in one manifest too: 34 MiB
+MAX_BLOCKS = 1 << 20  # of a prompt, in one manifest too: 28 MiB
 MAX_CANDIDATES = 1024  # of a search of beams: its width, and all ids that may end a hypothesis
 
 _Id: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -96,7 +96,7 @@ class Manifest(_Message, frozen=True):
 
     transfer_id: _Id
     seq: _Number
-    blocks: Annotated[tuple[BlockRef, ...], Meta(max_length=MAX_BLOCKS)]
+    blocks: BlockRefs
     num_tokens: _Number  # whose KV is complete after this chunk
     lease_remaining_s: _LeaseS
     state: HandoffState | None = None
@@ -136,8 +136,11 @@ def decode(payload: bytes) -> Message | Refused:
         message: Message | Refused = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HandoffFailed(f"a peer sent no message: {error}"[:MAX_TEXT_CHARS]) from error
-    if isinstance(message, Manifest) and message.state is not None:
-        _check_candidates(message.state.first)
+    if isinstance(message, Manifest):
+        if len(message.blocks) > MAX_BLOCKS:
+            raise HandoffFailed(f"a peer sent {len(message.blocks)} blocks")
+        if message.state is not None:
+            _check_candidates(message.state.first)
     return message
 
 

@@ -155,14 +155,13 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
 
     def _start_pull(self, transfer: PullerTransfer, reserved: Reserved, manifest: Manifest) -> None:
         """Pull one chunk, but for what the prefix cache here holds already."""
-        if not manifest.blocks:
-            return
-        first = manifest.blocks[0].index  # those that follow it have no gap: it was accepted
+        first = transfer.num_begun_blocks
+        transfer.num_begun_blocks += len(manifest.blocks)
         num_cached = max(0, reserved.num_cached_blocks - first)
-        missing = manifest.blocks[num_cached:]
-        if not missing:
+        if num_cached >= len(manifest.blocks):
             return
-        pairs = BlockPairs.join(missing, reserved.block_ids[first + num_cached :])  # growth behind
+        pairs = BlockPairs.join(manifest.blocks, reserved.block_ids[first:])  # growth behind
+        pairs = pairs[num_cached:]
         transfer.in_flight.add(manifest.seq)
         transfer.num_pulled_blocks += len(pairs)
         pull = StartPull(manifest.transfer_id, manifest.seq, transfer.source, pairs, manifest.step)

@@ -56,6 +56,7 @@ class PullerTransfer:
     unpulled: list[Manifest] = field(default_factory=list)  # announced before there was memory
     reservation: Reserved | None = None
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
+    num_begun_blocks: int = 0  # their pulls are begun or over, or they are cached here
     num_pulled_blocks: int = 0
     is_orphaned: bool = False  # the source is lost, but all that is needed was under way
     # When its lease at the source is due; None: it has, or needs, none.
@@ -87,15 +88,14 @@ class PullerTransfer:
             raise HandoffFailed(f"manifest {manifest.seq} came after the last one")
         if manifest.seq > self.next_seq:
             raise HandoffFailed(f"manifest {manifest.seq} came where {self.next_seq} was due")
-        hashes, num_blocks = self.intent.block_hashes, self.intent.num_blocks
-        for index, ref in enumerate(manifest.blocks, start=self.next_index):
-            if ref.index != index or index >= num_blocks:
-                raise HandoffFailed(f"block {ref.index} was announced where {index} was due")
-            if ref.hash != (hashes[index] if index < len(hashes) else None):
-                raise HandoffFailed(f"block {index} holds another prompt's KV")
+        first, end = self.next_index, self.next_index + len(manifest.blocks)
+        if end > self.intent.num_blocks:
+            raise HandoffFailed(f"{end} blocks were announced, but the prompt has fewer")
+        if manifest.blocks.hashes != b"".join(self.intent.block_hashes[first:end]):
+            raise HandoffFailed(f"blocks {first} to {end} hold another prompt's KV")
         self._check_end(manifest)
         self.next_seq += 1
-        self.next_index += len(manifest.blocks)
+        self.next_index = end
         self.handoff = manifest.state
         return True
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...engine.kv.block_pool import BlockRef
+from ...engine.kv.block_pool import BlockRefs
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Generations: TypeAlias = npt.NDArray[np.uint64]
@@ -18,17 +18,17 @@ Generations: TypeAlias = npt.NDArray[np.uint64]
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPairs:
     """`ids` [2, n]: the blocks in the source's pool, and those of ours that they go to;
-    `generations` [n], as the source announced them. What else a BlockRef has is left out."""
+    `generations` [n], as the source announced them."""
 
     ids: Ids
     generations: Generations
 
     @classmethod
-    def join(cls, sources: Sequence[BlockRef], destinations: Sequence[int]) -> BlockPairs:
-        """Of one pair at least; destinations may be more."""
-        _, block_ids, generations, _ = zip(*sources, strict=True)
-        ids = np.array([block_ids, destinations[: len(sources)]], np.int64)
-        return cls(ids, np.array(generations, np.uint64))
+    def join(cls, sources: BlockRefs, destinations: Sequence[int]) -> BlockPairs:
+        """Destinations may be more."""
+        ids = np.empty((2, len(sources)), np.int64)
+        ids[0], ids[1] = sources.block_ids, destinations[: len(sources)]
+        return cls(ids, sources.generations.copy())
 
     def __len__(self) -> int:
         return len(self.generations)

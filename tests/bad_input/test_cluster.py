@@ -17,7 +17,7 @@ from fakes.runner import expected_tokens
 from baton.core.errors import StaleBlocks
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash
-from baton.engine.kv.block_pool import BlockRef
+from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.messages import (
     Attach,
     CancelTransfer,
@@ -55,14 +55,12 @@ def _gateway_frame(rng: random.Random, number: int) -> bytes:
 def _peer_frame(rng: random.Random, number: int) -> bytes:
     transfer_id = rng.choice((f"{number:032x}", *_IDS))
     count = rng.choice((0, 1, 5, 500))
-    first, num_full = rng.choice((0, 1, 2**32 - 1)), rng.choice((count, max(0, count - 1), 0, 1))
-    blocks = tuple(
-        BlockRef(
-            first + i, rng.choice((i, 0, 1, 2**31, 2**32 - 1)), rng.choice((0, 1, 2**64 - 1)),
-            BlockHash(rng.randbytes(16)) if i < num_full else None,
-        )
-        for i in range(count)
-    )  # fmt: skip
+    num_full = min(count, rng.choice((count, max(0, count - 1), 0, 1)))
+    blocks = BlockRefs.pack(
+        [rng.choice((i, 0, 1, 2**31, 2**32 - 1)) for i in range(count)],
+        [rng.choice((0, 1, 2**64 - 1)) for _ in range(count)],
+        [BlockHash(rng.randbytes(16)) for _ in range(num_full)],
+    )
     state = HandoffState(rng.choice((0, 1, 2**31, 2**32 - 1)), rng.choice((1, 2**32 - 1)))
     message = rng.choice(
         (

@@ -28,7 +28,7 @@ def hand_over(
     assert reservation is not None
     known = list(reservation.block_ids[: reservation.num_known_blocks])
     refs = source.engine.block_refs(request.key, 0, len(known))
-    blocks = source.runner.kv.tensor[[ref.block_id for ref in refs]]
+    blocks = source.runner.kv.tensor[refs.block_ids.tolist()]
     puller.runner.kv.tensor[known] = blocks
     if damage is not None:
         damage(puller.runner.kv.tensor, known)

@@ -55,7 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalEngine, ...]:
     while not source.engine.step().tokens:
         pass
     refs = source.engine.block_refs(other.key, 0, 6)
-    puller.runner.kv.tensor[-6:] = source.runner.kv.tensor[[ref.block_id for ref in refs]]
+    puller.runner.kv.tensor[-6:] = source.runner.kv.tensor[refs.block_ids.tolist()]
     source.engine.abort(other.key)
     return source, puller
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.host_pool import HostPool
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds, pull
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolExporter
@@ -122,12 +122,12 @@ def test_a_prepared_pull_is_judged_when_it_starts(
 
 def test_a_block_outside_the_pool_cannot_be_prepared(source: Source, kv: CudaKvMemory) -> None:
     with window_onto(source.incarnation, kv) as window, pytest.raises(HandoffFailed):
-        window.prepare(block_pairs.join(BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)))
+        window.prepare(block_pairs.join(BlockPair(BlockRef(NUM_BLOCKS, 0), 3)))
 
 
 def test_a_block_outside_the_pool_fails(source: Source, kv: CudaKvMemory) -> None:
     with window_onto(source.incarnation, kv) as window:
-        beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)
+        beyond = BlockPair(BlockRef(NUM_BLOCKS, 0), 3)
         assert pull(window, beyond) is PullOutcome.FAILED
 
 

@@ -21,13 +21,13 @@ import pytest
 import torch
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.pieces import of_heads
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.transport import PullOutcome
@@ -119,7 +119,7 @@ def test_heads_go_to_where_they_belong(
     torch.cuda.synchronize(PULLER_GPU)
     with window_onto(source, kv, name, piece) as window:
         print(f"\n{name}: {window.gbytes_per_s:.1f} GB/s")
-        pairs = [BlockPair(BlockRef(0, CANARY_BLOCK, 0, None), here) for here in (3, 9)]
+        pairs = [BlockPair(BlockRef(CANARY_BLOCK, 0), here) for here in (3, 9)]
         assert pull(window, *pairs) is PullOutcome.OK
     cut = BlockCut.of(piece, kv.block_bytes)
     expected = cut.there(canary_bytes(source.incarnation, kv.block_bytes)).tobytes()

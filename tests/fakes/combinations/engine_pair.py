@@ -123,7 +123,7 @@ class EnginePair:
             return
         fence, refs = lent
         if (borrowed := puller.borrow(hashes)) is not None:
-            self._copy([ref.block_id for ref in refs], borrowed.block_ids)
+            self._copy(refs.block_ids.tolist(), borrowed.block_ids)
             puller.keep(borrowed)
         source.give_back(fence)
 
@@ -141,7 +141,7 @@ class EnginePair:
         reservation = one.reservation
         cached, known = reservation.num_cached_blocks, reservation.num_known_blocks
         refs = source.block_refs(request.key, cached, known)
-        self._copy([ref.block_id for ref in refs], reservation.block_ids[cached:known])
+        self._copy(refs.block_ids.tolist(), reservation.block_ids[cached:known])
         source.abort(request.key)
         if one.first is not None:
             puller.start_beams(reservation, one.first)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.engine.kv.block_pool import BlockRef
+from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.messages import Hello
 
 SOURCE = "5" * 32
@@ -32,11 +32,10 @@ def prompt_hashes(num_tokens: int, seed: int = 0) -> list[BlockHash]:
     return block_hashes(root_hash("toy"), tokens, BLOCK_SIZE)
 
 
-def refs(hashes: Sequence[BlockHash | None], first: int, last: int) -> tuple[BlockRef, ...]:
+def refs(hashes: Sequence[BlockHash], first: int, last: int) -> BlockRefs:
     """Logical blocks [first, last): block i lies in pool block 100 + i with generation 7."""
-    return tuple(
-        BlockRef(i, 100 + i, 7, hashes[i] if i < len(hashes) else None) for i in range(first, last)
-    )
+    indexes = range(first, last)
+    return BlockRefs.pack([100 + i for i in indexes], [7] * len(indexes), hashes[first:last])
 
 
 def only(items: Sequence[object], kind: type[_T]) -> _T:

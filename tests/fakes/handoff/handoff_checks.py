@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from engines.integrity import check_integrity
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -100,7 +100,7 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     windows.open(OpenWindow(SOURCE))
     posted.pop()()
     events.clear()
-    pair = BlockPair(BlockRef(0, 2, 0, None), 3)
+    pair = BlockPair(BlockRef(2, 0), 3)
     windows.pulls.start(StartPull("t", 0, SOURCE, block_pairs.join(pair), step=2))
     windows.pulls.poll()
     assert windows.pulls.are_waiting and len(windows.pulls) == 1 and not posted
@@ -187,11 +187,11 @@ def matched_puller(clock: FakeClock) -> Puller:
     return puller
 
 
-def announced(puller: Puller, number: int, blocks: Sequence[BlockRef] = ()) -> list[object]:
+def announced(puller: Puller, number: int, blocks: BlockRefs | None = None) -> list[object]:
     """The transfer's first manifest has come."""
     transfer_id = ticket(number).transfer_id
     puller.handle(Intended(ticket(number), f"key{number}", HASHES, 2, 600.0))
-    manifest = Manifest(transfer_id, 0, tuple(blocks) or refs(HASHES, 0, 1), 4, LEASE_S)
+    manifest = Manifest(transfer_id, 0, blocks or refs(HASHES, 0, 1), 4, LEASE_S)
     return [*puller.handle(PeerMessage(SOURCE, manifest))]
 
 

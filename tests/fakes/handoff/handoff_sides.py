@@ -15,12 +15,13 @@ from functools import partial
 from typing import NamedTuple
 
 from engines.integrity import check_pool
+from fakes.handoff.block_pairs import BlockRef, packed
 from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 
 from baton.core.errors import Cancelled
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     Chunk,
@@ -174,13 +175,13 @@ class SourceSide(_Side):
         self.num_launched += 1
         self.launched[transfer_id] = self.num_launched
         index = self.num_computed[transfer_id]
-        refs, num_tokens = (self._ref(transfer_id, index),), (index + 1) * BLOCK_SIZE
+        refs, num_tokens = packed([self._ref(transfer_id, index)]), (index + 1) * BLOCK_SIZE
         self.feed(Chunk(transfer_id, refs, num_tokens, step=self.num_launched))
 
     def _ref(self, transfer_id: str, index: int) -> BlockRef:
         block_id = self.held[transfer_id][index]
         generation = self.memory.generations.read(block_id)
-        return BlockRef(index, block_id, generation, block_hash(index))
+        return BlockRef(block_id, generation, block_hash(index))
 
     def compute(self, transfer_id: str) -> None:
         """One more chunk is in memory."""
@@ -192,7 +193,7 @@ class SourceSide(_Side):
         if self.num_computed[transfer_id] == NUM_CHUNKS:
             del self.num_computed[transfer_id]
             state = HandoffState(NUM_CHUNKS, first_token_id=7)
-        refs = () if self.launches else (ref,)
+        refs = BlockRefs() if self.launches else packed([ref])
         if self.launches:
             self.memory.num_steps = self.launched.pop(transfer_id)
         self.feed(Chunk(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
@@ -457,7 +458,7 @@ def _stranger_says(transfer_id: str) -> Iterator[PeerLinked | PeerMessage | Peer
 
 def _every_message(transfer_id: str) -> list[Message]:
     """All that a peer can say of a transfer, whichever side it is."""
-    block = BlockRef(0, NUM_RESERVED_BLOCKS, 1, _HASHES[0])
+    blocks = packed([BlockRef(NUM_RESERVED_BLOCKS, 1, _HASHES[0])])
     error = Cancelled("so a stranger says")
     return [
         Attach(transfer_id),
@@ -465,8 +466,8 @@ def _every_message(transfer_id: str) -> list[Message]:
         Renew((transfer_id,)),
         Release(transfer_id),
         CancelTransfer(transfer_id),
-        Manifest(transfer_id, 0, (block,), BLOCK_SIZE, LEASE_S),
-        Manifest(transfer_id, 0, (block,), BLOCK_SIZE, LEASE_S, HandoffState(1, 7), 3),
+        Manifest(transfer_id, 0, blocks, BLOCK_SIZE, LEASE_S),
+        Manifest(transfer_id, 0, blocks, BLOCK_SIZE, LEASE_S, HandoffState(1, 7), 3),
         Revoked(transfer_id, error),
     ]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from fakes.handoff.block_pairs import BlockRef, packed
 from fakes.handoff.memory_transport import (
     MemoryPool,
     MemoryPull,
@@ -26,7 +27,6 @@ from fakes.handoff.memory_transport import (
 from baton.core.errors import BatonError, Cancelled, HandoffFailed
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     Chunk,
@@ -138,13 +138,13 @@ class SourceNode:
             self.pool.block(block_id)[:] = prompt.content(index)
             generation = self.pool.generations.read(block_id)
             block_hash = prompt.hashes[index] if index < len(prompt.hashes) else None
-            refs.append(BlockRef(index, block_id, generation, block_hash))
+            refs.append(BlockRef(block_id, generation, block_hash))
         state = None
         self.num_computed[prompt.transfer_id] = last
         if last == prompt.num_blocks:
             state = HandoffState(prompt.num_blocks, prompt.first_token_id)
             del self.num_computed[prompt.transfer_id]
-        self.feed(Chunk(prompt.transfer_id, tuple(refs), last * BLOCK_SIZE, state))
+        self.feed(Chunk(prompt.transfer_id, packed(refs), last * BLOCK_SIZE, state))
 
     def rewrite(self, block_id: int) -> None:
         """Somebody else gets the block: the generation moves, then the bytes do."""

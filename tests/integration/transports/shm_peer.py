@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.host_pool import HostPool
 
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.window.transport import PullOutcome
 
@@ -60,7 +60,7 @@ def pull(incarnation: str, seconds: float, fd: int) -> None:
     while time.monotonic() < until_s:
         block_id = random.randrange(NUM_RESERVED_BLOCKS, NUM_BLOCKS)
         generation = int(published[block_id])
-        pair = BlockPair(BlockRef(0, block_id, generation, None), 5)
+        pair = BlockPair(BlockRef(block_id, generation), 5)
         window.start_pull(block_pairs.join(pair), done.put)
         outcome = done.get(timeout=10)
         counts[outcome.value] += 1

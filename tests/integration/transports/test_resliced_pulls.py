@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.host_pool import HostPool
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.kv_transfer.export.pool_address import PoolPart
 from baton.kv_transfer.protocol.events import OpenWindow
 from baton.kv_transfer.ranks.ranked import SourcePiece, WindowOpener, open_pieces
@@ -60,7 +60,7 @@ class Engine:
     def pairs(self) -> list[BlockPair]:
         read = self.pools[0].generations.read
         return [
-            BlockPair(BlockRef(0, there, read(there), None), here)
+            BlockPair(BlockRef(there, read(there)), here)
             for there, here in zip(SOURCE_IDS, BLOCK_IDS, strict=True)
         ]
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.host_pool import HostPool
 from numpy.typing import NDArray
 from patience import AT_ONCE_S
@@ -32,7 +32,7 @@ from patience import AT_ONCE_S
 from baton.core.channels.addresses import socket_address
 from baton.core.channels.handshake import CHALLENGE_BYTES, OPENING_BYTES, Listener
 from baton.core.errors import HandoffFailed, StartupFailed
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
 from baton.kv_transfer.export.pool_address import (
     ADDRESS,
     PURPOSE,
@@ -148,7 +148,7 @@ def rewrite(pool: HostPool, block_id: int) -> int:
 
 
 def pair(pool: HostPool, block_id: int, destination: int) -> BlockPair:
-    return BlockPair(BlockRef(0, block_id, pool.generations.read(block_id), None), destination)
+    return BlockPair(BlockRef(block_id, pool.generations.read(block_id)), destination)
 
 
 def pull(window: ShmWindow, *pairs: BlockPair) -> PullOutcome:
@@ -178,7 +178,7 @@ def test_a_reallocated_block_is_stale(source: HostPool, destination: HostPool) -
 
 @pytest.mark.usefixtures("exporter")
 def test_a_block_outside_the_pool_fails(destination: HostPool) -> None:
-    beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)
+    beyond = BlockPair(BlockRef(NUM_BLOCKS, 0), 3)
     with window_onto(SOURCE, destination) as window:
         assert pull(window, beyond) is PullOutcome.FAILED
 
@@ -245,7 +245,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
             process.send_signal(signal.SIGKILL)
             process.wait()
             # The mapping outlives its owner: what was announced can still be copied.
-            canary = BlockPair(BlockRef(0, CANARY_BLOCK, 0, None), 3)
+            canary = BlockPair(BlockRef(CANARY_BLOCK, 0), 3)
             assert pull(window, canary) is PullOutcome.OK
             start_s = time.monotonic()
             with pytest.raises(HandoffFailed, match="no exporter"):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.host_pool import HostPool
 from fakes.node.wire_proxy import BACK, ON, WireProxy
 
@@ -25,7 +25,7 @@ from baton.cli.host.certs import make_certificates
 from baton.cluster.tls import role_name
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import GenerationsReader
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.network import data_wire as wire
@@ -106,7 +106,7 @@ class World:
         """Three requests."""
         return block_pairs.join(
             *(
-                BlockPair(BlockRef(0, each, self.source.generations.read(each), None), 2 + i)
+                BlockPair(BlockRef(each, self.source.generations.read(each)), 2 + i)
                 for i, each in enumerate(SOURCE_IDS)
             )
         )
@@ -264,7 +264,7 @@ def test_progress_counts_resets_anew(world: World) -> None:
         window._carrier.max_request_blocks = 1
         ids = [2 + i % 8 for i in range(60)]
         generation = world.source.generations.read
-        pairs = block_pairs.join(*(BlockPair(BlockRef(0, i, generation(i), None), 3) for i in ids))
+        pairs = block_pairs.join(*(BlockPair(BlockRef(i, generation(i)), 3) for i in ids))
         world.proxy.cut_every(2 * BLOCK_BYTES, BACK)
         assert pull(window, pairs)[0] is PullOutcome.OK
         assert world.committed == [3] * 60

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.pieces import of_heads
 from fakes.host_pool import HostPool
 from patience import AT_ONCE_S, SOON_S
@@ -33,7 +33,7 @@ from baton.core.channels.addresses import host_id
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import GenerationsReader
 from baton.kv_transfer.export import pool_address
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolPart
@@ -142,7 +142,7 @@ def window_onto(
 
 
 def pair(pool: HostPool, block_id: int, destination: int) -> BlockPair:
-    return BlockPair(BlockRef(0, block_id, pool.generations.read(block_id), None), destination)
+    return BlockPair(BlockRef(block_id, pool.generations.read(block_id)), destination)
 
 
 def pull(window: RemoteWindow, *pairs: BlockPair) -> PullOutcome:
@@ -205,7 +205,7 @@ def test_a_rewrite_while_it_is_sent_is_stale_and_never_lands(
 
 def test_a_block_outside_the_pool_fails(served: Served, destination: HostPool) -> None:
     with window_onto(served, destination) as window:
-        beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)
+        beyond = BlockPair(BlockRef(NUM_BLOCKS, 0), 3)
         assert pull(window, beyond) is PullOutcome.FAILED
 
 

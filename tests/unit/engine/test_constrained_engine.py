@@ -143,7 +143,7 @@ def handed_over(demo: Demo, request: Request) -> list[int]:
     assert reservation is not None
     known = list(reservation.block_ids[: reservation.num_known_blocks])
     refs = source.engine.block_refs(request.key, 0, len(known))
-    puller.runner.kv.tensor[known] = source.runner.kv.tensor[[ref.block_id for ref in refs]]
+    puller.runner.kv.tensor[known] = source.runner.kv.tensor[refs.block_ids.tolist()]
     source.engine.abort(request.key)
     puller.engine.start(reservation, tokens[0])
     while puller.engine.has_work:

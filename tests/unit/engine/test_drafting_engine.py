@@ -163,9 +163,10 @@ def hand_over(scene: Scene, source: Engine, puller: Engine, request: Request) ->
     reservation = puller.reserve(request)
     assert reservation is not None
     first, last = reservation.num_cached_blocks, reservation.num_known_blocks
-    for ref in source.block_refs(request.key, first, last):
-        content = source._runner.read_block(ref.block_id)  # type: ignore[attr-defined]
-        puller._runner.write_block(reservation.block_ids[ref.index], content)  # type: ignore[attr-defined]
+    refs = source.block_refs(request.key, first, last)
+    for theirs, ours in zip(refs.block_ids, reservation.block_ids[first:last], strict=True):
+        content = source._runner.read_block(int(theirs))  # type: ignore[attr-defined]
+        puller._runner.write_block(ours, content)  # type: ignore[attr-defined]
     puller.start(reservation, scene.tokens[request.key][-1])
     source.abort(request.key)
 

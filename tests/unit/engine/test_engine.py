@@ -26,7 +26,7 @@ from baton.core.errors import (
     PromptTooLarge,
 )
 from baton.core.request.request import FinishReason, Request, SamplingParams
-from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
+from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
@@ -129,9 +129,10 @@ def assert_idle(engine: Engine) -> None:
 
 def copy_blocks(source: Engine, key: str, puller: Engine, reservation: Reservation) -> None:
     """The hand-off in small: every block of the known tokens that the puller has not cached."""
-    for ref in source.block_refs(key, reservation.num_cached_blocks, reservation.num_known_blocks):
-        content = runner_of(source).read_block(ref.block_id)
-        runner_of(puller).write_block(reservation.block_ids[ref.index], content)
+    missing = slice(reservation.num_cached_blocks, reservation.num_known_blocks)
+    refs = source.block_refs(key, missing.start, missing.stop)
+    for theirs, ours in zip(refs.block_ids, reservation.block_ids[missing], strict=True):
+        runner_of(puller).write_block(ours, runner_of(source).read_block(int(theirs)))
 
 
 def runner_of(engine: Engine) -> FakeRunner:
@@ -583,21 +584,18 @@ def test_block_refs_name_blocks_generations_and_hashes() -> None:
     engine = new_engine(max_num_batched_tokens=6)
     prompt = list(range(15))
     engine.add(new_request("r", prompt), hold=True)
-    hashes: list[BlockHash | None] = [
-        *block_hashes(root_hash(FINGERPRINT), prompt, BLOCK_SIZE),
-        None,
-    ]
+    hashes = block_hashes(root_hash(FINGERPRINT), prompt, BLOCK_SIZE)
     for num_full in (1, 3, 3):
         engine.step()
         refs = engine.block_refs("r/0", 0, 4)
-        assert [ref.index for ref in refs] == [0, 1, 2, 3]
-        assert [ref.hash for ref in refs] == hashes[:num_full] + [None] * (4 - num_full)
-        assert {ref.generation for ref in refs} == {1}
+        assert len(refs) == 4
+        assert refs.hashes == b"".join(hashes[:num_full])
+        assert refs.generations.tolist() == [1] * 4
     # The first token would fill the last block, but its KV is not there.
-    assert engine.block_refs("r/0", 3, 4)[0].hash is None
-    for ref in refs[:3]:
-        start = ref.index * BLOCK_SIZE
-        tokens = runner_of(engine).block_tokens(ref.block_id)
+    assert engine.block_refs("r/0", 3, 4).hashes == b""
+    for index, block_id in enumerate(refs.block_ids[:3].tolist()):
+        start = index * BLOCK_SIZE
+        tokens = runner_of(engine).block_tokens(block_id)
         assert tokens == prompt[start : start + BLOCK_SIZE]
 
 

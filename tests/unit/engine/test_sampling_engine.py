@@ -118,10 +118,9 @@ def hand_over(
     outputs = run(source, request, hold=True)
     reservation = puller.reserve(request)
     assert reservation is not None
-    refs = source.block_refs(request.key, 0, reservation.num_known_blocks)
-    for ref in refs:
-        mine = reservation.block_ids[ref.index]
-        models.runners[1].kv.tensor[mine] = models.runners[0].kv.tensor[ref.block_id]
+    known = reservation.block_ids[: reservation.num_known_blocks]
+    theirs = source.block_refs(request.key, 0, len(known)).block_ids.tolist()
+    models.runners[1].kv.tensor[[*known]] = models.runners[0].kv.tensor[theirs]
     source.abort(request.key)
     for fork in request.forks:
         if outputs[fork.key][0].finish_reason is None:
@@ -299,11 +298,12 @@ def test_samples_share_full_blocks_and_copy_the_partial_one(models: Models) -> N
     engine.add(forked)
     while not engine.step().tokens:
         pass
-    tables = [engine.block_refs(key, 0, 3) for key in (forked.key, *(f.key for f in forked.forks))]
-    shared, own = zip(*((refs[:2], refs[2]) for refs in tables), strict=True)
-    assert len({tuple(ref.block_id for ref in refs) for refs in shared}) == 1
-    assert len({ref.block_id for ref in own}) == 3
-    assert engine.pool.num_refs(shared[0][0].block_id) == 3
+    keys = (forked.key, *(fork.key for fork in forked.forks))
+    tables = [tuple(engine.block_refs(key, 0, 3).block_ids.tolist()) for key in keys]
+    (first, second, _), *_ = tables
+    assert {ids[:2] for ids in tables} == {(first, second)}
+    assert len({ids[2] for ids in tables}) == 3
+    assert engine.pool.num_refs(first) == 3
     assert engine.pool.counts.held == 2 + 3
     for key in (forked.forks[0].key, forked.key, forked.forks[1].key):
         engine.abort(key)

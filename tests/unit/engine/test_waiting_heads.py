@@ -70,9 +70,10 @@ def take_over(engine: Engine, name: str, adapter: str = "") -> bool:
     source.add(one, hold=True)
     tokens = [token for _ in range(3) for token in source.step().tokens]
     known = reservation.num_cached_blocks, reservation.num_known_blocks
-    for ref in source.block_refs(one.key, *known):
-        content = source._runner.read_block(ref.block_id)  # type: ignore[attr-defined]
-        engine._runner.write_block(reservation.block_ids[ref.index], content)  # type: ignore[attr-defined]
+    refs = source.block_refs(one.key, *known)
+    for theirs, ours in zip(refs.block_ids, reservation.block_ids[slice(*known)], strict=True):
+        content = source._runner.read_block(int(theirs))  # type: ignore[attr-defined]
+        engine._runner.write_block(ours, content)  # type: ignore[attr-defined]
     engine.start(reservation, tokens[0].token_id)
     return True
 

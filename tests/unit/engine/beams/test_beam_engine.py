@@ -302,9 +302,9 @@ def handed_over(source: Engine, puller: Engine, request: Request) -> None:
     reservation = puller.reserve(request)
     assert reservation is not None
     blocks = (reservation.num_cached_blocks, reservation.num_known_blocks)
-    for ref in source.block_refs(request.key, *blocks):
-        content = runner_of(source).read_block(ref.block_id)
-        runner_of(puller).write_block(reservation.block_ids[ref.index], content)
+    refs = source.block_refs(request.key, *blocks)
+    for theirs, ours in zip(refs.block_ids, reservation.block_ids[slice(*blocks)], strict=True):
+        runner_of(puller).write_block(ours, runner_of(source).read_block(int(theirs)))
     source.abort(request.key)
     puller.start_beams(reservation, first)
 

@@ -212,9 +212,8 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
         reservation = decoding.reserve(one)
         assert reservation is not None
         first, last = reservation.num_cached_blocks, reservation.num_known_blocks
-        for ref in held.block_refs(one.key, first, last):
-            block = runner.kv.tensor[ref.block_id]
-            other.kv.tensor[reservation.block_ids[ref.index]] = block
+        theirs = held.block_refs(one.key, first, last).block_ids.tolist()
+        other.kv.tensor[[*reservation.block_ids[first:last]]] = runner.kv.tensor[theirs]
         decoding.start(reservation, tokens[one.key][0])
         held.abort(one.key)
     for key, rest in run(decoding).items():

@@ -139,9 +139,9 @@ def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None
         reservation = decoding.reserve(one)
         assert reservation is not None
         first, last = reservation.num_cached_blocks, reservation.num_known_blocks
-        for ref in held.block_refs(one.key, first, last):
-            block = source.runner.kv.tensor[ref.block_id]
-            puller.runner.kv.tensor[reservation.block_ids[ref.index]] = block
+        theirs = held.block_refs(one.key, first, last).block_ids.tolist()
+        ours = [*reservation.block_ids[first:last]]
+        puller.runner.kv.tensor[ours] = source.runner.kv.tensor[theirs]
         decoding.start(reservation, tokens[one.key][0])
         held.abort(one.key)
     for key, rest in run(decoding).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.handoff.block_pairs import unpacked
 from fakes.runner import FakeRunner
 
 from baton.core.membership import Member, Role
@@ -78,7 +79,7 @@ async def test_routing_looks_where_the_engine_would() -> None:
     while engine.has_work:
         engine.step()
     refs = engine.block_refs(request.key, 0, len(PROMPT) // BLOCK_SIZE)
-    published = tuple(ref.hash for ref in refs if ref.hash is not None)
+    published = tuple(ref.hash for ref in unpacked(refs) if ref.hash is not None)
     table = EngineTable(PrefixMirror(FakeClock()))
     ids = {Role.PREFILL: "aa" * 16, Role.DECODE: "dd" * 16}
     load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({ids[Role.PREFILL]}))

@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.pieces import of_heads
 from fakes.host_pool import HostPool
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.generations import GenerationsReader
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.nccl.nccl import NcclOutlet, NcclTransport
@@ -123,7 +122,7 @@ class World:
 
     def pair(self, block_id: int, destination: int) -> BlockPair:
         generation = self.source.generations.read(block_id)
-        return BlockPair(BlockRef(0, block_id, generation, None), destination)
+        return BlockPair(BlockRef(block_id, generation), destination)
 
 
 @contextlib.contextmanager
@@ -197,7 +196,7 @@ def test_a_reallocated_block_is_stale_and_its_pair_goes_on() -> None:
 
 def test_a_block_outside_the_pool_costs_the_pair() -> None:
     with world() as w, w.window() as window:
-        beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)
+        beyond = BlockPair(BlockRef(NUM_BLOCKS, 0), 3)
         assert pull(window, beyond) is PullOutcome.FAILED
         assert pull(window, w.pair(5, 3)) is PullOutcome.OK
         assert len(w.fabric.wires) == 2

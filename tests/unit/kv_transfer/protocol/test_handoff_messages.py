@@ -15,7 +15,7 @@ from baton.core.channels.addresses import HOST_ID_BYTES
 from baton.core.errors import BatonError, HandoffFailed, InvalidRequest, StaleBlocks
 from baton.core.request.token_ids import BlockHash
 from baton.engine.execution.batch import Candidate, SampledToken
-from baton.engine.kv.block_pool import BlockRef
+from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.messages import (
     MAX_BLOCKS,
     MAX_CANDIDATES,
@@ -43,15 +43,15 @@ HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
 
 
 @st.composite
-def refs(draw: st.DrawFn) -> tuple[BlockRef, ...]:
+def refs(draw: st.DrawFn) -> BlockRefs:
     """Blocks that follow each other; the last one may be partial."""
-    first = draw(st.integers(0, MAX_BLOCKS))
-    hashes: list[BlockHash | None] = [*draw(st.lists(HASHES, max_size=5))]
-    hashes += [None] * draw(st.integers(0, 1))
-    return tuple(
-        BlockRef(index, draw(UINT32), draw(st.integers(0, 2**64 - 1)), block_hash)
-        for index, block_hash in enumerate(hashes, start=first)
+    hashes = draw(st.lists(HASHES, max_size=5))
+    num_blocks = len(hashes) + draw(st.integers(0, 1))
+    ids, generations = (
+        draw(st.lists(each, min_size=num_blocks, max_size=num_blocks))
+        for each in (UINT32, st.integers(0, 2**64 - 1))
     )
+    return BlockRefs.pack(ids, generations, hashes)
 
 
 MESSAGES = st.one_of(
@@ -81,7 +81,7 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 def test_what_beams_begin_with_survives_the_wire() -> None:
     first = SampledToken(7, -0.5, ((7, -0.5), (8, -1.5)), candidates=(Candidate(7, -0.25, -0.5),))
-    message = Manifest(ID, 0, (), 4, 1.0, HandoffState(0, first=first))
+    message = Manifest(ID, 0, BlockRefs(), 4, 1.0, HandoffState(0, first=first))
     assert decode(encode(message)) == message
 
 
@@ -106,6 +106,7 @@ def test_a_key_is_not_logged() -> None:
 
 
 HASH = b"h" * 16
+ONE = {"packed_ids": bytes(4), "packed_generations": bytes(8), "hashes": HASH}
 
 
 def attach(**body: Any) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def attach(**body: Any) -> dict[str, Any]:
 
 
 def manifest(**body: Any) -> dict[str, Any]:
-    least = {"seq": 0, "blocks": [], "num_tokens": 0, "lease_remaining_s": 1.0}
+    least = {"seq": 0, "blocks": {}, "num_tokens": 0, "lease_remaining_s": 1.0}
     return {"type": "Manifest", "transfer_id": ID} | least | body
 
 
@@ -129,8 +130,8 @@ def beams(*candidates: tuple[object, ...]) -> dict[str, Any]:
     "well_formed",
     [
         attach(block_hashes=[HASH]),
-        manifest(blocks=[(0, 2**32 - 1, 2**64 - 1, HASH), (1, 0, 0, None)]),
-        manifest(blocks=[(0, 1, 2, HASH)] * MAX_BLOCKS),
+        manifest(blocks=ONE),
+        manifest(blocks={name: column * MAX_BLOCKS for name, column in ONE.items()}),
         hello(fingerprint={str(i): "" for i in range(64)}),
         hello(of_a_later_version=1),
         beams((7, 0.0, 0.0)),
@@ -162,13 +163,15 @@ def test_what_sane_peers_send_is_a_message(well_formed: dict[str, Any]) -> None:
         hello(access={"host_id": bytes(HOST_ID_BYTES), "port": 65_536, "key": bytes(KEY_BYTES)}),
         manifest(transfer_id=""),
         manifest(seq=-1),
-        manifest(blocks=[(0, 1, 2, HASH)] * (MAX_BLOCKS + 1)),
-        manifest(blocks=[(-1, 1, 2, HASH)]),
-        manifest(blocks=[(0, -1, 2, HASH)]),
-        manifest(blocks=[(0, 2**32, 2, HASH)]),
-        manifest(blocks=[(0, 1, -2, HASH)]),
-        manifest(blocks=[(0, 1, 2)]),
-        manifest(blocks=[(0, 1, 2, "text")]),
+        manifest(blocks={name: column * (MAX_BLOCKS + 1) for name, column in ONE.items()}),
+        manifest(blocks=ONE | {"packed_ids": bytes(5)}),
+        manifest(blocks=ONE | {"packed_ids": bytes(8)}),
+        manifest(blocks=ONE | {"packed_generations": bytes(7)}),
+        manifest(blocks=ONE | {"packed_generations": bytes(16)}),
+        manifest(blocks=ONE | {"hashes": HASH[1:]}),
+        manifest(blocks=ONE | {"hashes": 2 * HASH}),
+        manifest(blocks=ONE | {"hashes": "text"}),
+        manifest(blocks=[(0, 1, 2, HASH)]),
         manifest(lease_remaining_s=3601.0),
         manifest(lease_remaining_s=-1.0),
         manifest(lease_remaining_s=math.nan),

@@ -27,6 +27,7 @@ from baton.core.errors import (
     StaleBlocks,
     UnknownTransfer,
 )
+from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     ClosePeer,
@@ -134,8 +135,8 @@ def manifest(seq: int, first: int, last: int, number: int = 1) -> Manifest:
 
 
 def pull(seq: int, first: int, last: int) -> StartPull:
-    blocks = refs(HASHES, first, last)
-    return StartPull(T, seq, SOURCE, BlockPairs.join(blocks, [10 + ref.index for ref in blocks]))
+    destinations = range(10 + first, 10 + last)
+    return StartPull(T, seq, SOURCE, BlockPairs.join(refs(HASHES, first, last), destinations))
 
 
 def sent(effects: list[PullerEffect]) -> list[Message]:
@@ -438,7 +439,7 @@ def test_a_doubled_manifest_is_ignored(world: World) -> None:
         manifest(1, 1, 2),  # a block twice
         Manifest(T, 1, refs(HASHES, 2, 4), 16, LEASE_S, STATE),  # more than the prompt
         Manifest(T, 1, refs(prompt_hashes(12), 2, 3), 12, LEASE_S, STATE),  # a hash too many
-        Manifest(T, 1, (), 8, LEASE_S, STATE),  # the end before the end
+        Manifest(T, 1, BlockRefs(), 8, LEASE_S, STATE),  # the end before the end
         Manifest(T, 1, refs(HASHES, 2, 3), 12, LEASE_S, HandoffState(4, 42)),
     ],
 )
@@ -462,7 +463,7 @@ def test_another_prompts_blocks_are_never_pulled(world: World) -> None:
 def test_a_manifest_after_the_last_fails_the_transfer(world: World) -> None:
     world.intend()
     world.manifest(0, 0, 3)
-    assert failure(world.hear(Manifest(T, 1, (), 12, LEASE_S))) is HandoffFailed
+    assert failure(world.hear(Manifest(T, 1, BlockRefs(), 12, LEASE_S))) is HandoffFailed
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,7 @@ def test_a_chunk_whose_step_is_seen_is_pulled_behind_it() -> None:
     world.end_pull(0, OK)
     world.hear(replace(manifest(1, 2, 3), step=8, state=None))
     assert not any(isinstance(e, Complete) for e in world.end_pull(1, OK)), "no first token yet"
-    done = world.hear(Manifest(T, 2, (), 10, LEASE_S, STATE))
+    done = world.hear(Manifest(T, 2, BlockRefs(), 10, LEASE_S, STATE))
     assert only(done, Complete).state == STATE
 
 

@@ -26,6 +26,7 @@ from baton.core.errors import (
     NodeLost,
     UnknownTransfer,
 )
+from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.events import (
     Chunk,
     ClosePeer,
@@ -91,7 +92,7 @@ class World:
     def computed(self, last: int) -> list[SourceEffect]:
         """A launched chunk has completed."""
         state = STATE if last == STATE.num_blocks else None
-        return self.feed(Chunk(T, (), 4 * last, state))
+        return self.feed(Chunk(T, BlockRefs(), 4 * last, state))
 
     def chunk(self, first: int, last: int) -> list[SourceEffect]:
         state = STATE if last == STATE.num_blocks else None
@@ -380,7 +381,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
 
 @pytest.mark.parametrize(
     "message",
-    [Manifest(T, 0, (), 0, 1.0), Revoked(T, Cancelled("")), Hello(PULLER, {})],
+    [Manifest(T, 0, BlockRefs(), 0, 1.0), Revoked(T, Cancelled("")), Hello(PULLER, {})],
     ids=lambda m: type(m).__name__,
 )
 def test_closes_a_puller_that_speaks_out_of_turn(world: World, message: Message) -> None:

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 import pytest
 from fakes.access import access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.handoff import SOURCE
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import PullOutcome, open_window
 
 BLOCK_BYTES = 8
-PAIRS = (BlockPair(BlockRef(0, 2, 0, None), 3), BlockPair(BlockRef(1, 4, 0, None), 5))
+PAIRS = (BlockPair(BlockRef(2), 3), BlockPair(BlockRef(4), 5))
 
 
 class Broken:

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from fakes.access import access
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef, packed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.cuda_memory import find_runs
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolPart
@@ -27,7 +26,7 @@ ON_GPU = CudaMemory(bytes(range(16)), bytes(range(64)))
 
 
 def pairs_of(*ids: tuple[int, int]) -> list[BlockPair]:
-    return [BlockPair(BlockRef(0, source, 0, None), destination) for source, destination in ids]
+    return [BlockPair(BlockRef(source, 0), destination) for source, destination in ids]
 
 
 def runs_of(*ids: tuple[int, int]) -> list[tuple[int, int, int]]:
@@ -52,8 +51,8 @@ def test_pieces_are_the_copy_and_cannot_be_joined(ids: list[tuple[int, int]]) ->
 
 
 def test_columns_are_what_the_pairs_say() -> None:
-    refs = [BlockRef(0, 7, 2**63 + 1, None), BlockRef(0, 4, 0, None)]
-    pairs = BlockPairs.join(refs, (3, 9, 5))
+    refs = [BlockRef(7, 2**63 + 1), BlockRef(4, 0)]
+    pairs = BlockPairs.join(packed(refs), (3, 9, 5))
     assert pairs.ids.tolist() == [[7, 4], [3, 9]]
     assert pairs.generations.tolist() == [2**63 + 1, 0]
     assert len(pairs) == 2
@@ -64,7 +63,7 @@ def test_columns_are_what_the_pairs_say() -> None:
 
 
 def test_pairs_reach_another_rank() -> None:
-    pairs = BlockPairs.join([BlockRef(0, 7, 2**63 + 1, None), BlockRef(0, 4, 0, None)], (3, 9))
+    pairs = block_pairs.join(BlockPair(BlockRef(7, 2**63 + 1), 3), BlockPair(BlockRef(4), 9))
     window, unpacked = unpack_pull(memoryview(pack_pull(5, pairs)))
     assert (window, unpacked) == (5, pairs)
     assert unpacked.ids.flags.writeable and unpacked.ids.flags.c_contiguous  # torch wants it so

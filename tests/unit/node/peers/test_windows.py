@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import (
     OpenWindow,
     PullEnded,
@@ -59,7 +58,7 @@ class World:
             self.posted.pop(0)()
 
     def pull(self, number: int, step: int) -> None:
-        pair = BlockPair(BlockRef(0, 2, 0, None), 3)
+        pair = BlockPair(BlockRef(2, 0), 3)
         pull = StartPull(f"transfer {number}", number, SOURCE, block_pairs.join(pair), step)
         self.windows.pulls.start(pull)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import EngineFailed
 from baton.core.request.request import FinishReason, Request
+from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.messages import CancelTransfer, Manifest, Revoked
 from baton.proto.v1 import node_pb2
 
@@ -159,7 +160,7 @@ def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str
     if name == "prefill":
         node.role.end(one.key, EngineFailed("a kernel"))
     else:
-        world.hear_peer(node, Manifest(one.request_id, 99, (), 0, LEASE_S))  # behind a gap
+        world.hear_peer(node, Manifest(one.request_id, 99, BlockRefs(), 0, LEASE_S))  # behind a gap
         node.loop.turn(0.0)
     outputs, told = node.sent
     assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
