@@ -120,6 +120,18 @@ def test_one_that_fails_alone_makes_room_for_who_waited_for_its_adapter(runs_ahe
     assert failed == [PromptTooLarge] and seen == ["parked/0"] * 2
 
 
+def test_a_prompt_that_waits_for_its_adapter_is_one_that_waits() -> None:
+    """Gateways are told at once that there is one, and that there is none any more."""
+    engine = engine_of(100)
+    engine.add(request("decode", 3, "a", max_tokens=100))
+    engine.step()
+    assert not engine.has_prompts and not engine.stats.load().waiting_tokens
+    engine.add(request("parked", 5, "b"))
+    assert engine.has_prompts and engine.stats.load().waiting_tokens == 5
+    engine.abort("parked/0")
+    assert not engine.has_prompts and not engine.stats.load().waiting_tokens
+
+
 def test_a_search_without_room_beside_held_kv_waits() -> None:
     """Admitted, it would be crowded out in every step."""
     engine = engine_of(14, max_num_batched_tokens=64)
