@@ -26,9 +26,11 @@ class _Settings:
     thresholds = gc.get_threshold()
 
 
-def settle(*, keeps_all: bool = True) -> Callable[[], None]:
+def settle(*, keeps_all: bool = True, collects_some: bool = False) -> Callable[[], None]:
     """What is loaded by now stays: a collection that walked it would be a pause in all streams.
     Without `keeps_all`, in a process that is not ours, collections are seldom, and that is all.
+    `collects_some`: of a process that calls that; its collections of the younger generations are
+    smaller ones, and so many more come before one of the oldest, whoever asks for that.
 
     Returns what ends that: once all who settled have ended it, all is as the first one found it.
     """
@@ -42,7 +44,7 @@ def settle(*, keeps_all: bool = True) -> Callable[[], None]:
         if keeps_all:
             now.has_frozen |= not gc.get_freeze_count()
             gc.freeze()
-        gc.set_threshold(_NUM_YOUNG, 20, 20)
+        gc.set_threshold(_NUM_YOUNG, *(_NUM_TIMES if collects_some else (20, 20)))
     is_settled = True
 
     def unsettle() -> None:

@@ -233,7 +233,7 @@ def _serve(
     orders = PromiseOrders(engine.promise)
     numbers = EngineNumbers(engine, role, peers, requests, orders, gate, heartbeats, clock)
     gc.enable()  # it was off for the start
-    settle()
+    settle(collects_some=True)
     loop = EngineLoop(
         engine,
         role,

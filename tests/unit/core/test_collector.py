@@ -137,3 +137,19 @@ def test_what_is_old_is_walked_as_seldom_as_by_thresholds() -> None:
         kept = cycles(1_000)
         collect_some()
     assert len(kept) == 1_000 and gc.get_stats()[2]["collections"] == num_before
+
+
+def test_a_burst_between_two_waits_is_no_reason_to_walk_what_is_old() -> None:
+    """Prompt log-probabilities of a step, for one, are more than the youngest may be."""
+    end = settle(collects_some=True)
+    gc.collect()
+    num_before = gc.get_stats()[2]["collections"]
+    old: list[object] = []
+    for _ in range(30 * 21):
+        cycles(1_000)
+        old += [[] for _ in range(50)]
+        collect_some()
+    burst = cycles(25_000)
+    assert len(burst) == 25_000 and gc.get_count()[0] < 20_000, "they were collected, as young ones"
+    assert gc.get_stats()[2]["collections"] == num_before
+    end()
