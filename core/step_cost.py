@@ -18,7 +18,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -27,7 +26,7 @@ from operator import mul
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
 LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
-_LEAST_TOKEN_S = 1e-12
+_LEAST_TOKEN_S, _MOST_PART_S = 1e-12, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +132,11 @@ class StepCost:
 
     @property
     def is_sane(self) -> bool:
-        """Whether an engine's heartbeat may be believed: all finite, none negative, none free."""
+        """Whether an engine's heartbeat may be believed: no part negative or of hours, none free.
+        Larger finite ones have sums that are not."""
         mixed = (self.mixed_s, self.mixed_pair_s)
         parts = (self.base_s, *self.row_s, self.pair_s, self.key_s, *mixed)
-        if len(self.row_s) != len(KNOTS) or not all(0 <= part < math.inf for part in parts):
+        if len(self.row_s) != len(KNOTS) or not all(0 <= part < _MOST_PART_S for part in parts):
             return False
         return any(parts)
 

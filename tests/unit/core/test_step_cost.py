@@ -86,7 +86,7 @@ def test_what_waits_takes_as_long_as_its_chunks(chunk: int) -> None:
     assert speed.seconds_of(16 * chunk) == pytest.approx(whole_s, rel=0.06)
 
 
-@pytest.mark.parametrize("part", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("part", [-1.0, math.nan, math.inf, 1e300])
 def test_what_cannot_be_is_not_believed(part: float) -> None:
     assert GPU.is_sane
     assert not replace(GPU, base_s=part).is_sane

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from baton.core.request.request import FinishReason
 from baton.core.step_cost import KNOTS, StepCost
 from baton.gateway.engines.engine_account import EngineAccount
-from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
 from baton.gateway.request.engine_link import EngineOutput
+from baton.proto.v1 import node_pb2
 
 
 def key(number: int) -> tuple[str, int]:
@@ -114,6 +115,19 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
         assert one.seconds_until(0) == pytest.approx(1.002, abs=1e-3)
     ours.settle([EngineOutput(*key(0), token_ids=(5,))])
     assert ours.tokens_ahead == 0
+
+
+@pytest.mark.parametrize("part_s", [3599.0, 1e300, 1e308])
+def test_no_number_that_is_believed_stops_routing(part_s: float) -> None:
+    """They are another process's: all requests pass here."""
+    load = replace(beat(0, 0), waiting_tokens=1000, waiting_pairs=(1 << 64) - 1)
+    one = account()
+    for part in ({"pair_s": part_s}, {"row_s": (part_s,) * len(KNOTS)}, {"base_s": part_s}):
+        sent = {"row_s": [0.0] * len(KNOTS), "max_rows": 4096} | part
+        wire = node_pb2.Heartbeat(step_cost=node_pb2.StepCost(**sent))
+        one.heartbeat(replace(load, step_cost=load_from_wire(wire).step_cost))
+        one._clock.advance(2.0)
+        assert one.tokens_ahead >= 0 and one.seconds_until(1 << 20) > 0
 
 
 @given(
