@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 
 from ...core.errors import DeadlineExceeded, Overloaded
+from ...core.step_cost import pairs_of
 from ...prefix_index.prefix_sources import NOTHING, CachedPrefix
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
@@ -77,7 +78,10 @@ class QueueLimit:
         def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = engine.account.fair_tokens_ahead(caller_id, own, parts)
             speed = engine.account.speed
-            return speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0
+            if not ahead or speed is None:
+                return 0.0
+            pairs_s = speed.pair_s * pairs_of(own, num_tokens - own)
+            return speed.seconds_of(ahead + own) + pairs_s
 
         waits_s = []
         for engine in prefill:

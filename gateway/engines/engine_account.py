@@ -260,7 +260,8 @@ class EngineAccount:
 
         Of each other caller at most as much as of this one: what it has waiting and the prompt's
         own `num_tokens`. `held`: tokens by caller that are to come here before the prompt is sent.
-        0 only where nothing at all is ahead.
+        0 only where nothing at all is ahead. What they see counts as in `tokens_ahead`, for each
+        token as much as for the mean of those there.
         """
         waiting = dict(held)
         for part in (self._own_tokens, self._others):
@@ -274,8 +275,12 @@ class EngineAccount:
             least = self._least_listed
             ahead += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
         now_s = self._clock.monotonic_s()
-        computed = min(others, self._computed_in(now_s - self._step_began_s))
-        return max(0.0, ahead - max(computed, self._own_computed(now_s)[0]))
+        tokens, pairs = max(
+            (self._waiting_tokens, self._waiting_pairs), (self._num_own_tokens, self._num_own_pairs)
+        )
+        times = self._with_pairs(tokens, pairs) / tokens if tokens else 1.0
+        computed = min(others, self._computed_in(now_s - self._step_began_s) / times)
+        return times * max(0.0, ahead - max(computed, self._own_computed(now_s)[0]))
 
     def _own_computed(self, now_s: float) -> tuple[int, int]:
         """Of our first prompt there, tokens and pairs that should be computed by now."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.step_cost import StepShape, pairs_of
 from baton.gateway.admission.queue_limit import QueueLimit
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.engine_table import EngineTable
@@ -57,11 +58,13 @@ class Cluster:
         waiting_tokens: int,
         num_steps: int = 0,
         by_caller: Mapping[int, int] | None = None,
+        waiting_pairs: int = 0,
     ) -> None:
         load = ReportedLoad(
             *(0, 0, waiting_tokens, 900, 900, False, frozenset()),
             num_steps=num_steps,
             step_cost=self.costs[name],
+            waiting_pairs=waiting_pairs,
             waiting_by_caller=by_caller or {},
         )
         self.table.engines[name].receive_heartbeat(load)
@@ -98,6 +101,30 @@ def test_a_wait_is_what_is_ahead_and_its_own_by_the_engines_cost() -> None:
     cluster.costs["p"] = linear_cost(0.25, 0.001)
     cluster.beat("p", 3500, by_caller={ME: 3500})  # other gateways' too
     assert cluster.wait_s(500) == pytest.approx(4000 * (0.25 + 2.048) / 2048)  # two steps
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_prompts_see_takes_its_time(is_ours: bool) -> None:
+    """Of 120k tokens 7.2 s, beside 2.4 s for themselves."""
+    cluster = Cluster(p=50_000)
+    cost = cluster.costs["p"] = replace(linear_cost(0.0, 2e-5), pair_s=1e-9)
+    cluster.beat("p", 0)
+    before, after = StepShape(120_000, pairs_of(120_000, 0)), StepShape(10_000, pairs_of(10_000, 0))
+    if is_ours:
+        cluster.dispatch("p", "before", 120_000)
+    else:
+        cluster.beat("p", 120_000, by_caller={BULK: 120_000}, waiting_pairs=before.pairs)
+    whole_s = cost.seconds(before)
+    if is_ours:
+        assert cluster.wait_s(10_000) == pytest.approx(whole_s + cost.seconds(after), rel=1e-3)
+    else:  # as much of theirs, at their pace
+        wait_s = whole_s / 12 + cost.seconds(after)
+        assert cluster.wait_s(10_000) == pytest.approx(wait_s, rel=1e-3)
+    assert cluster.wait_s(120_000) == pytest.approx(2 * whole_s, rel=1e-3)
+    cluster.clock.advance(whole_s / 2)
+    assert cluster.wait_s(120_000) == pytest.approx(1.5 * whole_s, rel=1e-3)
+    with pytest.raises(Overloaded):
+        cluster.limit().check(ME, 120_000, {}, 1.4 * whole_s)
 
 
 def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> None:
