@@ -80,7 +80,7 @@ class EngineAccount:
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
         self._num_own_tokens = self._num_own_pairs = 0  # of all callers
         self._answered_tokens: Counter[int] = Counter()  # whole prompts since the last heartbeat
-        self._answered_s = 0.0  # when one of ours was last answered
+        self._begun_s = 0.0  # when the engine came to the first of them, if that was not sent later
         self._num_decodes = 0  # ours
         self._mean_stay_s: float | None = None  # of them
         # By heartbeat, as all below.
@@ -173,7 +173,6 @@ class EngineAccount:
         if (one := self._prompts.get(key)) is None:
             return
         self._close_prompt(key, is_computed=True)
-        self._answered_s = self._clock.monotonic_s()
         if one.decodes:
             self.released.add(one.caller_id)
         else:
@@ -194,6 +193,8 @@ class EngineAccount:
 
     def _close_prompt(self, key: Key, *, is_computed: bool) -> None:
         """Its first token is here, or will not come."""
+        if is_computed or key == next(iter(self._prompts)):
+            self._begun_s = self._clock.monotonic_s()
         one = self._prompts.pop(key)
         self._answered_tokens[one.caller_id] += one.num_tokens
         self._own_tokens[one.caller_id] -= one.uncached_tokens
@@ -287,7 +288,7 @@ class EngineAccount:
         if not self._prompts:
             return 0, 0
         first = next(iter(self._prompts.values()))
-        computed = self._computed_in(now_s - max(first.sent_s, self._answered_s))
+        computed = self._computed_in(now_s - max(first.sent_s, self._begun_s))
         whole = self._with_pairs(first.uncached_tokens, first.pairs)
         share = min(1.0, computed / max(1.0, whole))
         return round(share * first.uncached_tokens), round(share * first.pairs)

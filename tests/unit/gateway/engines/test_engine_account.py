@@ -117,6 +117,22 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
     assert ours.tokens_ahead == 0
 
 
+def test_what_waited_behind_a_prompt_that_is_cancelled_begins_then() -> None:
+    """It was not computed while the engine was at the other one."""
+    one = account()
+    cost = StepCost(0.0, (1e-3,) * len(KNOTS), max_rows=1 << 20)
+    one.heartbeat(replace(beat(0, 0), step_cost=cost))
+    for number in (0, 1, 2):
+        one.sent_prompt(key(number), 7, num_tokens=10_000, cached_tokens=0)
+    one._clock.advance(9.0)
+    one.ended(key(2))  # nothing has waited for this one
+    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 11_000
+    one.ended(key(0))
+    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 10_000
+    one._clock.advance(4.0)
+    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 6000
+
+
 @pytest.mark.parametrize("part_s", [3599.0, 1e300, 1e308])
 def test_no_number_that_is_believed_stops_routing(part_s: float) -> None:
     """They are another process's: all requests pass here."""
