@@ -120,8 +120,12 @@ class StepCost:
             size = self.prompt_tokens_within(promise_s, beside, 0, chunk)
             size = max(size, min(chunk, LEAST_PROMPT_TOKENS))
             token_s = self.seconds(replace(beside, num_prompt_tokens=size)) / size
-            pair_s = self.pair_s + self.mixed_pair_s
-            return PromptSpeed(self.seconds(beside), max(token_s, _LEAST_TOKEN_S), pair_s)
+            beside_s = self.seconds(beside)
+            # What tokens see makes chunks smaller, down to the least, and each has the decodes.
+            left = 1 - (beside_s + self.mixed_s) / promise_s
+            least = min(1.0, LEAST_PROMPT_TOKENS / size)
+            pair_s = (self.pair_s + self.mixed_pair_s) / max(left, least)
+            return PromptSpeed(beside_s, max(token_s, _LEAST_TOKEN_S), pair_s)
         small = max(1, chunk // 8)
         whole_s, small_s = (
             self.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)

@@ -78,6 +78,26 @@ def test_the_speed_of_prompts() -> None:
     )
 
 
+@pytest.mark.parametrize("promise_s", [0.015, 0.024, 0.05, 1.0])
+@pytest.mark.parametrize("num_decodes", [8, 64, 128, 256])
+@pytest.mark.parametrize("mixed_s", [0.0, 0.001])
+def test_a_long_prompt_beside_decodes_takes_as_long_as_its_chunks(
+    promise_s: float, num_decodes: int, mixed_s: float
+) -> None:
+    """The more they see, the smaller they are, and each step has the decodes' time as well."""
+    cost = replace(GPU, mixed_s=mixed_s)
+    beside = StepShape(num_decodes=num_decodes, keys=num_decodes * 1500)
+    speed = cost.prompt_speed(2048, beside, promise_s)
+    for num_tokens in (32_000, 120_000):
+        whole_s, context = 0.0, 0
+        while context < num_tokens:
+            most = min(2048, num_tokens - context)
+            chunk = cost.promised_tokens(promise_s, beside, context, most)
+            whole_s += cost.seconds(beside.with_prompt(chunk, context))
+            context += chunk
+        assert speed.prompt_seconds(num_tokens, 0) == pytest.approx(whole_s, rel=0.25)
+
+
 @pytest.mark.parametrize("chunk", [256, 512, 2048])
 def test_what_waits_takes_as_long_as_its_chunks(chunk: int) -> None:
     """Each of them has the part that no step is without."""
