@@ -2,7 +2,7 @@
 
     step()  =  schedule -> launch on the runner -> collect -> postprocess
 
-Joins scheduler, block tables and runner; what a step is has stepper.py. Owns no tensor and speaks
+What its parts are has engine_builder.py, and what a step is stepper.py. Owns no tensor and speaks
 to no other process. Everything happens on the caller's thread.
 """
 
@@ -10,38 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..constraints.grammars import Grammars
 from ..core.errors import HandoffFailed
-from ..core.ports import Clock, SystemClock
+from ..core.ports import Clock
 from ..core.request.request import Request
 from ..core.request.token_ids import BlockHash
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints
 from .first_steps import measure_first_steps
-from .input_batch import InputBatch
 from .kv.block_pool import BlockPool, BlockRefs
-from .kv.disk.disk_thread import DiskThread
-from .kv.disk.disk_tier import DiskTier
-from .kv.generations import Generations
-from .kv.host_blocks import HostBlocks
-from .kv.host_copies import HostCopier
-from .kv.host_tier import HostTier
 from .kv.lent_prefixes import LentPrefixes
 from .kv.limits import EngineLimits
-from .kv.prefix_cache import CacheObserver, PrefixCache
 from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
-from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
 from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
-from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import Reservation, StepOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .speculation.proposer import Proposer
-from .speculation.speculator import Speculator
-from .step_results import StepResults
 from .stepper import Meanwhile, Stepper
 
 
@@ -54,112 +39,33 @@ class Engine:
         self,
         runner: Runner,
         limits: EngineLimits,
-        generations: Generations,
+        pool: BlockPool,
+        tables: BlockTables,
+        scheduler: Scheduler,
+        sequences: LiveSequences,
+        stepper: Stepper,
         *,
-        fingerprint: str,
-        eos_token_ids: Collection[int],
-        enable_prefix_caching: bool = True,
-        cache_observer: CacheObserver | None = None,
-        estimator: OutputLengthEstimator | None = None,
-        grammars: Grammars | None = None,
-        clock: Clock | None = None,
-        host_copier: HostCopier | None = None,
-        disk: DiskThread | None = None,
-        adapters: AdapterRoom[Sequence] | None = None,
-        proposer: Proposer | None = None,
+        adapters: AdapterRoom[Sequence] | None,
+        prefixes: LentPrefixes,
+        stats: EngineStats,
+        step_costs: StepCostEstimator,
+        step_record: StepRecord,
+        clock: Clock,
     ) -> None:
-        """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
-        adapter; `host_copier`: to host memory, where the prefix cache goes on, and from there
-        to `disk`; `proposer`: speculation by its drafts."""
-        self.adapters = adapters
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, generations)
-        self._runner = runner
-        self._estimator = estimator or OutputLengthEstimator()
-        constraints = None if grammars is None else Constraints(grammars)
-        self._step_costs = StepCostEstimator(limits.graph_prompt_tokens)
-        if not enable_prefix_caching:
-            host_copier = None
-        host_blocks = None if host_copier is None else HostBlocks()
-        cache = PrefixCache(
-            self.pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
-        )
-        self._clock = clock = clock or SystemClock()
-        self._host: HostTier | None = None
-        if host_copier is not None and host_blocks is not None:
-            self._host = HostTier(
-                host_copier,
-                host_blocks,
-                self.pool,
-                cache,
-                generations,
-                self._step_costs.estimate,
-                limits.block_size,
-                None if disk is None else DiskTier(disk, host_blocks, clock),
-            )
-        host = None if self._host is None else HostPrefixes(self._host, limits.block_size)
-        self._tables = BlockTables(self.pool, cache, generations, limits.block_size, host)
-        self._step_record = StepRecord()
-        self._scheduler = scheduler = Scheduler(
-            limits, self.pool, self._tables, self._estimator, self._step_costs
-        )
+        self.pool = pool
+        self.adapters = adapters
+        self.prefixes = prefixes
         self.promise = scheduler.promise
-        self.prefixes = LentPrefixes(self.pool, cache, generations, scheduler.room_beside_running)
-        self._sequences = LiveSequences(
-            runner,
-            limits,
-            scheduler,
-            adapters,
-            constraints,
-            fingerprint=fingerprint,
-            eos_token_ids=eos_token_ids,
-            on_end=self._estimator.observe,
-        )
-        self._speculator: Speculator | None = None
-        if proposer is not None:
-            self._speculator = Speculator(
-                proposer,
-                limits,
-                self._step_costs,
-                constraints,
-                self._sequences.eos_token_ids,
-                clock,
-                runs_ahead=runner.runs_ahead,
-            )
-        results = StepResults(
-            self._sequences,
-            scheduler,
-            self._tables,
-            self._step_record,
-            self._speculator,
-        )
-        self._stepper = Stepper(
-            runner,
-            scheduler,
-            self._tables,
-            self._sequences,
-            results,
-            InputBatch(limits.block_size, self._sequences.eos_token_ids),
-            host=self._host,
-            speculator=self._speculator,
-            step_costs=self._step_costs,
-            step_record=self._step_record,
-            clock=clock,
-            num_stages=limits.num_stages,
-        )
-        self.stats = EngineStats(
-            limits,
-            self.pool,
-            scheduler,
-            self._tables,
-            self._sequences.by_key,
-            self._estimator,
-            adapters,
-            self._step_record,
-            self._step_costs,
-            self._host,
-            self._speculator,
-        )
+        self.stats = stats
+        self._runner = runner
+        self._tables = tables
+        self._scheduler = scheduler
+        self._sequences = sequences
+        self._stepper = stepper
+        self._step_costs = step_costs
+        self._step_record = step_record
+        self._clock = clock
         self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 
     # -- requests in ------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from baton.client.messages import build_request
 from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
+from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
 from baton.engine.execution.step_parts import SampledRows, has_extras, metadata_of
@@ -153,7 +154,7 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     blocks = batch * _MAX_LEN // _BLOCK_SIZE + 2  # nobody ever waits for memory
     limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
     runner = HostRunner()
-    engine = Engine(
+    engine = build_engine(
         runner,
         limits,
         LocalGenerations(blocks),

@@ -18,6 +18,7 @@ from fakes.speculation.drafting_runner import DraftingRunner
 
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_builder import build_engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -52,7 +53,7 @@ def make_engine(
         on_completed=lambda number: clock.advance(5e-3),
     )
     runner.draft_steps.on_execute = lambda batch: clock.advance(3e-4)
-    return Engine(
+    return build_engine(
         runner,
         EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
         LocalGenerations(num_blocks),

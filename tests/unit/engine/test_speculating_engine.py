@@ -14,6 +14,7 @@ from fakes.speculation.drafting_runner import DraftingRunner
 
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_builder import build_engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -60,7 +61,7 @@ class Scene:
         else:
             runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]
             proposer = FakeProposer(self.oracle, rate=rate, max_drafts=most, seed=capacity)
-        return Engine(
+        return build_engine(
             runner,
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
             LocalGenerations(num_blocks),

@@ -9,7 +9,7 @@ from fakes.runner import FakeRunner, expected_tokens
 
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepShape
-from baton.engine.engine import Engine
+from baton.engine.engine_builder import build_engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
@@ -30,7 +30,7 @@ class Rig:
             num_stages=num_stages,
         )
         generations = LocalGenerations(NUM_BLOCKS)
-        self.engine = Engine(
+        self.engine = build_engine(
             self.runner, limits, generations, fingerprint="fake", eos_token_ids={7}
         )
         self.tokens: dict[int, list[int]] = {}

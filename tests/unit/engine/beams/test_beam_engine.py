@@ -19,6 +19,7 @@ from baton.core.errors import BatonError, InvalidRequest, PromptTooLarge
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
+from baton.engine.engine_builder import build_engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -44,7 +45,7 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
     limits = EngineLimits(
         num_blocks, BLOCK_SIZE, **({"max_model_len": 100, "max_num_batched_tokens": 16} | options)
     )
-    return Engine(
+    return build_engine(
         FakeRunner(
             num_blocks,
             BLOCK_SIZE,

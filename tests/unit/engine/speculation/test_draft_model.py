@@ -18,6 +18,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_builder import build_engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
@@ -50,7 +51,7 @@ class Recorder(DraftModelProposer):
 def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
     recorder = Recorder(local.runner, 4)
     recorder.found = []
-    engine = Engine(
+    engine = build_engine(
         local.runner,
         local.engine.limits,
         LocalGenerations(160),
@@ -197,7 +198,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     alone = ModelRunner(config(str(tmp_path / "draft"), None))
     assert alone.kv.layout.num_kv_heads == 1 and drafting.kv.layout.num_kv_heads == 4
     proposer = DraftModelProposer(drafting, 4)
-    engine = Engine(
+    engine = build_engine(
         drafting,
         LocalEngine(config(str(tmp_path / "draft"), None), alone).engine.limits,
         LocalGenerations(160),
