@@ -16,9 +16,10 @@ from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash
 from ..engine.execution.batch import SampledToken
-from ..engine.scheduling.outputs import Reservation
+from ..engine.kv.block_pool import Reservation
 from ..kv_transfer.protocol.events import (
     Complete,
+    DropReservation,
     Failed,
     Intended,
     IntentCancelled,
@@ -37,6 +38,7 @@ class _Intent(Handoff):
     """KV that is waited for."""
 
     block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
+    reserved_s: float | None = None  # when it got its blocks: a hand-off's time begins with that
 
 
 class DecodeRole(EngineRole[_Intent]):
@@ -49,8 +51,6 @@ class DecodeRole(EngineRole[_Intent]):
         parts.peers.handoffs = self
         self._clock = parts.clock
         self._block_bytes = parts.block_bytes
-        # By transfer, and when it was made: that is when a hand-off's time begins.
-        self._reservations: dict[str, tuple[Reservation, float]] = {}
         self._is_short = False  # of blocks, or of slots: the puller waits
 
     # -- gateways ------------------------------------------------------------------------------
@@ -96,9 +96,8 @@ class DecodeRole(EngineRole[_Intent]):
             for sample in intent.samples:
                 self._request_io.end(sample.key, failed.error)
 
-    def dropped(self, transfer_id: str) -> None:
-        reservation, _ = self._reservations.pop(transfer_id)
-        self._engine.drop(reservation)
+    def dropped(self, dropped: DropReservation) -> None:
+        self._engine.drop(dropped.reservation)
 
     def reserve(self, transfer_id: str, key: str) -> None:
         intent = self._handoffs.get(key)
@@ -118,26 +117,24 @@ class DecodeRole(EngineRole[_Intent]):
             self._is_short = True
             self._peers.feed_puller(ReserveRefused(transfer_id))
             return
-        self._reservations[transfer_id] = (reservation, self._clock.monotonic_s())
+        intent.reserved_s = self._clock.monotonic_s()
         for sample in intent.samples:
             if entry := self._table.get(sample.key):
                 self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
                 self._request_io.stamp(entry, Event.TRANSFER_STARTED)
-        self._peers.feed_puller(
-            Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids)
-        )
+        self._peers.feed_puller(Reserved(transfer_id, reservation))
 
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
-        reservation, began_s = self._reservations.pop(complete.transfer_id)
-        intent = self._handoffs[complete.key]
+        intent, reservation = self._handoffs[complete.key], complete.reservation
+        assert intent.reserved_s is not None
         self._forget(intent)
         summary = node_pb2.TransferInfo(
             bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
             transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )
-        self._counts.transfer_s += self._clock.monotonic_s() - began_s
+        self._counts.transfer_s += self._clock.monotonic_s() - intent.reserved_s
         self._counts.num_transfers += 1
         self._counts.transfer_bytes += summary.bytes
         try:
@@ -221,12 +218,9 @@ class DecodeRole(EngineRole[_Intent]):
     def pending(self) -> Iterable[Request]:
         for key, intent in self._handoffs.items():
             first = intent.samples[0]
-            if key == first.key and intent.ticket.transfer_id not in self._reservations:
+            if key == first.key and intent.reserved_s is None:
                 yield first
         yield from super().pending()
-
-    def is_idle(self) -> bool:
-        return super().is_idle() and not self._reservations
 
 
 def _token_ids_of(state: HandoffState) -> list[int]:

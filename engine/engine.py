@@ -17,14 +17,14 @@ from ..core.request.token_ids import BlockHash
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
 from .first_steps import measure_first_steps
-from .kv.block_pool import BlockPool, BlockRefs
+from .kv.block_pool import BlockPool, BlockRefs, Reservation
 from .kv.lent_prefixes import LentPrefixes
 from .kv.limits import EngineLimits
 from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
 from .scheduling.block_tables import BlockTables
 from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
-from .scheduling.outputs import Reservation, StepOutput
+from .scheduling.outputs import StepOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 from .stepper import Meanwhile, Stepper

@@ -82,6 +82,20 @@ class BlockRefs(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for KV that comes from elsewhere: [num_cached_blocks, num_known_blocks) to be filled.
+
+    Those before are cached here already, those behind are room to grow. `block_ids[i]` takes
+    logical block i of the request `key`.
+    """
+
+    key: str
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+    num_known_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCounts:
     """Every block of a pool is in exactly one of these states."""
 

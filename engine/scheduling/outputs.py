@@ -1,4 +1,4 @@
-"""What an engine tells those above it: tokens, finished chunks, reservations, load. All values."""
+"""What an engine tells those above it: tokens, finished chunks, load. All values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from ..execution.batch import SampledToken
 from ..kv.disk.disk_tier import DiskCounts
 from ..kv.host_copies import HostCounts
 from .sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Blocks for KV that comes from elsewhere: [num_cached_blocks, num_known_blocks) to be filled.
-
-    Those before are cached here already, those behind are room to grow.
-    """
-
-    key: str
-    block_ids: tuple[int, ...]
-    num_cached_blocks: int
-    num_known_blocks: int
 
 
 class TokenOutput(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ...core.errors import BatonError
 from ...core.request.request import Ticket
 from ...core.request.token_ids import BlockHash
-from ...engine.kv.block_pool import BlockRefs
+from ...engine.kv.block_pool import BlockRefs, Reservation
 from ..window.block_pairs import BlockPairs
 from ..window.network_address import PoolAccess
 from ..window.transport import PullOutcome
@@ -118,7 +118,7 @@ class Intended:
     num_blocks: int
     deadline_s: float
     caller_id: int = 0
-    reserved: Reserved | None = None
+    reserved: Reservation | None = None
     needs_slot: bool = False
 
 
@@ -131,11 +131,10 @@ class IntentCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answer to `Reserve`: `block_ids[i]` takes logical block i; the first ones are cached here."""
+    """Answer to `Reserve`. It comes back with `Complete` or `DropReservation`."""
 
     transfer_id: str
-    num_cached_blocks: int
-    block_ids: tuple[int, ...]
+    reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +276,7 @@ class Complete:
     key: str
     state: HandoffState
     num_pulled_blocks: int
+    reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +293,7 @@ class DropReservation:
     """Give the reserved memory back; nothing in flight writes to it any more."""
 
     transfer_id: str
+    reservation: Reservation
 
 
 PeerEvent: TypeAlias = PeerLinked | PeerLost | PeerMessage | Tick

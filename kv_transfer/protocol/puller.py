@@ -18,6 +18,7 @@ from ...core.errors import (
     UnknownTransfer,
 )
 from ...core.ports import Clock
+from ...engine.kv.block_pool import Reservation
 from ..window.block_pairs import BlockPairs
 from ..window.transport import PullOutcome
 from .events import (
@@ -81,8 +82,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             case IntentCancelled(transfer_id):
                 if (transfer := self._transfers.get(transfer_id)) is not None:
                     self._give_up(transfer, None)
-            case Reserved():
-                self._on_reserved(event)
+            case Reserved(transfer_id, reservation):
+                self._on_reserved(transfer_id, reservation)
             case ReserveRefused(transfer_id, lacks_slot):
                 self._queue.answered(transfer_id, was_granted=False, lacks_slot=lacks_slot)
             case WindowOpened(source, sees_steps):
@@ -100,6 +101,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             waits.append(expires_s)
         return min(waits, default=None)
 
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that are not over: those too that ended badly, to whose blocks copies write."""
+        return len(self._transfers)
+
     # ---- the gateway's and the engine's side
 
     def _on_intended(self, intent: Intended) -> None:
@@ -108,7 +114,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         if refusal is not None:
             self._effects.append(Failed(transfer_id, intent.key, refusal))
             if intent.reserved is not None:
-                self._effects.append(DropReservation(transfer_id))
+                self._effects.append(DropReservation(transfer_id, intent.reserved))
             return
         link_by_s = self._clock.monotonic_s() + self._link_wait_s
         transfer = PullerTransfer(
@@ -138,29 +144,31 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         wanted = () if intent.reserved is None else tuple(intent.block_hashes)
         self._send(transfer.source, Attach(intent.ticket.transfer_id, pair.sees_steps, wanted))
 
-    def _on_reserved(self, reserved: Reserved) -> None:
-        self._queue.answered(reserved.transfer_id, was_granted=True)
-        transfer = self._transfers.get(reserved.transfer_id)
+    def _on_reserved(self, transfer_id: str, reservation: Reservation) -> None:
+        self._queue.answered(transfer_id, was_granted=True)
+        transfer = self._transfers.get(transfer_id)
         if transfer is None:  # it ended before the answer came
-            self._effects.append(DropReservation(reserved.transfer_id))
+            self._effects.append(DropReservation(transfer_id, reservation))
             return
         assert transfer.state is PullerState.QUEUED
-        assert len(reserved.block_ids) >= transfer.intent.num_blocks
+        assert len(reservation.block_ids) >= transfer.intent.num_blocks
         transfer.state = PullerState.PULLING
-        transfer.reservation = reserved
+        transfer.reservation = reservation
         manifests, transfer.unpulled = transfer.unpulled, []
         for manifest in manifests:
-            self._start_pull(transfer, reserved, manifest)
+            self._start_pull(transfer, reservation, manifest)
         self._complete_if_done(transfer)
 
-    def _start_pull(self, transfer: PullerTransfer, reserved: Reserved, manifest: Manifest) -> None:
+    def _start_pull(
+        self, transfer: PullerTransfer, reservation: Reservation, manifest: Manifest
+    ) -> None:
         """Pull one chunk, but for what the prefix cache here holds already."""
         first = transfer.num_begun_blocks
         transfer.num_begun_blocks += len(manifest.blocks)
-        num_cached = max(0, reserved.num_cached_blocks - first)
+        num_cached = max(0, reservation.num_cached_blocks - first)
         if num_cached >= len(manifest.blocks):
             return
-        pairs = BlockPairs.join(manifest.blocks, reserved.block_ids[first:])  # growth behind
+        pairs = BlockPairs.join(manifest.blocks, reservation.block_ids[first:])  # growth behind
         pairs = pairs[num_cached:]
         transfer.in_flight.add(manifest.seq)
         transfer.num_pulled_blocks += len(pairs)
@@ -279,11 +287,13 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     # ---- the ends
 
     def _complete_if_done(self, transfer: PullerTransfer) -> None:
-        state = transfer.handoff
+        state, reservation = transfer.handoff, transfer.reservation
         if state is None or transfer.in_flight or transfer.state is not PullerState.PULLING:
             return
+        assert reservation is not None
         transfer_id, num_pulled = transfer.transfer_id, transfer.num_pulled_blocks
-        self._effects.append(Complete(transfer_id, transfer.intent.key, state, num_pulled))
+        key = transfer.intent.key
+        self._effects.append(Complete(transfer_id, key, state, num_pulled, reservation))
         if not transfer.is_orphaned:
             self._send(transfer.source, Release(transfer_id))
         self._forget(transfer_id, _COMPLETED)
@@ -315,7 +325,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         if transfer.in_flight:
             return
         if transfer.reservation is not None:
-            self._effects.append(DropReservation(transfer.transfer_id))
+            self._effects.append(DropReservation(transfer.transfer_id, transfer.reservation))
         del self._transfers[transfer.transfer_id]
 
     def _forget(self, transfer_id: str, epitaph: BatonError) -> None:

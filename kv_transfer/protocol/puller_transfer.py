@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
 from ...core.fair_queue import FairQueue
-from .events import Intended, Reserved
+from ...engine.kv.block_pool import Reservation
+from .events import Intended
 from .messages import HandoffState, Manifest
 
 _RENEWALS_PER_LEASE = 3  # two may thus be late before a lease runs out
@@ -54,7 +55,7 @@ class PullerTransfer:
     next_index: int = 0  # of a block
     handoff: HandoffState | None = None  # set by the last manifest
     unpulled: list[Manifest] = field(default_factory=list)  # announced before there was memory
-    reservation: Reserved | None = None
+    reservation: Reservation | None = None
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
     num_begun_blocks: int = 0  # their pulls are begun or over, or they are cached here
     num_pulled_blocks: int = 0

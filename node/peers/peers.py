@@ -59,7 +59,7 @@ class Receiver(Protocol):
 
     def failed(self, failed: Failed) -> None: ...
 
-    def dropped(self, transfer_id: str) -> None: ...
+    def dropped(self, dropped: DropReservation) -> None: ...
 
 
 class Peers:
@@ -134,7 +134,7 @@ class Peers:
                 case Failed(transfer_id):
                     self._receiver(transfer_id).failed(effect)
                 case DropReservation(transfer_id):
-                    self._receiver(transfer_id).dropped(transfer_id)
+                    self._receiver(transfer_id).dropped(effect)
                 case _:
                     assert_never(effect)
 
@@ -188,8 +188,8 @@ class Peers:
 
     @property
     def is_idle(self) -> bool:
-        """No prefix is lent or fetched, and nothing is copied."""
-        return not (self._loans or self.fetches.by_transfer or self.pulls)
+        """No prefix is lent, and nothing comes from elsewhere."""
+        return not (self._loans or self._puller.num_transfers)
 
     def ledger(self) -> dict[str, object]:
         """The transfers of both sides, their peers, and how many are over: JSON-able."""

@@ -19,16 +19,16 @@ from ...core.errors import NodeLost, StaleBlocks
 from ...core.ports import Clock, Entropy
 from ...core.request.request import Request, Ticket
 from ...engine.engine import Engine
-from ...engine.kv.block_pool import Fence
+from ...engine.kv.block_pool import Fence, Reservation
 from ...engine.kv.lent_prefixes import BorrowedPrefix
 from ...kv_transfer.protocol.events import (
     Chunk,
     Complete,
+    DropReservation,
     Failed,
     Intended,
     Offered,
     PinPrefix,
-    Reserved,
     SourceEvent,
     Withdrawn,
 )
@@ -119,7 +119,7 @@ class PrefixFetches:
             num_blocks,
             now_s + source.limit_s,
             request.caller_id,
-            Reserved(ticket.transfer_id, prefix.num_cached_blocks, prefix.block_ids),
+            Reservation(request.key, prefix.block_ids, prefix.num_cached_blocks, num_blocks),
         )
 
     def abandoned_by(self, key: str, others: Container[str]) -> str | None:
@@ -153,8 +153,8 @@ class PrefixFetches:
         self.counts.failed_fetches[failed.error.code] += 1
         self._over(self.by_transfer[failed.transfer_id])
 
-    def dropped(self, transfer_id: str) -> None:
-        self._engine.prefixes.drop(self.by_transfer.pop(transfer_id).prefix)
+    def dropped(self, dropped: DropReservation) -> None:
+        self._engine.prefixes.drop(self.by_transfer.pop(dropped.transfer_id).prefix)
 
     def not_linked(self) -> None:
         """The source that a request names is none of ours."""

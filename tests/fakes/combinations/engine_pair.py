@@ -12,7 +12,8 @@ from baton.core.request.request import Request, TokenLogprobs
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken
-from baton.engine.scheduling.outputs import FinishedBeam, Reservation, StepOutput, TokenOutput
+from baton.engine.kv.block_pool import Reservation
+from baton.engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 
 FINGERPRINT = "f"  # of both
 _MOST_IDLE = 500

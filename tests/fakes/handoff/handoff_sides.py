@@ -21,7 +21,12 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 from baton.core.errors import Cancelled
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
+from baton.engine.kv.block_pool import (
+    NUM_RESERVED_BLOCKS,
+    BlockPool,
+    BlockRefs,
+    Reservation,
+)
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     Chunk,
@@ -356,8 +361,8 @@ class PullerSide(_Side):
                     self.windows.remove(incarnation)
                     self._end_early(lambda pull, gone=incarnation: pull.incarnation == gone)
                     self.openings = [o for o in self.openings if o.incarnation != incarnation]
-                case Reserve(transfer_id):
-                    self._reserve(transfer_id)
+                case Reserve(transfer_id, key):
+                    self._reserve(transfer_id, key)
                 case StartPull():
                     self._start_pull(effect)
                 case CancelPull(transfer_id):
@@ -372,7 +377,7 @@ class PullerSide(_Side):
                 case DropReservation(transfer_id):
                     self._drop(transfer_id)
 
-    def _reserve(self, transfer_id: str) -> None:
+    def _reserve(self, transfer_id: str, key: str) -> None:
         """As the role does: the answer comes at once."""
         assert transfer_id not in self.reservations, "reserved twice"
         blocks = self.pool.allocate(NUM_CHUNKS)
@@ -380,7 +385,8 @@ class PullerSide(_Side):
             self.feed(ReserveRefused(transfer_id))
             return
         self.reservations[transfer_id] = blocks
-        self.feed(Reserved(transfer_id, 0, tuple(blocks)))
+        reservation = Reservation(key, tuple(blocks), 0, NUM_CHUNKS)
+        self.feed(Reserved(transfer_id, reservation))
 
     def _start_pull(self, pull: StartPull) -> None:
         name = (pull.transfer_id, pull.seq)

@@ -27,6 +27,7 @@ from fakes.handoff.memory_transport import (
 from baton.core.errors import BatonError, Cancelled, HandoffFailed
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
+from baton.engine.kv.block_pool import Reservation
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     Chunk,
@@ -162,12 +163,6 @@ class SourceNode:
                 self.outbox.append(effect)
 
 
-@dataclass(slots=True)
-class _Reservation:
-    block_ids: tuple[int, ...]
-    num_cached_blocks: int
-
-
 class PullerNode:
     """A puller with its memory; answers to Reserve and OpenWindow are given when told to."""
 
@@ -180,7 +175,7 @@ class PullerNode:
         self.outbox: list[Send | ClosePeer] = []
         self.free = list(range(NUM_POOL_BLOCKS))
         self.prompts: dict[str, Prompt] = {}  # transfer_id -> what was intended
-        self.reservations: dict[str, _Reservation] = {}
+        self.reservations: dict[str, Reservation] = {}
         self.question: Reserve | None = None
         self.openings: list[OpenWindow] = []
         self.windows: dict[str, MemoryWindow] = {}
@@ -216,8 +211,9 @@ class PullerNode:
             content = prompt.content(index) if index < num_cached else bytes(BLOCK_BYTES)
             self.pool.block(block_id)[:] = content
         assert transfer_id not in self.reservations
-        self.reservations[transfer_id] = _Reservation(block_ids, num_cached)
-        self.feed(Reserved(transfer_id, num_cached, block_ids))
+        reservation = Reservation(prompt.key, block_ids, num_cached, prompt.num_blocks)
+        self.reservations[transfer_id] = reservation
+        self.feed(Reserved(transfer_id, reservation))
 
     def answer_opening(self, *, is_good: bool) -> None:
         """Answer the oldest OpenWindow."""
@@ -260,9 +256,10 @@ class PullerNode:
                 case Failed(transfer_id, key, error):
                     assert key not in self.ends, "ended twice"
                     self.ends[key] = error.code
-                case DropReservation(transfer_id):
+                case DropReservation(transfer_id, reservation):
                     assert not self._num_in_flight(transfer_id), "dropped under a copy"
-                    self.free += self.reservations.pop(transfer_id).block_ids
+                    assert self.reservations.pop(transfer_id) is reservation
+                    self.free += reservation.block_ids
 
     def _start_pull(self, pull: StartPull) -> None:
         reservation = self.reservations[pull.transfer_id]

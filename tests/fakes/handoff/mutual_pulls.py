@@ -21,7 +21,7 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 from baton.core.errors import StaleBlocks
 from baton.core.request.request import Ticket
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, Fence
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, Fence, Reservation
 from baton.engine.kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.protocol.events import (
@@ -40,7 +40,6 @@ from baton.kv_transfer.protocol.events import (
     PullEnded,
     PullerEvent,
     ReleaseBlocks,
-    Reserved,
     Send,
     SourceEvent,
     StartPull,
@@ -106,8 +105,8 @@ class Peer:
             return
         ticket = Ticket(f"{10 + self.number:032x}", self.other, self.name)
         prefix, due_s = self.prefix, self.clock.monotonic_s() + LIMIT_S
-        reserved = Reserved(ticket.transfer_id, prefix.num_cached_blocks, prefix.block_ids)
-        hashes = prefix.block_hashes
+        hashes, num_cached = prefix.block_hashes, prefix.num_cached_blocks
+        reserved = Reservation("key", prefix.block_ids, num_cached, len(hashes))
         self.feed_puller(Intended(ticket, "key", hashes, len(hashes), due_s, 0, reserved))
 
     def leave(self) -> None:

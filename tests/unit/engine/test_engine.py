@@ -30,11 +30,11 @@ from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
-from baton.engine.scheduling.outputs import Load, Reservation, StepOutput
+from baton.engine.scheduling.outputs import Load, StepOutput
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50

@@ -15,11 +15,11 @@ from fakes.speculation.drafting_runner import DraftingRunner
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_builder import build_engine
-from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
-from baton.engine.scheduling.outputs import Reservation, StepOutput
+from baton.engine.scheduling.outputs import StepOutput
 from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.proposer import Context, Proposer
 
@@ -227,7 +227,7 @@ def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
     def counts(*, handed_over: bool) -> list[int]:
         scene = Scene(3)
         source, puller = (scene.engine(300, runs_ahead=runs_ahead, rate=0.8) for _ in range(2))
-        puller._speculator._proposer.max_drafts = 4  # type: ignore[union-attr, misc]
+        puller._stepper._speculator._proposer.max_drafts = 4  # type: ignore[union-attr, misc]
         for index in range(6):
             sampling = SamplingParams(max_tokens=80, temperature=1.0, seed=index, ignore_eos=True)
             request = Request(f"r{index}", 0, tuple(range(index + 3)), sampling)

@@ -27,7 +27,7 @@ from baton.core.errors import (
     StaleBlocks,
     UnknownTransfer,
 )
-from baton.engine.kv.block_pool import BlockRefs
+from baton.engine.kv.block_pool import BlockRefs, Reservation
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     ClosePeer,
@@ -111,8 +111,8 @@ class World:
         return self.hear(manifest(seq, first, last, number))
 
     def reserve(self, num_cached_blocks: int = 0, number: int = 1) -> list[PullerEffect]:
-        transfer_id = ticket(number).transfer_id
-        return self.feed(Reserved(transfer_id, num_cached_blocks, (10, 11, 12, 13)))
+        reserved = reservation(number, num_cached_blocks)
+        return self.feed(Reserved(ticket(number).transfer_id, reserved))
 
     def end_pull(self, seq: int, outcome: PullOutcome) -> list[PullerEffect]:
         return self.feed(PullEnded(T, seq, outcome))
@@ -126,6 +126,10 @@ class World:
     def assert_over(self) -> None:
         assert self.puller.ledger()["transfers"] == {}
         assert self.puller.next_deadline() is None
+
+
+def reservation(number: int = 1, num_cached_blocks: int = 0) -> Reservation:
+    return Reservation(f"key{number}", (10, 11, 12, 13), num_cached_blocks, 3)
 
 
 def manifest(seq: int, first: int, last: int, number: int = 1) -> Manifest:
@@ -158,7 +162,10 @@ def test_pulls_chunk_by_chunk(world: World) -> None:
     assert world.reserve() == [pull(0, 0, 1)]
     assert world.manifest(1, 1, 3) == [pull(1, 1, 3)]  # beside the first
     assert world.end_pull(1, OK) == []
-    assert world.end_pull(0, OK) == [Complete(T, "key1", STATE, 3), Send(SOURCE, Release(T))]
+    assert world.end_pull(0, OK) == [
+        Complete(T, "key1", STATE, 3, reservation()),
+        Send(SOURCE, Release(T)),
+    ]
     world.assert_over()
 
 
@@ -258,7 +265,7 @@ def test_memory_granted_to_who_gave_up_is_dropped(world: World) -> None:
     world.manifest(0, 0, 3, number=1)
     world.manifest(0, 0, 3, number=2)
     assert world.feed(IntentCancelled(T)) == [Send(SOURCE, CancelTransfer(T))]
-    assert world.reserve(number=1) == [DropReservation(T), Reserve(T2, "key2")]
+    assert world.reserve(number=1) == [DropReservation(T, reservation()), Reserve(T2, "key2")]
 
 
 @pytest.mark.parametrize("outcome", [STALE, PullOutcome.FAILED, CANCELLED])
@@ -271,7 +278,7 @@ def test_a_bad_copy_fails_the_transfer_and_fences_its_memory(
     assert failure(effects) is (StaleBlocks if outcome is STALE else HandoffFailed)
     assert sent(effects) == [CancelTransfer(T)]
     assert CancelPull(T) in effects
-    assert world.end_pull(1, OK) == [DropReservation(T)]
+    assert world.end_pull(1, OK) == [DropReservation(T, reservation())]
     world.assert_over()
 
 
@@ -281,7 +288,7 @@ def test_cancel_is_silent_and_waits_for_the_copies(world: World) -> None:
     assert world.feed(IntentCancelled(T)) == []
     assert world.manifest(1, 2, 3) == []
     assert world.wait(DEADLINE_S) == []
-    assert world.end_pull(0, CANCELLED) == [DropReservation(T)]
+    assert world.end_pull(0, CANCELLED) == [DropReservation(T, reservation())]
     world.assert_over()
 
 
@@ -298,7 +305,7 @@ def test_the_deadline_ends_it(world: World) -> None:
     world.clock.advance(DEADLINE_S)
     effects = world.feed(Tick())
     assert failure(effects) is DeadlineExceeded
-    assert world.end_pull(0, OK) == [DropReservation(T)]
+    assert world.end_pull(0, OK) == [DropReservation(T, reservation())]
     world.assert_over()
 
 
@@ -393,9 +400,9 @@ def test_loss_of_the_source_fails_what_is_not_all_here(world: World, progress: s
     assert sent(effects) == []
     assert effects[-1] == CloseWindow(SOURCE)
     if progress == "queued":
-        assert world.reserve() == [DropReservation(T)]
+        assert world.reserve() == [DropReservation(T, reservation())]
     if progress == "pulling":
-        assert world.end_pull(0, OK) == [DropReservation(T)]
+        assert world.end_pull(0, OK) == [DropReservation(T, reservation())]
     world.assert_over()
 
 
@@ -422,7 +429,7 @@ def test_revoked_fails_with_the_sources_reason(world: World) -> None:
     effects = world.hear(Revoked(T, LeaseExpired("")))
     assert failure(effects) is LeaseExpired
     assert sent(effects) == []
-    assert world.end_pull(0, OK) == [DropReservation(T)]
+    assert world.end_pull(0, OK) == [DropReservation(T, reservation())]
 
 
 def test_a_doubled_manifest_is_ignored(world: World) -> None:
