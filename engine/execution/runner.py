@@ -3,21 +3,18 @@
     config ─► placement ─► weights ─► KV pool and steps (step_builder.py)
 
 Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it. What executes steps is cpu_steps.py and gpu/gpu_steps.py.
+slice's token must not depend on it. How a step is run has step_runner.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
 from ...core.engine_config import EngineConfig
-from ...core.errors import EngineFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.experts.expert_loads import ExpertLoadReader
-from ...kernels.kv.kv_blocks import copy_blocks
 from ..kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
@@ -30,16 +27,16 @@ from ..model.model_config import read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
-from .batch import LaunchedStep, SequenceSlice, StepBatch
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement
 from .drafting.head_model import make_draft_model
 from .model_loading import choose_max_model_len, load_model
 from .step_builder import StepBuilder, most_step_tokens
+from .step_runner import StepRunner
 
 
-class ModelRunner:
-    """A `batch.Runner` of one rank. `startup_notes` are lines for people.
+class ModelRunner(StepRunner):
+    """Of one rank. `startup_notes` are lines for people.
 
     All ranks of an engine are made, and launch the same steps, at the same time.
     """
@@ -145,8 +142,7 @@ class ModelRunner:
             built = builder.on_cpu(layout, num_blocks)
         else:
             built = builder.on_gpu(layout)
-        self.kv, self._steps, self._draft_steps = built
-        self._head_steps = self._steps.head
+        super().__init__(built, self._placement.device)
         self.max_num_seqs = builder.max_num_seqs
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
         communicator.stages.begin()
@@ -175,28 +171,6 @@ class ModelRunner:
         """See `EngineLimits`."""
         return 0 if isinstance(self._steps, CpuSteps) else self._steps.mixed_tokens
 
-    @property
-    def runs_ahead(self) -> bool:
-        """See `batch.Runner`."""
-        return self._steps.runs_ahead
-
-    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
-        """See `batch.Runner`."""
-        try:
-            with torch.inference_mode():
-                batch = StepBatch.of(batch)
-                if self._draft_steps is not None:
-                    self._draft_steps.compute_prompts(batch.others)
-                return self._steps.launch(batch)
-        except RuntimeError as error:  # torch's: out of memory, device lost
-            raise EngineFailed(f"the step failed: {error}") from error
-
-    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """See `batch.Drafter`; `--speculative-config` asks for a draft model or a head."""
-        drafter = self._draft_steps or self._head_steps
-        assert drafter is not None
-        return drafter.draft(batch)
-
     def expert_tokens(self) -> tuple[int, ...]:
         """How many tokens chose each expert, over all layers; empty without experts. Never waits,
         and is a little behind."""
@@ -214,21 +188,6 @@ class ModelRunner:
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `batch.Runner`; no target may repeat.
-
-        Waits for the device: no fence keeps the sources from being handed out while they are read.
-        """
-        device = self._placement.device
-        sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
-        copy_blocks(
-            self.kv.tensor,
-            torch.tensor(sources, dtype=torch.int64, device=device),
-            torch.tensor(targets, dtype=torch.int64, device=device),
-        )
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
 
     def write_canary(self, incarnation: str) -> None:
         """Fill the canary block, so that a puller can check that it reads this pool rightly."""

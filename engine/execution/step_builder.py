@@ -4,7 +4,7 @@
     a GPU   largest step measured ─► KV pool of what that leaves ─► steps ─► graphs captured
 
 Steps of a draft model, or of a draft head, are made beside them. Loads nothing, and runs no
-request's step: see runner.py.
+request's step: see step_runner.py.
 """
 
 from __future__ import annotations
