@@ -32,7 +32,7 @@ from ...core.channels.admission import ADMIT_S, accept, admit, dial, tune
 from ...core.channels.engine_tls import EngineTls
 from ...core.channels.handshake import Listener
 from ...core.errors import BatonError, EngineFailed, StartupFailed
-from ..model.communicator import Stages
+from ..model.stages import Stages
 from .joining import id_of
 
 _PURPOSE = b"stage 1"  # of the handshake; the number is the version of what is sent here

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
+from .stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,41 +23,6 @@ class Sent:
 
 
 Summand: TypeAlias = Tensor | Sent
-
-
-class Stages:
-    """One rank's place in a pipeline, between the same rank of the stage before and of the one
-    behind; this one is the only stage. Tensors pass in the order of the calls."""
-
-    stage: int = 0
-    num_stages: int = 1
-    can_be_captured = True  # whether a CUDA graph may hold `receive` and `send`
-
-    def connect(self) -> None:
-        """Before the first operation."""
-
-    def begin(self) -> None:
-        """All is loaded and captured: from now on `receive` and `send` alone. Until then stages may
-        pass nothing on by these two: what is computed is looked at by nobody."""
-
-    def receive(self, x: Tensor) -> None:
-        """Overwrite x by what the stage before sends, of the same shape and type."""
-        raise AssertionError("the first stage has nobody to receive from")
-
-    def send(self, x: Tensor) -> None:
-        """To the stage behind; x must not be written to any more, on a GPU but in the order of the
-        stream."""
-        raise AssertionError("the last stage has nobody to send to")
-
-    def least(self, value: int) -> int:
-        """Of the values of all stages."""
-        return value
-
-    def broadcast(self, x: Tensor) -> None:
-        """Overwrite x by that of the first stage."""
-
-    def close(self) -> None:
-        """Once nothing is in flight; another stage's operation then fails."""
 
 
 class Communicator:

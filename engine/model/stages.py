@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has: pipeline parallelism as arithmetic.
+"""The stages of a pipeline: which layers each has, as arithmetic, and a rank's place among them.
 
     stage 0                   stage 1          stage 2
     embedding, layers 0..11   layers 12..22    layers 23..31, norm, LM head
@@ -9,7 +9,7 @@ those of several layers where a vocabulary is large. Where it computes prompts a
 number of weights that each token is multiplied by: of a mixture those of the experts that it
 chooses, and not the head's, which only the last token needs. Among divisions of the same
 cost the one is chosen whose largest stage holds the fewest weights; that counts the embedding too.
-Knows no tensor and no process.
+Knows no process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+
+from torch import Tensor
 
 from ...core.errors import StartupFailed
 from .model_config import ModelConfig
@@ -41,6 +43,41 @@ class LayerRange:
     @property
     def is_last(self) -> bool:
         return self.end == self.num_layers
+
+
+class Stages:
+    """One rank's place in a pipeline, between the same rank of the stage before and of the one
+    behind; this one is the only stage. Tensors pass in the order of the calls."""
+
+    stage: int = 0
+    num_stages: int = 1
+    can_be_captured = True  # whether a CUDA graph may hold `receive` and `send`
+
+    def connect(self) -> None:
+        """Before the first operation."""
+
+    def begin(self) -> None:
+        """All is loaded and captured: from now on `receive` and `send` alone. Until then stages may
+        pass nothing on by these two: what is computed is looked at by nobody."""
+
+    def receive(self, x: Tensor) -> None:
+        """Overwrite x by what the stage before sends, of the same shape and type."""
+        raise AssertionError("the first stage has nobody to receive from")
+
+    def send(self, x: Tensor) -> None:
+        """To the stage behind; x must not be written to any more, on a GPU but in the order of the
+        stream."""
+        raise AssertionError("the last stage has nobody to send to")
+
+    def least(self, value: int) -> int:
+        """Of the values of all stages."""
+        return value
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite x by that of the first stage."""
+
+    def close(self) -> None:
+        """Once nothing is in flight; another stage's operation then fails."""
 
 
 def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) -> list[LayerRange]:

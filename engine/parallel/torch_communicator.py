@@ -26,7 +26,8 @@ from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Weight
 from ..hosts.tcp_stages import StageLink, TcpStages
 from ..kv.cuda_memory import export_handle
-from ..model.communicator import Communicator, Sent, Stages, Summand
+from ..model.communicator import Communicator, Sent, Summand
+from ..model.stages import Stages
 from .loopback import gloo_options
 from .torch_stages import GlooStages, NcclStages, set_up_nccl
 

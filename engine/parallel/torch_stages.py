@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from ...core.errors import StartupFailed
-from ..model.communicator import Stages
+from ..model.stages import Stages
 from .loopback import gloo_options
 
 _MAX_TAG = 1 << 20

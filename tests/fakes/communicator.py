@@ -8,7 +8,8 @@ import threading
 import torch
 from torch import Tensor
 
-from baton.engine.model.communicator import Communicator, Stages
+from baton.engine.model.communicator import Communicator
+from baton.engine.model.stages import Stages
 
 
 class ThreadGroup:
