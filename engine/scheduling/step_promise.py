@@ -73,7 +73,7 @@ class StepPromise:
 
         While a step that is in no graph is launched, the one in front ends, and its tokens wait.
         """
-        overrun = self._step_costs.overrun
+        overrun = self._step_costs.overruns.factor
         num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
         graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
         if not graph_rows:

@@ -5,9 +5,7 @@ was promised.
     steps, by size of each part ─► median of the last ones of each size ─► fit of the cost
                                                                            (step_cost_fit.py)
 A few steps that took far too long (the first one, a compilation, a paused process) change nothing,
-and steps of one kind, however many, do not displace what was seen of others. How much longer than
-expected the last steps of decodes and prompts took is found against the last fit, not the one that
-they were planned by: what was learned since is no error any more. What is not told apart
+and steps of one kind, however many, do not displace what was seen of others. What is not told apart
 by what was seen (a decode engine that never had a prompt) is 0: `max_rows` bounds what may be
 planned by it.
 
@@ -17,21 +15,18 @@ they take the device: how long is known by itself.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from ....core.step_cost import StepCost, StepShape
+from .overruns import MIN_ERRORS, Overruns
 from .step_cost_fit import fit_step_cost
 
 MIN_SAMPLES = 3  # of a size, before it counts
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
-_NUM_ERRORS, _MIN_ERRORS = 512, 10
-_NUM_MIXED, _MIN_OF_ROWS = 256, 8  # steps of decodes and prompts, and those of one size
-_KEPT_SHARE, _MOST_OVERRUN = 0.98, 1.5
-_PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps would not shorten it
+_NUM_ERRORS = 512
 _NUM_RECORDED = 512  # steps that the percentile is of
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
@@ -65,14 +60,12 @@ class StepCostEstimator:
         self._graph_prompt_tokens = graph_prompt_tokens
         self._launches_s: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of what is in no graph
         self.relative_error: float | None = None
-        self._overrun = 1.0
-        self._overrun_by_rows: dict[int, float] = {}
+        self.overruns = Overruns()
         self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
         self._estimate: StepCost | None = None
         self._num_unfitted = 0
         self._has_new_size = False
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
-        self._mixed: deque[tuple[StepShape, float]] = deque(maxlen=_NUM_MIXED)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape, of one row at least, took so long."""
@@ -81,7 +74,7 @@ class StepCostEstimator:
             expected_s = self._estimate.seconds(shape)
             self._errors.append(abs(expected_s / seconds - 1))
             if shape.num_decodes and shape.num_prompt_tokens:
-                self._mixed.append((shape, seconds))
+                self.overruns.observe(shape, seconds)
         size = _size_of(shape)
         alike = self._sizes.setdefault(size, _Alike())
         alike.samples.append((shape, seconds))
@@ -109,36 +102,11 @@ class StepCostEstimator:
         if self._has_new_size or self._num_unfitted >= _FIT_EVERY:
             self._has_new_size, self._num_unfitted = False, 0
             self._estimate = self._fit() or self._estimate
-            if len(self._errors) >= _MIN_ERRORS:
+            if len(self._errors) >= MIN_ERRORS:
                 self.relative_error = statistics.quantiles(self._errors, n=10)[-1]
-            if self._estimate is not None and len(self._mixed) >= _MIN_ERRORS:
-                self._find_overruns(self._estimate)
+            if self._estimate is not None:
+                self.overruns.fit(self._estimate)
         return self._estimate
-
-    def overrun(self, num_rows: int | None = None) -> float:
-        """By which factor steps of decodes and prompts take longer than expected, as seldom as a
-        promise to decodes may break. Steps of so many rows, where enough were seen: they may take
-        less, and a step that a graph was captured for is one of few sizes. None, or others: of all,
-        1 or more."""
-        if num_rows is None:
-            return self._overrun
-        return self._overrun_by_rows.get(num_rows, self._overrun)
-
-    def _find_overruns(self, cost: StepCost) -> None:
-        """Without what took far longer than is usual, where that is seldom: pauses, by their length
-        alone."""
-        ratios = [seconds / max(cost.seconds(shape), _LEAST_S) for shape, seconds in self._mixed]
-        most = _PAUSE * statistics.median(ratios)
-        if sum(ratio > most for ratio in ratios) > max(1, _MOST_PAUSES * len(ratios)):
-            most = max(ratios)
-        by_rows: dict[int, list[float]] = {}
-        for (shape, _), ratio in zip(self._mixed, ratios, strict=True):
-            if ratio <= most:
-                by_rows.setdefault(shape.num_rows, []).append(ratio)
-        self._overrun = max(1.0, _overrun_of([ratio for ratio in ratios if ratio <= most]))
-        self._overrun_by_rows = {
-            rows: _overrun_of(some) for rows, some in by_rows.items() if len(some) >= _MIN_OF_ROWS
-        }
 
     def expected_s(self, shape: StepShape) -> float | None:
         """How long a step of this shape takes; None where nothing like it was seen."""
@@ -184,11 +152,6 @@ class StepRecord:
             return None
         ordered = sorted(self._last_s)
         return ordered[(99 * len(ordered) - 1) // 100]
-
-
-def _overrun_of(ratios: list[float]) -> float:
-    """What few of these exceed; none, of a few."""
-    return min(sorted(ratios)[math.ceil(_KEPT_SHARE * (len(ratios) - 1))], _MOST_OVERRUN)
 
 
 def _size_of(shape: StepShape) -> _Size:

@@ -178,7 +178,7 @@ def test_what_steps_of_a_graph_took_decides_about_it(
     """By the estimate there is place for 400; steps of some graphs are known to differ from it."""
     made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512))
     costs = made.scheduler.promise._step_costs
-    monkeypatch.setattr(costs, "_overrun_by_rows", overruns)
+    monkeypatch.setattr(costs.overruns, "_by_rows", overruns)
     made.add(4)
     made.step()
     made.add(900, first_id=5000)
@@ -189,7 +189,7 @@ def test_what_steps_take_longer_than_expected_is_kept_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = bench(monkeypatch, 0.012)
-    monkeypatch.setattr(made.scheduler.promise._step_costs, "_overrun", 1.2)
+    monkeypatch.setattr(made.scheduler.promise._step_costs.overruns, "_factor", 1.2)
     made.add(4)
     made.step()
     made.add(900, first_id=5000)

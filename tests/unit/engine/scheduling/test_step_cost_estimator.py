@@ -202,9 +202,11 @@ def test_how_much_longer_mixed_steps_take_than_expected_is_known() -> None:
         is_longer = shape.num_decodes and shape.num_prompt_tokens and shape.pairs % 3 == 0
         return linear_s(shape) * (1.2 if is_longer else 1.0)
 
-    assert 1.1 < played(shapes, device).overrun() < 1.35
-    assert played(shapes, linear_s).overrun() < 1.03
-    assert played(shapes, linear_s, outliers=0.03).overrun() < 1.03, "to plan less avoids no pause"
+    assert 1.1 < played(shapes, device).overruns.factor() < 1.35
+    assert played(shapes, linear_s).overruns.factor() < 1.03
+    assert played(shapes, linear_s, outliers=0.03).overruns.factor() < 1.03, (
+        "to plan less avoids no pause"
+    )
 
 
 @pytest.mark.parametrize("num_mixed", [12, 40, 256])
@@ -221,14 +223,14 @@ def test_one_pause_is_none_of_few_steps_either(num_mixed: int) -> None:
     for shape in [prompt(16)] * 130:
         estimator.observe(shape, linear_s(shape))
         estimator.estimate()
-    assert estimator.overrun() < 1.02
-    assert all(estimator.overrun(n + 8) < 1.02 for n in (64, 256, 512, 700))
+    assert estimator.overruns.factor() < 1.02
+    assert all(estimator.overruns.factor(n + 8) < 1.02 for n in (64, 256, 512, 700))
 
 
 def test_what_many_steps_have_is_no_pause() -> None:
     chance = random.Random(6)
     shapes = [any_shape(chance, "pdm") for _ in range(600)]
-    assert played(shapes, linear_s, outliers=0.3).overrun() == 1.5
+    assert played(shapes, linear_s, outliers=0.3).overruns.factor() == 1.5
 
 
 def test_an_overrun_is_of_what_is_expected_now() -> None:
@@ -240,7 +242,7 @@ def test_an_overrun_is_of_what_is_expected_now() -> None:
         for shape in shapes:
             estimator.observe(shape, factor * linear_s(shape) * (1 + chance.uniform(0, 0.01)))
             estimator.estimate()
-    assert estimator.overrun() < 1.05
+    assert estimator.overruns.factor() < 1.05
 
 
 def test_steps_of_one_size_have_their_own() -> None:
@@ -248,6 +250,8 @@ def test_steps_of_one_size_have_their_own() -> None:
     chance = random.Random(8)
     shapes = [_beside(chance.choice((100, 300, 512, 700, 900))) for _ in range(800)]
     estimator = played(shapes, lambda s: linear_s(s) * (0.9 if s.num_rows == 520 else 1.0))
-    assert estimator.overrun(520) < 0.97
-    assert estimator.overrun(708) > 0.97
-    assert estimator.overrun(33) == estimator.overrun() >= 1.0, "nothing of that size was seen"
+    assert estimator.overruns.factor(520) < 0.97
+    assert estimator.overruns.factor(708) > 0.97
+    assert estimator.overruns.factor(33) == estimator.overruns.factor() >= 1.0, (
+        "nothing of that size was seen"
+    )

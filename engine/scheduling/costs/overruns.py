@@ -1,0 +1,64 @@
+"""How much longer than expected steps of decodes and prompts take, for a promise to decodes.
+
+It is found against the last fit of the cost, not the one that the steps were planned by: what was
+learned since is no error any more.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+from ....core.step_cost import StepCost, StepShape
+
+MIN_ERRORS = 10
+_NUM_STEPS, _MIN_OF_ROWS = 256, 8  # that are looked at, and of one size
+_KEPT_SHARE, _MOST = 0.98, 1.5
+_PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps would not shorten it
+_LEAST_S = 1e-9
+
+
+class Overruns:
+    """Of one engine's last steps that had both."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[StepShape, float]] = deque(maxlen=_NUM_STEPS)
+        self._factor = 1.0
+        self._by_rows: dict[int, float] = {}
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of decodes and prompts took so long."""
+        self._steps.append((shape, seconds))
+
+    def factor(self, num_rows: int | None = None) -> float:
+        """By which steps of decodes and prompts take longer than expected, as seldom as a promise
+        to decodes may break. Steps of so many rows, where enough were seen: they may take less, and
+        a step that a graph was captured for is one of few sizes. None, or others: of all, 1 or
+        more."""
+        if num_rows is None:
+            return self._factor
+        return self._by_rows.get(num_rows, self._factor)
+
+    def fit(self, cost: StepCost) -> None:
+        """What is expected is `cost` from now on. Steps that took far longer than is usual, where
+        that is seldom, are left out: pauses, by their length alone."""
+        if len(self._steps) < MIN_ERRORS:
+            return
+        ratios = [seconds / max(cost.seconds(shape), _LEAST_S) for shape, seconds in self._steps]
+        most = _PAUSE * statistics.median(ratios)
+        if sum(ratio > most for ratio in ratios) > max(1, _MOST_PAUSES * len(ratios)):
+            most = max(ratios)
+        by_rows: dict[int, list[float]] = {}
+        for (shape, _), ratio in zip(self._steps, ratios, strict=True):
+            if ratio <= most:
+                by_rows.setdefault(shape.num_rows, []).append(ratio)
+        self._factor = max(1.0, _kept_by([ratio for ratio in ratios if ratio <= most]))
+        self._by_rows = {
+            rows: _kept_by(some) for rows, some in by_rows.items() if len(some) >= _MIN_OF_ROWS
+        }
+
+
+def _kept_by(ratios: list[float]) -> float:
+    """What few of these exceed; none, of a few."""
+    return min(sorted(ratios)[math.ceil(_KEPT_SHARE * (len(ratios) - 1))], _MOST)
