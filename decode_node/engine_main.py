@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from ..core.engine_config import EngineConfig
 from ..core.membership import Role
-from ..engine.kv.limits import seqs_for_pool
+from ..engine.execution.step_sizes import seqs_for_pool
 from ..node.engine_process.engine_process import main
 from ..node.engine_process.role_plan import RolePlan
 from .role import DecodeRole

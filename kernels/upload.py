@@ -1,9 +1,8 @@
 """Small host arrays to the device without waiting for it.
 
 A copy from ordinary memory waits until the device has done all earlier work; one from pinned memory
-does not. torch's pinned allocator gives a buffer out again only once its copy has been made, and
-rounds sizes to powers of two. What it has none of it takes from the system, which waits for all
-that the device has to do: `reserve_pinned_memory` has it do so before there are steps.
+does not. torch's pinned allocator gives a buffer out again only once its copy has been made.
+What it has none of it takes from the system, for which it waits: see pinned_memory.py.
 """
 
 from __future__ import annotations
@@ -14,21 +13,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-_LARGE_BYTES, _MOST_BYTES = 64 << 10, 4 << 20
-_NUM_SMALL, _NUM_LARGE = 16, 4  # buffers of a size that two steps may have at once
-
-
-def reserve_pinned_memory() -> None:
-    """Let torch have what two steps in flight may need, 34 MB. It keeps what is freed until a graph
-    is captured."""
-    sizes = [1 << n for n in range(_MOST_BYTES.bit_length())]
-    held = [
-        torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for size in sizes
-        for _ in range(_NUM_SMALL if size < _LARGE_BYTES else _NUM_LARGE)
-    ]
-    del held  # all at once: one that is free would be given out again
 
 
 def pin(values: NDArray[Any], device: torch.device) -> Tensor:

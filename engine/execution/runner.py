@@ -31,8 +31,9 @@ from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement
 from .drafting.head_model import make_draft_model
 from .model_loading import choose_max_model_len, load_model
-from .step_builder import StepBuilder, most_step_tokens
+from .step_builder import StepBuilder
 from .step_runner import StepRunner
+from .step_sizes import most_step_tokens
 
 
 class ModelRunner(StepRunner):

@@ -21,11 +21,11 @@ import torch
 from ...core.engine_config import EngineConfig
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.pinned_memory import reserve_pinned_memory
 from ...kernels.sampling.sample_spec import SampleSpec
-from ...kernels.upload import reserve_pinned_memory
 from ..kv.block_pool import PADDING_BLOCK
 from ..kv.kv_memory import CpuKvMemory, CudaKvMemory, KvLayout, choose_num_gpu_blocks
-from ..kv.limits import MAX_NUM_SEQS, decode_graph_rows, seqs_for_pool, spare_tokens
+from ..kv.limits import spare_tokens
 from ..lora.rank_adapters import RankAdapters
 from ..model.decoder import Decoder
 from ..model.draft_head import Head
@@ -39,6 +39,7 @@ from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
 from .drafting.head_steps import HeadSteps
 from .gpu.graphed_model import load_kernels
+from .step_sizes import most_step_tokens, seqs_for_pool
 
 if TYPE_CHECKING:
     from .gpu.gpu_steps import GpuSteps  # needs Triton
@@ -217,13 +218,6 @@ class StepBuilder:
         """All ranks choose alike: their pools have equally many blocks."""
         config = self.config
         self.max_num_seqs = config.max_num_seqs or seqs_for_pool(num_blocks, config.block_size)
-
-
-def most_step_tokens(config: EngineConfig) -> int:
-    """Of any step: without padding of prompts; with that of decodes in graphs."""
-    most = config.max_num_batched_tokens
-    most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
-    return max(most, decode_graph_rows(config.max_num_seqs or MAX_NUM_SEQS, config.max_drafts))
 
 
 def _largest_batch(

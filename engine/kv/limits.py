@@ -9,8 +9,6 @@ from ...core.request.request import Request
 from .block_pool import NUM_RESERVED_BLOCKS
 
 MAX_NUM_SEQS = 512  # unless the operator sets another
-_MOST_GRAPH_ROWS = 512  # of decodes with drafts; what is launched is short beside longer steps
-_SHORT_SEQ_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +105,6 @@ class EngineLimits:
             raise PromptTooLarge(
                 f"{num_tokens} tokens need {needed} KV blocks; the pool has {self.capacity}"
             )
-
-
-def seqs_for_pool(num_blocks: int | None, block_size: int) -> int:
-    """How many sequences shall run at once, at most, over a pool of so many blocks; None: of any.
-
-    The pool decides who runs: a limit shall not bind before it, but for short sequences. It only
-    bounds what is prepared for each number of sequences (graphs, buffers), so a sequence counts as
-    a short question with its answer. 16 cost nothing; over 512 a step takes long for everybody.
-    """
-    if num_blocks is None:
-        return MAX_NUM_SEQS
-    capacity_tokens = (num_blocks - NUM_RESERVED_BLOCKS) * block_size
-    return min(max(capacity_tokens // _SHORT_SEQ_TOKENS, 16), MAX_NUM_SEQS)
-
-
-def decode_graph_rows(max_num_seqs: int, max_drafts: int) -> int:
-    """Tokens of decodes, their drafts included, that a CUDA graph has at most."""
-    return max(max_num_seqs, min(max_num_seqs * (1 + max_drafts), _MOST_GRAPH_ROWS))
 
 
 def spare_tokens(max_num_batched_tokens: int) -> int:

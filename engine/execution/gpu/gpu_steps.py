@@ -32,12 +32,12 @@ from ....kernels.sampling.sampling_triton import VocabularyPart, sample_unfilter
 from ....kernels.upload import upload, upload_into
 from ...kv.block_pool import PADDING_BLOCK
 from ...kv.cuda_step_count import CudaStepCount
-from ...kv.limits import decode_graph_rows
 from ...lora.rank_adapters import RankAdapters
 from ..batch import SequenceSlice, StepBatch
 from ..extras import Extras, compute_extras
 from ..step_model import StepHead, StepModel
 from ..step_parts import PADDING_SLICE, SampledRows, metadata_of, num_decodes, plan_adapters
+from ..step_sizes import decode_graph_rows
 from .cuda_graphs import (
     ProductTimes,
     StepGraph,

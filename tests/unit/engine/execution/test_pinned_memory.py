@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kernels import upload
+from baton.kernels.pinned_memory import reserve_pinned_memory
 
 
 def test_every_size_is_there_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_every_size_is_there_several_times(monkeypatch: pytest.MonkeyPatch) -> N
         return tensor
 
     monkeypatch.setattr(torch, "empty", take)
-    upload.reserve_pinned_memory()
+    reserve_pinned_memory()
     assert min(most) == 1 and max(most) == 4 << 20
     assert all(2 * size in most for size in most if size < max(most))
     assert all(most[size] >= 4 for size in most)

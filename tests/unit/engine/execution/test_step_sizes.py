@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.kv.limits import MAX_NUM_SEQS, seqs_for_pool
+from baton.engine.execution.step_sizes import seqs_for_pool
+from baton.engine.kv.limits import MAX_NUM_SEQS
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import InvalidRequest
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.execution import runner
-from baton.engine.kv.limits import decode_graph_rows
+from baton.engine.execution.step_sizes import decode_graph_rows
 from baton.engine.local import LocalEngine
 from baton.engine.lora.rank_adapters import RankAdapters
 
