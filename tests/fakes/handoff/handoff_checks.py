@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from engines.integrity import check_integrity
 from fakes.handoff import block_pairs
-from fakes.handoff.block_pairs import BlockPair, BlockRefs
+from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
