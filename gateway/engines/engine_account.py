@@ -12,9 +12,9 @@ there since the heartbeat before counts as ours, so that nothing of ours is ever
                                               └─ + ours now: dispatched and not ended
 Several gateways may take the same place between two heartbeats; the engine queues what is too much.
 Blocks of what was sent since the heartbeat are taken off the room that it named: all that it is
-expected to grow to, as the engine will judge it. Each sequence has one entry from `sent_*` to its
-end, which only `settle` and `ended` change. Knows no request's tokens: only keys, how long they
-stay, and what they need.
+expected to grow to, as the engine will judge it. A prompt is here from `sent_prompt` until it is
+answered, a decode from `sent_decodes` until it has ended; an engine that does both has one of each.
+Knows no request's tokens: only keys, how long they stay, and what they need.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...core.errors import PromiseRefused
 from ...core.ports import Clock
@@ -39,21 +38,27 @@ _UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not kn
 _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
 
 
-@dataclass(slots=True)
-class _Open:
-    """One sequence that was dispatched and has not ended. `decodes`: it goes on here behind its
-    first token. `num_tokens`: of its whole prompt, as the engine counts it, if it is computed here;
-    `promised_tokens`: of them should be cached there, by the index, until that is known;
-    `in_flight`: the prompt itself, for others that begin like it."""
+class _Prompt(NamedTuple):
+    """One whose first token is not here. `num_tokens`: as the engine counts them; `cached_tokens`:
+    of them should be cached there, or fetched; `in_flight`: for others that begin like it."""
 
     caller_id: int
     sent_s: float
-    decodes: bool = False
-    num_tokens: int = 0
-    uncached_tokens: int = 0
-    pairs: int = 0  # of these, as in core/step_cost.py
-    promised_tokens: int = 0
-    in_flight: SentPrompt | None = None
+    num_tokens: int
+    cached_tokens: int
+    pairs: int  # of those to compute, as in core/step_cost.py
+    in_flight: SentPrompt | None
+
+    @property
+    def uncached_tokens(self) -> int:
+        return self.num_tokens - self.cached_tokens
+
+
+class _Decode(NamedTuple):
+    """One sequence that goes on there, perhaps behind its prompt."""
+
+    caller_id: int
+    sent_s: float
 
 
 class EngineAccount:
@@ -75,14 +80,13 @@ class EngineAccount:
         self.num_index_hits = self.num_stale_hits = 0
         self.has_refused = False
         self._clock = clock
-        self._open: dict[Key, _Open] = {}  # ours
-        self._prompts: dict[Key, _Open] = {}  # those of them whose first token is not here
-        self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
+        self._prompts: dict[Key, _Prompt] = {}  # ours, as all to the next comment
+        self._decodes: dict[Key, _Decode] = {}
+        self._own_tokens: Counter[int] = Counter()  # of prompts, to compute, by caller
         self._num_own_tokens = self._num_own_pairs = 0  # of all callers
         self._answered_tokens: Counter[int] = Counter()  # whole prompts since the last heartbeat
         self._begun_s = 0.0  # when the engine came to the first of them, if that was not sent later
-        self._num_decodes = 0  # ours
-        self._mean_stay_s: float | None = None  # of them
+        self._mean_stay_s: float | None = None  # of decodes
         # By heartbeat, as all below.
         self._waiting_tokens = self._waiting_pairs = self._num_steps = 0
         self._step_began_s = 0.0
@@ -103,7 +107,7 @@ class EngineAccount:
         self.speed, self.has_refused = load.prompt_speed, False
         self._find_others(load)
         self._answered_tokens.clear()
-        self._num_others = max(0, load.num_requests - self._num_decodes)
+        self._num_others = max(0, load.num_requests - len(self._decodes))
         self._room_blocks = load.room_blocks
 
     def _find_others(self, load: ReportedLoad) -> None:
@@ -133,19 +137,15 @@ class EngineAccount:
         """A prompt is to be computed, of which so much should be cached there."""
         uncached_tokens, now_s = num_tokens - cached_tokens, self._clock.monotonic_s()
         pairs = pairs_of(uncached_tokens, cached_tokens)
-        one = _Open(caller_id, now_s, False, num_tokens, uncached_tokens, pairs, cached_tokens)
-        one.in_flight = in_flight
-        self._open[key] = self._prompts[key] = one
+        prompt = _Prompt(caller_id, now_s, num_tokens, cached_tokens, pairs, in_flight)
+        self._prompts[key] = prompt
         self._own_tokens[caller_id] += uncached_tokens
         self._num_own_tokens += uncached_tokens
         self._num_own_pairs += pairs
 
     def sent_decodes(self, keys: Iterable[Key], caller_id: int, num_blocks: int) -> None:
         """One or several sequences of a prompt are to go on, which need so many blocks together."""
-        now_s = self._clock.monotonic_s()
-        for key in keys:
-            self._open.setdefault(key, _Open(caller_id, now_s)).decodes = True
-            self._num_decodes += 1
+        self._decodes |= dict.fromkeys(keys, _Decode(caller_id, self._clock.monotonic_s()))
         self._room_blocks -= num_blocks
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
@@ -156,40 +156,29 @@ class EngineAccount:
         for output in outputs:
             key, error = (output.request_id, output.attempt), output.error
             self.has_refused |= isinstance(error, PromiseRefused)
-            if (one := self._open.get(key)) is None:
-                continue
-            if output.cached_tokens is not None:
-                promised, one.promised_tokens = one.promised_tokens, 0
-                self.num_index_hits += promised > 0
-                self.num_stale_hits += output.cached_tokens < promised
-            # Beams' tokens come at their end, but that their prompt is computed is reported.
-            if output.token_ids or (error is None and not output.prompt_logprobs):
-                self._answered(key)
+            if (prompt := self._prompts.get(key)) is not None:
+                if output.cached_tokens is not None:
+                    self.num_index_hits += prompt.cached_tokens > 0
+                    self.num_stale_hits += output.cached_tokens < prompt.cached_tokens
+                # Beams' tokens come at their end, but that their prompt is computed is reported.
+                if output.token_ids or (error is None and not output.prompt_logprobs):
+                    self._answered(key)
             if output.finish_reason is not None or error is not None:
                 self.ended(key)
 
     def _answered(self, key: Key) -> None:
         """Its prompt is computed: a prefill engine has nothing more to do for it."""
-        if (one := self._prompts.get(key)) is None:
-            return
         self._close_prompt(key, is_computed=True)
-        if one.decodes:
-            self.released.add(one.caller_id)
-        else:
-            self.ended(key)
 
     def ended(self, key: Key) -> None:
         """It finished, failed or was cancelled, perhaps before: others may have its place."""
-        if (one := self._open.pop(key, None)) is None:
-            return
         if key in self._prompts:
             self._close_prompt(key, is_computed=False)
-        if one.decodes:
-            self._num_decodes -= 1
-            stay_s = self._clock.monotonic_s() - one.sent_s
+        if (decode := self._decodes.pop(key, None)) is not None:
+            stay_s = self._clock.monotonic_s() - decode.sent_s
             mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
             self._mean_stay_s = _DECAY * mean_s + (1 - _DECAY) * stay_s
-        self.released.add(one.caller_id)
+            self.released.add(decode.caller_id)
 
     def _close_prompt(self, key: Key, *, is_computed: bool) -> None:
         """Its first token is here, or will not come."""
@@ -204,6 +193,7 @@ class EngineAccount:
             del self._own_tokens[one.caller_id]
         if one.in_flight is not None:
             self.prompts.ended(one.in_flight, is_computed=is_computed)
+        self.released.add(one.caller_id)
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -303,12 +293,12 @@ class EngineAccount:
     @property
     def num_requests(self) -> int:
         """Of all gateways, by our best estimate."""
-        return self._num_others + self._num_decodes
+        return self._num_others + len(self._decodes)
 
     @property
     def places_per_s(self) -> float | None:
         """How many of our places become free, by Little's law; None: none ever did."""
-        return self._num_decodes / self._mean_stay_s if self._mean_stay_s else None
+        return len(self._decodes) / self._mean_stay_s if self._mean_stay_s else None
 
     def has_place(self, num_sequences: int, num_blocks: int) -> bool:
         """An engine that has nothing takes whatever comes: no larger place can become free."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from baton.core.request.request import FinishReason
 from baton.core.step_cost import KNOTS, StepCost
 from baton.gateway.engines.engine_account import EngineAccount
+from baton.gateway.engines.prompts_in_flight import LINGER_S
 from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
 from baton.gateway.request.engine_link import EngineOutput
 from baton.proto.v1 import node_pb2
@@ -82,7 +85,22 @@ def test_places_become_free_as_fast_as_requests_stay_long() -> None:
     assert places.places_per_s == 0
 
 
-def test_a_prompt_that_goes_on_where_it_was_computed_is_one_entry() -> None:
+def test_what_decodes_does_not_keep_its_prompt() -> None:
+    clock = FakeClock()
+    one = EngineAccount(clock, max_num_seqs=8)
+    sent = one.prompts.sent("p", "fp", "", array("I", range(20)), 4)
+    assert sent is not None
+    packed = weakref.ref(sent.packed)
+    one.sent_prompt(key(0), 7, num_tokens=20, cached_tokens=0, in_flight=sent)
+    one.sent_decodes([key(0)], 7, 1)
+    del sent
+    one.settle([], [(*key(0), 0, 5)])
+    clock.advance(LINGER_S)
+    assert not one.prompts.common_blocks("fp", "", array("I", range(20)), 4)
+    assert one.num_requests == 1 and packed() is None
+
+
+def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> None:
     one = account(max_num_seqs=8)
     one.sent_prompt(key(0), 7, num_tokens=100, cached_tokens=32)
     one.sent_decodes([key(0), key(1)], 7, 1)
@@ -97,7 +115,7 @@ def test_a_prompt_that_goes_on_where_it_was_computed_is_one_entry() -> None:
     one.settle([EngineOutput(*key(0), 1, (5,), FinishReason.STOP)])
     assert one.num_requests == 1 and one.released == {7}
     one.ended(key(1))
-    assert not one._open and not one.unanswered and not one._own_tokens
+    assert not one._decodes and not one.unanswered and not one._own_tokens
 
 
 def test_what_a_long_prompt_sees_takes_its_time() -> None:

@@ -48,7 +48,7 @@ def test_samples_that_go_on_elsewhere_leave_nothing_at_the_prefill_engine() -> N
     engine.dispatch(request(100, fork_ids=("r1", "r2")), Work.PREFILL, None, 9.0)
     for request_id in ("r", "r1", "r2"):
         engine.receive([EngineOutput(request_id, 0, 0, (97,))], [])
-    assert not engine.account._open and not engine.account.unanswered
+    assert not engine.account._decodes and not engine.account.unanswered
 
 
 def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None:
@@ -59,7 +59,7 @@ def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None
     engine.receive([EngineOutput("r", 0, cached_tokens=0, prompt_logprobs=scores)], [])
     assert engine.account.unanswered
     engine.receive([EngineOutput("r", 0)], [])
-    assert not engine.account.unanswered and not engine.account._open
+    assert not engine.account.unanswered and not engine.account._decodes
 
 
 def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
