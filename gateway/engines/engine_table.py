@@ -5,7 +5,6 @@ Knows no grpc and no directory: cluster_view.py adds and removes engines, prompt
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from ...core.membership import Role
@@ -29,23 +28,16 @@ class EngineTable:
     """All linked engines by incarnation; what is mirrored of the prefix index is theirs.
 
     `policy`: how engines are chosen; without it by the least estimate, and gateways that know the
-    same choose the same. `plans`: what is noted of those that are chosen.
+    same choose the same.
     """
 
-    def __init__(
-        self,
-        mirror: PrefixMirror,
-        policy: Policy | None = None,
-        plans: PlanRecord | None = None,
-    ) -> None:
+    def __init__(self, mirror: PrefixMirror, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self.plans = plans
+        self.plans = PlanRecord(mirror.clock)
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
         self.prompts = PromptsInFlight(mirror.clock)
         self.suspects = Suspects()
-        self.decisions: Counter[str] = Counter()  # why requests went where they went
-        self.moves: Counter[str] = Counter()  # of running requests, by how they ended
         self.released: set[int] = set()  # of all engines: see EngineAccount
 
     def add(self, engine: LinkedEngine) -> None:
@@ -106,12 +98,6 @@ class EngineTable:
             if cost is not None and (best is None or cost.max_rows > best.max_rows):
                 found[engine.fingerprint] = cost
         return found
-
-    def note_move(self, to: str, how: str) -> None:
-        """A running request's move to the engine of that name ended: see request/move.py."""
-        self.moves[how] += 1
-        if self.plans is not None:
-            self.plans.note_move(to, how)
 
     def lacks_constraints(self) -> Role | None:
         """A role of which engines are linked, and none takes constraints."""

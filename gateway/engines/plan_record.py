@@ -1,15 +1,16 @@
-"""Which plans were chosen in the last seconds, and what they and the next best were estimated to
-take: for people who look. Decides nothing."""
+"""Where requests went and why, and, of the last seconds, what their plans and the next best were
+estimated to take: for people who look. Decides nothing."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...core.membership import Role
 from ...core.ports import Clock
+from ..request.engine_link import Route
 from .routing import REQUEST_S, EngineState
 
 SPAN_S = 10
@@ -22,9 +23,12 @@ _Sums: TypeAlias = defaultdict[tuple[str, ...], float]  # by kind of plan, what,
 
 @dataclass(eq=False)
 class PlanRecord:
-    """One gateway's."""
+    """One gateway's. `decisions`: why requests went where they went; `moves`: of running requests,
+    by how they ended."""
 
     clock: Clock
+    decisions: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
     _seconds: deque[tuple[int, _Sums]] = field(default_factory=deque)
     _estimated_s: float = -1.0
 
@@ -32,27 +36,38 @@ class PlanRecord:
         self,
         engines: Sequence[EngineState],
         num_tokens: int,
-        prefill: str,
-        decode: str,
+        route: Route,
         prefix_from: str = "",
+        *,
+        is_retry: bool = False,
     ) -> None:
-        """A request of so many tokens goes to these, of those engines, after it got a prefix from
-        the engine of that name, if any."""
-        now_s, kind = self.clock.monotonic_s(), ALONE if prefill == decode else PAIR
+        """A request of so many tokens goes there, by these engines' states, after it got a prefix
+        from the engine of that name, if any."""
+        if is_retry:
+            self.decisions["retry"] += 1
+        elif route.is_local:
+            self.decisions["local"] += 1
+        elif route.cached_tokens[0]:
+            self.decisions["cached_prefix"] += 1
+        else:
+            self.decisions["least_loaded"] += 1
+        now_s, kind = self.clock.monotonic_s(), ALONE if route.is_local else PAIR
         sums = self._sums(now_s)
         sums[kind, "plans"] += 1
         if prefix_from:
             sums[kind, "prefixes_from", prefix_from] += 1
         if now_s >= self._estimated_s + _ESTIMATE_EVERY_S:
             self._estimated_s = now_s
-            chosen_s, next_s = estimates(engines, num_tokens, prefill, decode)
+            pair = route.prefill.incarnation, route.decode.incarnation
+            chosen_s, next_s = estimates(engines, num_tokens, *pair)
             for what, seconds in (("chosen_s", chosen_s), ("next_s", next_s)):
                 if seconds is not None:
                     sums[kind, what] += seconds
                     sums[kind, what, "number"] += 1
 
     def note_move(self, to: str, how: str) -> None:
-        """A running request went to the engine of that name, or did not, and why not."""
+        """A running request's move to the engine of that name ended: see request/move.py."""
+        self.moves[how] += 1
         sums = self._sums(self.clock.monotonic_s())
         sums[MOVE, "plans"] += how == _MOVED
         sums[MOVE, "moves", to if how == _MOVED else how] += 1

@@ -69,27 +69,18 @@ class PromptRouter:
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others."""
-        table, cached = self.table, self.cached(demand.num_tokens)
+        table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
         states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
             prefill, decode, fetch = self._plan(states, demand, avoid, fingerprint)
         except Unavailable:
-            table.decisions["unavailable"] += 1
+            table.plans.decisions["unavailable"] += 1
             raise
-        if table.plans is not None:
-            prefix_from = "" if fetch is None else table.engines[fetch.source].name
-            table.plans.note(states, demand.num_tokens, prefill, decode, prefix_from)
-        pair = table.engines[prefill], table.engines[decode]
         at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
+        pair = table.engines[prefill], table.engines[decode]
         route = Route(*pair, (at_prefill, at_decode), fetch)
-        if avoid:
-            table.decisions["retry"] += 1
-        elif route.is_local:
-            table.decisions["local"] += 1
-        elif at_prefill:
-            table.decisions["cached_prefix"] += 1
-        else:
-            table.decisions["least_loaded"] += 1
+        prefix_from = "" if fetch is None else table.engines[fetch.source].name
+        table.plans.note(states, num_tokens, route, prefix_from, is_retry=bool(avoid))
         return route
 
     def why_not_ready(self) -> str:

@@ -96,7 +96,7 @@ class RequestMover:
                 soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)
                 if now_s - since_s >= max(_PATIENCE_S, _TIMES * soonest_s):
                     log.info("%s: its prompt is planned again", session.call_id)
-                    self._table.moves["planned_again"] += 1
+                    self._table.plans.moves["planned_again"] += 1
                     self._sessions.plan_again(session)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
@@ -110,7 +110,7 @@ class RequestMover:
         self._rests |= {move.source: until_s, move.target: until_s}
         log.info("%s: from engine %s to %s", session.call_id, source.name, target.name)
         route = Route(target, target, fetch=fetch)
-        self._sessions.move(session, route, partial(self._table.note_move, target.name))
+        self._sessions.move(session, route, partial(self._table.plans.note_move, target.name))
 
     def _served_by_all(
         self, engine: LinkedEngine, movable: Mapping[str, list[Session]]

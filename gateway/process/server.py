@@ -37,7 +37,6 @@ from ..admission.front_door import FrontDoor
 from ..admission.queue_limit import QueueLimit
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..engines.plan_record import PlanRecord
 from ..engines.prompt_router import PromptRouter
 from ..engines.routing_policies import make_policy
 from ..grpc.server import GrpcServer
@@ -85,7 +84,7 @@ class Gateway:
         self._directory = KnownNodes(RedisDirectory(redis), tuple(Role), calls, secret, clock)
         index = RedisIndexLink(redis)
         policy = make_policy(config.routing_policy, random.Random())
-        self._table = EngineTable(PrefixMirror(clock), policy, PlanRecord(clock))
+        self._table = EngineTable(PrefixMirror(clock), policy)
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)

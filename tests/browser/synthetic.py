@@ -25,7 +25,6 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import BlockHash
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.plan_record import PlanRecord
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.http.dashboard.routes import add_dashboard
@@ -77,7 +76,7 @@ class SyntheticGateway:
         targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
         self.calls = CallFeed(self.clock, targets, self.window, store)
         self.clock.at_s = None
-        self.table = EngineTable(PrefixMirror(self.clock), plans=PlanRecord(self.clock))
+        self.table = EngineTable(PrefixMirror(self.clock))
         self.members: dict[str, Member] = {}
         self.model, self.tenant, self.scale = model, tenant, scale
         self._random = random.Random(7)

@@ -271,7 +271,7 @@ class EngineRoster:
 
     def plans(self) -> list[dict[str, Any]]:
         """Which plans were chosen lately, and why."""
-        return [] if self._table.plans is None else self._table.plans.rows()
+        return self._table.plans.rows()
 
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)

@@ -124,9 +124,9 @@ class Exporter:
             if engine.load is not None:
                 self._count(engine, engine.load, read)
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
-        for reason, count in self._engines.decisions.items():
+        for reason, count in self._engines.plans.decisions.items():
             self._store.set(table.DECISIONS, reason, value=count)
-        for outcome, count in self._engines.moves.items():
+        for outcome, count in self._engines.plans.moves.items():
             self._store.set(table.MOVES, outcome, value=count)
         self._store.set(table.QUEUED, value=self._num_queued())
         self._note_adapters()

@@ -48,7 +48,7 @@ class Scene:
 
     @property
     def moves(self) -> dict[str, int]:
-        return dict(self.gateway._table.moves)
+        return dict(self.gateway._table.plans.moves)
 
     def move_all(self) -> None:
         """Whatever may move goes to the other engine."""

@@ -62,7 +62,7 @@ def test_a_broken_promise_is_mended_by_a_few_moves(num_gateways: int) -> None:
     assert late_p90_s(still) > 1.1 * PROMISE_S
     moved = asyncio.run(play(num_gateways, moves=True))
     assert late_p90_s(moved) <= 1.05 * PROMISE_S
-    outcomes = sum((gateway.table.moves for gateway in moved.gateways), Counter())
+    outcomes = sum((gateway.table.plans.moves for gateway in moved.gateways), Counter())
     assert 1 <= outcomes["moved"] <= NUM_REQUESTS // 2, "none goes to and fro"
     longest_s = max(gap for call in moved.calls for gap in call.times.gaps_s)
     assert longest_s <= 3 * PROMISE_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +12,10 @@ from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
 from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, SPAN_S, PlanRecord, estimates
 from baton.gateway.engines.routing import REQUEST_S, EngineState, choose_plan
+from baton.gateway.request.engine_link import Route
 
 NUM_TOKENS = 2000
+P, D = FakeLink("p"), FakeLink("d")
 
 
 def engine(name: str, role: Role, waiting: int, requests: int, promises: bool) -> EngineState:
@@ -64,7 +67,7 @@ def test_counts_and_means_of_the_last_seconds() -> None:
     assert record.rows() == [{"plan": plan} | empty for plan in (PAIR, ALONE, MOVE)]
     for _ in range(40):
         clock.advance(0.1)
-        record.note(engines, NUM_TOKENS, "p", "p")
+        record.note(engines, NUM_TOKENS, Route(P, P))
     pair, alone, _ = record.rows()
     assert alone["per_s"] == 4.0 and pair["per_s"] == 0.0
     assert abs(float(str(alone["chosen_s"])) - 0.044) < 1e-9
@@ -79,11 +82,24 @@ def test_prefixes_are_counted_by_the_engine_that_they_come_from() -> None:
     engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
     for number in range(SPAN_S):
         clock.advance(1.0)
-        record.note(engines, NUM_TOKENS, "p", "d", "decode-0")
-        record.note(engines, NUM_TOKENS, "p", "d", "decode-1" if number % 2 else "")
+        record.note(engines, NUM_TOKENS, Route(P, D), "decode-0")
+        record.note(engines, NUM_TOKENS, Route(P, D), "decode-1" if number % 2 else "")
     pair, alone, _ = record.rows()
     assert pair["prefixes_from"] == pytest.approx({"decode-0": 1.0, "decode-1": 0.5})
     assert alone["prefixes_from"] == {}
+
+
+def test_why_requests_went_where_they_went() -> None:
+    record = PlanRecord(FakeClock())
+    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
+    for route, is_retry in (
+        (Route(P, P, (16, 16)), False),
+        (Route(P, D, (16, 0)), False),
+        (Route(P, D, (0, 16)), False),
+        (Route(P, D, (16, 0)), True),
+    ):
+        record.note(engines, NUM_TOKENS, route, is_retry=is_retry)
+    assert record.decisions == dict.fromkeys(("local", "cached_prefix", "least_loaded", "retry"), 1)
 
 
 def test_nothing_but_what_was_chosen() -> None:
@@ -99,6 +115,6 @@ def test_a_steady_rate_is_shown_as_it_is() -> None:
     engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
     for step in range(300):
         clock.advance(0.1)
-        record.note(engines, NUM_TOKENS, "p", "p")
+        record.note(engines, NUM_TOKENS, Route(P, P))
         if step > 120:
             assert record.rows()[1]["per_s"] == pytest.approx(10.0, abs=0.2)

@@ -13,7 +13,6 @@ from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.plan_record import PlanRecord
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
@@ -86,8 +85,7 @@ class World:
     def __init__(
         self, gbytes_per_s: float, *, block_bytes: int = 1 << 20, policy: str = "auto"
     ) -> None:
-        self.plans = PlanRecord(FakeClock())
-        self.table = EngineTable(PrefixMirror(FakeClock()), make_policy(policy), plans=self.plans)
+        self.table = EngineTable(PrefixMirror(FakeClock()), make_policy(policy))
         self.links: dict[str, FakeLink] = {}
         for name, role in ((P, Role.PREFILL), (Q, Role.PREFILL), (D, Role.DECODE)):
             member = Member(name, role, name[:2], "h:1", "m", "fp", 9999, 16, 5000)
@@ -125,7 +123,7 @@ def test_a_prefix_is_fetched_where_the_link_is_faster_than_the_computation() -> 
     source = prefill.prefix_source
     assert source is not None and (source.incarnation, source.num_blocks) == (D, 250)
     assert decode.prefix_source is None, "who decodes pulls from who has computed it"
-    assert world.plans.rows()[0]["prefixes_from"] == {"dd": pytest.approx(0.1)}
+    assert world.table.plans.rows()[0]["prefixes_from"] == {"dd": pytest.approx(0.1)}
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "random", "session_affinity"])

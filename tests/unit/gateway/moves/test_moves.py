@@ -18,7 +18,7 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.plan_record import MOVE, PlanRecord
+from baton.gateway.engines.plan_record import MOVE
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
@@ -93,8 +93,7 @@ class World:
 
     def __init__(self, num_requests: int = 1, *, is_streaming: bool = True) -> None:
         self.clock = FakeClock()
-        plans = PlanRecord(self.clock)
-        self.table = EngineTable(PrefixMirror(self.clock), plans=plans)
+        self.table = EngineTable(PrefixMirror(self.clock))
         self.sessions = SessionTable(self.clock, 100)
         self.links = {name: FakeLink(name) for name in "ab"}
         for name, link in self.links.items():
@@ -167,7 +166,7 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
     world = World()
     on = world.sessions.movable().keys()
     world.mover.look()
-    assert not world.table.moves, "nothing is broken"
+    assert not world.table.plans.moves, "nothing is broken"
     source = next(iter(on))
     target = "ab"[source == "a"]
     world.report(busy=source or "")
@@ -184,9 +183,8 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
     assert len(world.links[target].dispatched) == before + 1, "both rest"
     output = EngineOutput(request.request_id, 1, 1, (ord("y"),))
     world.sessions.engine_outputs(target, [output])
-    assert world.table.moves == {"moved": 1}
+    assert world.table.plans.moves == {"moved": 1}
     assert world.links[source].cancelled == [0]
-    assert world.table.plans is not None
     (row,) = [row for row in world.table.plans.rows() if row["plan"] == MOVE]
     assert row["moves"] == {target: 0.1} and row["per_s"] == 0.1
 
@@ -241,7 +239,7 @@ async def test_a_prompt_leaves_decodes_that_leave_it_no_room() -> None:
     ((request, work, *_),) = prefill.dispatched
     assert work is Work.PREFILL and request.attempt == 1 and source.cancelled == [0]
     assert [work for _, work, *_ in other.dispatched] == [Work.DECODE]
-    assert world.table.moves == {"planned_again": 1} and session.was_dispatched
+    assert world.table.plans.moves == {"planned_again": 1} and session.was_dispatched
     world.clock.advance(10.0)
     world.mover.look()
     assert len(prefill.dispatched) == 1, "once"
@@ -253,7 +251,7 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
         prefill = world.add_prefill_engine(waiting_tokens=num_tokens, is_promising=is_promising)
         world.clock.advance(1.0)
         world.mover.look()
-        assert not prefill.dispatched and not world.table.moves
+        assert not prefill.dispatched and not world.table.plans.moves
 
 
 async def test_a_long_prompt_takes_long_anywhere() -> None:
@@ -291,7 +289,7 @@ async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
     assert [work for _, work, *_ in prefill.dispatched] == [Work.PREFILL]
     works = [work for _, work, *_ in world.links["a"].dispatched]
     assert works == [Work.LOCAL, Work.DECODE] and world.links["a"].cancelled == [0]
-    assert not world.table.decisions["unavailable"]
+    assert not world.table.plans.decisions["unavailable"]
 
 
 async def test_a_prompt_that_finds_no_place_then_has_not_waited_for_one_before() -> None:
@@ -328,7 +326,7 @@ async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
             session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))
         world.clock.advance(1.0)
         world.mover.look()
-        assert not prefill.dispatched and not world.table.moves
+        assert not prefill.dispatched and not world.table.plans.moves
         assert not any(link.cancelled for link in world.links.values())
 
 
@@ -340,7 +338,7 @@ async def test_a_search_is_not_begun_anew() -> None:
     prefill = world.add_prefill_engine()
     world.clock.advance(1.0)
     world.mover.look()
-    assert not prefill.dispatched and not world.table.moves
+    assert not prefill.dispatched and not world.table.plans.moves
 
 
 async def test_a_prompt_does_not_leave_an_engine_for_itself() -> None:
@@ -356,4 +354,4 @@ async def test_a_prompt_does_not_leave_an_engine_for_itself() -> None:
     engine.receive_heartbeat(replace(engine.load, tbt_target_s=None, decodes=StepShape()))
     world.clock.advance(60.0)
     world.mover.look()
-    assert not world.table.moves and not world.links[name].cancelled
+    assert not world.table.plans.moves and not world.links[name].cancelled

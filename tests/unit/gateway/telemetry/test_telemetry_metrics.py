@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from baton.bench.pages import reference
 from baton.core.errors import Cancelled, EngineFailed, Overloaded
 from baton.core.membership import Member, Role
-from baton.gateway.engines import prompt_router
+from baton.gateway.engines import plan_record, prompt_router
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
@@ -227,7 +227,7 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     )  # fmt: skip
     engine = world.link("1", "d0", replace(LOAD, counters=counters))
     engine.account.num_index_hits, engine.account.num_stale_hits = 5, 2
-    world.table.decisions["cached_prefix"] += 5
+    world.table.plans.decisions["cached_prefix"] += 5
     node = {"role": "decode", "node": "d0"}
     assert world.value("baton_node_up", **node) == 1
     assert world.value("baton_num_requests_running", **node) == 3
@@ -257,7 +257,8 @@ def test_engines_are_read_from_their_heartbeats() -> None:
 
 
 def test_the_help_has_every_reason_of_a_decision() -> None:
-    counted = set(re.findall(r'decisions\["(\w+)"\]', inspect.getsource(prompt_router)))
+    source = inspect.getsource(prompt_router) + inspect.getsource(plan_record)
+    counted = set(re.findall(r'decisions\["(\w+)"\]', source))
     assert len(counted) == 5
     assert counted <= set(re.findall(r"\w+", metric_table.DECISIONS.help))
 
