@@ -7,6 +7,7 @@ import random
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.token_ids import column
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -14,11 +15,13 @@ from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import Policy
 from baton.gateway.request.engine_link import Avoid, Demand, Work
+from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 
 from ..floors.figures import Figure, time_s
 
 _NUM_TOKENS, _NUM_OUTPUTS = 1024, 256
+_PROMPT = column((1,) * _NUM_TOKENS)
 _NUM_OPEN = 200  # requests, of which the oldest ends when one more is sent
 _NUM_DECISIONS, _NUM_SAMPLES = 200, 9
 _WANTED_PER_S = {16: 5000.0, 256: 1000.0}
@@ -65,11 +68,10 @@ class _Gateway:
     def decide(self) -> None:
         """One request is sent, the oldest ends, and an engine sends a heartbeat."""
         demand = Demand(_NUM_TOKENS, 1, _NUM_OUTPUTS)
-        route = PromptRouter(self._table, caller_id=self._count).choose(
-            demand, avoid=Avoid(), fingerprint=None
-        )
         sampling = SamplingParams(max_tokens=_NUM_OUTPUTS)
-        request = Request(f"{self._count:032x}", 0, (1,) * _NUM_TOKENS, sampling)
+        valid = ValidatedRequest(_PROMPT, sampling, "", caller_id=self._count)
+        route = PromptRouter(self._table, valid).choose(demand, avoid=Avoid(), fingerprint=None)
+        request = Request(f"{self._count:032x}", 0, _PROMPT, sampling)
         route.dispatch(request, Work.PREFILL, None, 10.0)
         route.dispatch(request, Work.DECODE, None, 10.0)
         names = route.prefill.incarnation, route.decode.incarnation

@@ -176,21 +176,20 @@ class Simulation:
         if token_ids is not None:
             hashes[FINGERPRINT] = self._hashes(token_ids, cache_salt)
         prompt = (1,) * num_prompt_tokens if token_ids is None else token_ids
+        request = ValidatedRequest(
+            prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
+        )
         session = Session(
             Answer(
                 self._ids.new_id(),
-                ValidatedRequest(
-                    prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
-                ),
+                request,
                 text=TextStream(_Letters(), ()),
                 sink=call,
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,
             ),
             deadline_s=now_s + _DEADLINE_S,
-            router=PromptRouter(
-                gateway.table, token_ids or (), cache_salt, caller_id, hashes=hashes
-            ),
+            router=PromptRouter(gateway.table, request, hashes),
             clock=self.clock,
             entropy=self._ids,
             limits=SessionLimits(max_queue_s=self._max_queue_s),

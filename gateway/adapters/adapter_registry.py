@@ -29,7 +29,7 @@ from ...core.errors import (
 from ...core.request.request import Adapter
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
-from ..engines.prompt_router import PromptRouter
+from ..engines.prompt_router import why_not_ready
 from ..validation.validation import is_label
 from .shared_list import Entry, SharedList
 
@@ -129,7 +129,7 @@ class AdapterRegistry:
             await self._exchange(self._shared)  # what was unloaded before has a version
         for name, path in self._modules.items():
             while name not in self._adapters:
-                if PromptRouter(self._table).why_not_ready():
+                if why_not_ready(self._table):
                     await asyncio.sleep(_RETRY_S)
                     continue
                 try:

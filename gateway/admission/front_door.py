@@ -175,15 +175,7 @@ class FrontDoor:
                 self._check_wait(caller, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
                 num_tokens, began_s = len(request.prompt_token_ids), self._clock.monotonic_s()
-                router = PromptRouter(
-                    self._table,
-                    request.prompt_token_ids,
-                    request.options.cache_salt,
-                    caller_id=caller.caller_id,
-                    is_constrained=request.sampling.constraint is not None,
-                    computes_all=request.sampling.prompt_logprobs is not None,
-                    adapter=request.adapter_digest,
-                )
+                router = PromptRouter(self._table, request)
                 await router.hash_prompt()
                 lookup_s = self._clock.monotonic_s() - began_s
                 await self.arrivals.take(has_begun=True)  # in one turn, it would hold up streams

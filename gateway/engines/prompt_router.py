@@ -14,9 +14,11 @@ from functools import partial
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.token_ids import BlockHash, block_hashes, root_hash, salted
+from ...core.request.request import SamplingParams
+from ...core.request.token_ids import BlockHash, block_hashes, column, root_hash, salted
 from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
 from ..request.engine_link import Avoid, Demand, MustWait, Route
+from ..validation.validation import ValidatedRequest
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
 from .routing import EngineState
@@ -26,40 +28,33 @@ _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
 @dataclass(slots=True)
 class PromptRouter:
-    """`engine_link.Router`. `cache_salt`: the one that the engines get with the request;
-    `computes_all`: an engine is to score the prompt's own tokens, cached or not; `adapter`:
-    the digest of the request's LoRA adapter, if it has one. `hashes`: of the prompt's first full
-    blocks, by fingerprint, once they were found.
-    """
+    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint, once they
+    were found."""
 
     table: EngineTable
-    token_ids: Sequence[int] = ()
-    cache_salt: str = ""
-    caller_id: int = 0
-    is_constrained: bool = False
-    computes_all: bool = False
-    adapter: str = ""
+    request: ValidatedRequest
     hashes: dict[str, list[BlockHash]] = field(default_factory=dict)
 
     async def hash_prompt(self) -> None:
         """As much of it as some engine may have cached, by engines of each kind. One shorter than
         a block is in no cache."""
-        num_tokens, engines = len(self.token_ids), self.table.engines.values()
+        num_tokens, engines = len(self.request.prompt_token_ids), self.table.engines.values()
         for fingerprint in {e.fingerprint for e in engines if num_tokens >= e.member.block_size}:
             self.hashes[fingerprint] = await self._hash_while_cached(fingerprint)
 
     async def _hash_while_cached(self, fingerprint: str) -> list[BlockHash]:
         """The chain, to the end of the slice in which the last engine's cache of it ends."""
         hashes: list[BlockHash] = []
-        parent = root_hash(fingerprint, self.cache_salt, self.adapter)
-        start = 0
-        while start < len(self.token_ids) and (engines := self._alike(fingerprint)):
+        request, start = self.request, 0
+        token_ids = request.prompt_token_ids
+        parent = root_hash(fingerprint, request.options.cache_salt, request.adapter_digest)
+        while start < len(token_ids) and (engines := self._alike(fingerprint)):
             names = [engine.incarnation for engine in engines]
             if not self.table.mirror.holds_any(names, hashes[-1:]):
                 break
             size = engines[0].member.block_size
             end = start + _SLICE_BLOCKS * size
-            hashes += block_hashes(parent, self.token_ids[start:end], size)
+            hashes += block_hashes(parent, token_ids[start:end], size)
             if not hashes:
                 break  # shorter than a block of another size
             parent, start = hashes[-1], end
@@ -83,39 +78,29 @@ class PromptRouter:
         table.plans.note(states, num_tokens, route, prefix_from, is_retry=bool(avoid))
         return route
 
-    def why_not_ready(self) -> str:
-        """What is missing before any request can be served; empty if nothing is."""
-        demand, avoid = Demand(1), Avoid()
-        try:
-            self._plan(self._states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
-        except Unavailable as error:
-            return error.message
-        except MustWait:
-            pass  # busy is ready
-        return ""
-
     def _states(
         self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
     ) -> list[EngineState]:
         """Of the engines that could serve it at all."""
-        table = self.table
+        table, request = self.table, self.request
+        adapter, is_constrained = request.adapter_digest, request.sampling.constraint is not None
         costs, holders = table.borrowed_costs(), table.holders(demand.num_tokens, cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
         return [
             engine.state(
                 engine.load,
                 demand,
-                self.caller_id,
+                request.caller_id,
                 prefix := cached.get(engine.incarnation, NOTHING),
                 costs.get(engine.fingerprint) if costs else None,
                 table.fetch(engine, holders, prefix) if holders else None,
                 in_flight_tokens,
-                self.adapter,
+                adapter,
             )
             for engine in table.engines.values()
             if engine.load is not None
-            and (engine.member.can_constrain or not self.is_constrained)
-            and (engine.max_loras or not self.adapter)
+            and (engine.member.can_constrain or not is_constrained)
+            and (engine.max_loras or not adapter)
         ]
 
     def _plan(
@@ -123,9 +108,8 @@ class PromptRouter:
     ) -> tuple[str, str, Fetch | None]:
         """Who computes the prompt and who goes on, and what the first is to get from another."""
         suspects, num_tokens = self.table.suspects, demand.num_tokens
-        choose = partial(
-            self.table.policy.choose, states, num_tokens, self.caller_id, fingerprint=fingerprint
-        )
+        policy, caller_id = self.table.policy, self.request.caller_id
+        choose = partial(policy.choose, states, num_tokens, caller_id, fingerprint=fingerprint)
         clear = suspects.keep_clear(avoid) if suspects.trials else avoid
         try:
             prefill, decode = choose(avoid=clear)
@@ -138,14 +122,14 @@ class PromptRouter:
         """By incarnation, what engines have of the request's first `num_tokens`, by the index, or
         are about to have, by the prompts that they compute now."""
         found: dict[str, CachedPrefix] = {}
-        mirror, prompts = self.table.mirror, self.table.prompts
-        salt = salted(self.cache_salt, self.adapter)
+        mirror, prompts, request = self.table.mirror, self.table.prompts, self.request
+        salt = salted(request.options.cache_salt, request.adapter_digest)
         for fingerprint, chain in self.hashes.items():
             if not (engines := self._alike(fingerprint)):
                 continue
             size = engines[0].member.block_size
             listed = mirror.cached_blocks([engine.incarnation for engine in engines], chain)
-            in_flight = prompts.common_blocks(fingerprint, salt, self.token_ids, size)
+            in_flight = prompts.common_blocks(fingerprint, salt, request.prompt_token_ids, size)
             if not listed and not in_flight:
                 continue
             for engine in engines:
@@ -166,7 +150,7 @@ class PromptRouter:
         """`num_listed`: the blocks that the index has. One token at least is computed."""
         size, is_prefill = engine.member.block_size, engine.member.role is Role.PREFILL
         most = (num_tokens - 1) // size
-        if self.computes_all:
+        if self.request.sampling.prompt_logprobs is not None:  # all of it is computed, for scores
             return CachedPrefix(0 if engine.takes_prompts else num_listed * size)
         num_in_flight = min(num_in_flight, most)
         if is_prefill:
@@ -179,3 +163,18 @@ class PromptRouter:
 
     def _alike(self, fingerprint: str) -> list[LinkedEngine]:
         return [e for e in self.table.engines.values() if e.fingerprint == fingerprint]
+
+
+_ANY = ValidatedRequest(column((0,)), SamplingParams(), "")
+
+
+def why_not_ready(table: EngineTable) -> str:
+    """What is missing before any request can be served; empty if nothing is."""
+    router, demand, avoid = PromptRouter(table, _ANY), Demand(1), Avoid()
+    try:
+        router._plan(router._states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
+    except Unavailable as error:
+        return error.message
+    except MustWait:
+        pass  # busy is ready
+    return ""

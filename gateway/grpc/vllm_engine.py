@@ -25,7 +25,7 @@ from ...core.version import version
 from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
-from ..engines.prompt_router import PromptRouter
+from ..engines.prompt_router import why_not_ready
 from ..security.caller import INFER, METRICS, Caller
 from ..security.gate import Gate
 from .service import Context, answering, call_options, caller_of, send_node_names
@@ -74,7 +74,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def HealthCheck(self, wire: Any, context: Context) -> Any:
         """Open to all, like grpc.health.v1."""
-        reason = "draining" if self._door.is_draining else PromptRouter(self._table).why_not_ready()
+        reason = "draining" if self._door.is_draining else why_not_ready(self._table)
         return vllm_engine_pb2.HealthCheckResponse(healthy=not reason, message=reason or "ready")
 
     async def GetModelInfo(self, wire: Any, context: Context) -> Any:

@@ -7,7 +7,7 @@ from aiohttp import web
 from ...core.errors import ModelNotFound
 from ...core.membership import Member
 from ...core.version import version
-from ..engines.prompt_router import PromptRouter
+from ..engines.prompt_router import why_not_ready
 from .protocol.answers import Load, Model, ModelList, Node, ServerInfo, Status, Version, answer
 from .protocol.app_state import APP_STATE, AppState, caller_of
 
@@ -33,7 +33,7 @@ async def ready(request: web.Request) -> web.Response:
 def _reason(parts: AppState) -> str:
     if parts.door.is_draining:
         return "this gateway is shutting down"
-    return PromptRouter(parts.table).why_not_ready() or "a pair of engines has come this moment"
+    return why_not_ready(parts.table) or "a pair of engines has come this moment"
 
 
 @ROUTES.get("/version")

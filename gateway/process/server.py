@@ -37,7 +37,7 @@ from ..admission.front_door import FrontDoor
 from ..admission.queue_limit import QueueLimit
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..engines.prompt_router import PromptRouter
+from ..engines.prompt_router import why_not_ready
 from ..engines.routing_policies import make_policy
 from ..grpc.server import GrpcServer
 from ..http.app import HttpServer, build_app
@@ -282,7 +282,7 @@ class Gateway:
         await self._adapters.share()
 
     def _note_readiness(self) -> None:
-        is_ready = self._adapters.is_settled and not PromptRouter(self._table).why_not_ready()
+        is_ready = self._adapters.is_settled and not why_not_ready(self._table)
         if is_ready != self._is_ready.is_set():
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()

@@ -20,9 +20,9 @@ from aiohttp import web
 
 from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
-from baton.core.request.request import FinishReason
+from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.core.request.token_ids import BlockHash
+from baton.core.request.token_ids import BlockHash, column
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
@@ -38,11 +38,13 @@ from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
+from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import Contents
 from baton.proto.v1.node_pb2 import Counters
 
 BLOCK_BYTES = 2 << 20
+_REQUEST = ValidatedRequest(column((1,)), SamplingParams(), "")
 
 
 def running_s() -> float:
@@ -251,7 +253,8 @@ class SyntheticGateway:
                 self._drift(engine)
             with contextlib.suppress(BatonError, MustWait):
                 num_tokens = self._random.choice((300, 2000, 9000))
-                PromptRouter(self.table).choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
+                router = PromptRouter(self.table, _REQUEST)
+                router.choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
             await asyncio.sleep(self._random.expovariate(rps))
 
     def _drift(self, engine: LinkedEngine) -> None:

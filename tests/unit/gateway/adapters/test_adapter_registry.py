@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 
 from baton.core.errors import (
     AdapterRefused,
@@ -18,6 +19,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.membership import Member, Role
+from baton.core.request.request import Adapter
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -112,9 +114,8 @@ def test_routing_prefers_engines_that_have_it() -> None:
     world.add(SPARE, Role.DECODE).receive_heartbeat(has_it)
     nobody = world.add("ff" * 16, Role.DECODE, max_loras=0)
     nobody.receive_heartbeat(ReportedLoad(0, 0, 0, 900, 50, False, links))
-    route = PromptRouter(world.table, adapter=ONE).choose(
-        Demand(10), avoid=Avoid(), fingerprint=None
-    )
+    request = valid(adapter=Adapter("one", ONE, "/one"))
+    route = PromptRouter(world.table, request).choose(Demand(10), avoid=Avoid(), fingerprint=None)
     assert route.decode.incarnation == SPARE
-    route = PromptRouter(world.table).choose(Demand(10), avoid=Avoid(), fingerprint=None)
+    route = PromptRouter(world.table, valid()).choose(Demand(10), avoid=Avoid(), fingerprint=None)
     assert route.decode.incarnation == nobody.incarnation, "with most free blocks"

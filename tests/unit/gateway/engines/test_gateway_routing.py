@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 from fakes.gateway.step_costs import linear_cost
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from baton.core.request.request import FinishReason, Request, SamplingParams, Ti
 from baton.core.step_cost import PromptSpeed, StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.engines.prompt_router import PromptRouter, why_not_ready
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import (
@@ -279,7 +280,7 @@ def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400
 
 
 def route_of(table: EngineTable, num_tokens: int = 3) -> Route:
-    return PromptRouter(table).choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
+    return PromptRouter(table, valid()).choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
 
 
 def table_of(*engines: LinkedEngine) -> EngineTable:
@@ -344,7 +345,7 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     d.receive_heartbeat(replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.005, 20e-6)))
     table = table_of(d)
     route = route_of(table)
-    assert route.is_local and not PromptRouter(table).why_not_ready()
+    assert route.is_local and not why_not_ready(table)
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.dispatch(request, Work.LOCAL, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)

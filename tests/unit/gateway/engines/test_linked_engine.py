@@ -8,6 +8,7 @@ from typing import Any
 
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -95,7 +96,7 @@ def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
 
 def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> None:
     engine, table = linked(Role.DECODE, tbt_target_s=0.05), EngineTable(PrefixMirror(FakeClock()))
-    router = PromptRouter(table, computes_all=True)
+    router = PromptRouter(table, valid(sampling=SamplingParams(prompt_logprobs=0)))
     assert engine.takes_prompts and router._prefix(engine, [], 1600, 50, 0).num_tokens == 0
     engine = linked(Role.DECODE)
     assert router._prefix(engine, [], 1600, 50, 0).num_tokens == 800, "it is pulled there"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,7 +102,7 @@ def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) 
 
 
 async def routed(table: EngineTable, prompt: tuple[int, ...]) -> PromptRouter:
-    router = PromptRouter(table, prompt)
+    router = PromptRouter(table, valid(prompt))
     await router.hash_prompt()
     return router
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
@@ -105,7 +106,7 @@ class World:
             name: CachedPrefix(num, lendable_tokens=num if can_lend else 0)
             for name, num in cached.items()
         }
-        router = Knowing(self.table, known=known)
+        router = Knowing(self.table, valid(), known=known)
         return router.choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
 
     def sent(self, route: Route) -> tuple[Request, Request]:
@@ -166,7 +167,7 @@ def test_an_engine_that_failed_the_request_is_no_source_for_it() -> None:
     world = World(100.0)
     avoid = Avoid(frozenset({Q}))
     cached = {Q: CachedPrefix(4000, lendable_tokens=4000)}
-    router = Knowing(world.table, known=cached)
+    router = Knowing(world.table, valid(), known=cached)
     route = router.choose(Demand(4001), avoid=avoid, fingerprint=None)
     prefill, _ = world.sent(route)
     assert prefill.prefix_source is None

@@ -6,6 +6,7 @@ from array import array
 
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 from fakes.gateway.step_costs import linear_cost
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,7 +88,7 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
     prefix = list(range(400))
     for number in range(4):
         prompt = [*prefix, *range(1000 + 20 * number, 1020 + 20 * number)]
-        router = PromptRouter(engines, prompt, "tenant", caller_id=number)
+        router = PromptRouter(engines, valid(prompt, cache_salt="tenant", caller_id=number))
         await router.hash_prompt()
         route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
         request = Request(str(number), 0, prompt, SamplingParams(), cache_salt="tenant")
@@ -95,7 +96,7 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
         homes.append(route.prefill.incarnation)
     assert homes == homes[:1] * 4
     assert engines.engines[homes[0]].account.tokens_ahead == 480, "each computes its own end"
-    other = PromptRouter(engines, prefix, "another tenant")
+    other = PromptRouter(engines, valid(prefix, cache_salt="another tenant"))
     await other.hash_prompt()
     assert other.cached(400) == {}
     output = EngineOutput("0", 0, 0, (5,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.requests import valid
 from fakes.handoff.block_pairs import unpacked
 from fakes.runner import FakeRunner
 
@@ -92,7 +93,7 @@ async def test_routing_looks_where_the_engine_would() -> None:
         table.mirror.take(encode(Delta(incarnation, 1, (), stored)))
 
     async def expected(tenant: str) -> int:
-        router = PromptRouter(table, PROMPT, salt(tenant))
+        router = PromptRouter(table, valid(PROMPT, cache_salt=salt(tenant)))
         await router.hash_prompt()
         route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         return route.cached_tokens[0]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from baton.core.membership import Member, Role
 from baton.core.request.request import Adapter, PrefixSource, SamplingParams
 from baton.core.request.timeline import Event, Stamp
+from baton.core.request.token_ids import column
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -116,17 +117,18 @@ class World:
         self, request_id: str, *, max_queue_s: float = math.inf, **sampling: object
     ) -> Session:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
+        request = ValidatedRequest(column((1,) * 1000), params, "label")
         return Session(
             Answer(
                 request_id,
-                ValidatedRequest((1,) * 1000, params, "label"),
+                request,
                 text=TextStream(Letters(), ()),
                 sink=FakeSink(),
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,
             ),
             deadline_s=1e3,
-            router=PromptRouter(self.table),
+            router=PromptRouter(self.table, request),
             clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(max_queue_s=max_queue_s),
