@@ -38,11 +38,13 @@ def idle() -> str:
 def load_rows() -> str:
     """64 streams, then prompts of 8192 tokens among them; other ways of using two GPUs."""
     serve = load("serve")
-    earlier, before = serve["earlier"]["runs"], serve["f1404a7"]
+    earlier, before, short = serve["earlier"]["runs"], serve["f1404a7"], serve["46071e66"]
     rows = [
         _load_row("streams alone", serve["streams"]),
         _load_row("with 8k prompts", serve["streams+8k"]),
         _load_row("the same at f1404a7", before["streams+8k"]),
+        _load_row("one caller, at 46071e66: streams alone", short["streams"]),
+        _load_row("one caller, at 46071e66: with 8k prompts", short["streams+8k"]),
         _load_row("both roles on each GPU: streams alone", earlier["mixed streams"]),
         _load_row("both roles on each GPU: with 8k prompts", earlier["mixed streams+8k"]),
     ]
@@ -106,15 +108,10 @@ def _load_row(title: str, run: dict[str, Any]) -> Row:
     tbt = _spread(streams["tbt_ms"])
     if prompts is None:
         return (title, f"{seconds:.0f} s", tbt, "", "", "", number(tokens))
-    floor = prompts["ttft_fifo_floor_ms"]
+    floor = prompts.get("ttft_fifo_floor_ms")  # where the prompts were computed alone, too
     return (
-        *(
-            title,
-            f"{seconds:.0f} s",
-            tbt,
-            _spread(prompts["ttft_ms"]),
-        ),
-        _spread(floor),
+        *(title, f"{seconds:.0f} s", tbt, _spread(prompts["ttft_ms"])),
+        "" if floor is None else _spread(floor),
         number(prompts["handoff_gap_ms"]["p50"]),
         number(tokens),
     )
