@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..goodput.figures import KEPT_SHARE, goodput
@@ -47,8 +47,10 @@ def _goodput(of_kind: list[dict[str, Any]], y: str) -> str:
 
 def summary() -> str:
     """On H200s, at the highest rate of each load that was kept, where as many requests came in each
-    mode: their good ones."""
+    mode: their good ones. Of a mode that was not run there, those at the highest rate that it kept,
+    or that was tried."""
     shares: dict[tuple[str, str, float, str], dict[str, float]] = {}
+    highest: dict[tuple[str, str, str], tuple[bool, float, float]] = {}  # whether kept, rate, share
     came: dict[tuple[str, str, float, str], list[int]] = {}
     for row in _rows():
         share = row["attained"].get(_SUMMARY_Y)
@@ -59,6 +61,8 @@ def summary() -> str:
             place = row["cards"], row["cell"], row["rate_per_s"], gateways
             by_mode = shares.setdefault(place, {})
             by_mode[mode] = max(share, by_mode.get(mode, 0.0))  # of splits, the best
+            found = (share >= KEPT_SHARE, place[2], share)
+            highest[*place[:2], mode] = max(found, highest.get((*place[:2], mode), found))
             came.setdefault(place, []).append(row["num_counted"])
     kept = [
         place
@@ -67,10 +71,16 @@ def summary() -> str:
     ]
     kept.sort(key=lambda place: (*place[:3], len(shares[place])))
     modes = ("auto", "aggregated", "disaggregated", _VLLM)
-    rows = [
-        (*place[:2], f"{place[2]:g}", place[3], *_in_percent(shares[place], modes))
-        for place in {place[:2]: place for place in kept}.values()
-    ]
+    rows = []
+    for place in {place[:2]: place for place in kept}.values():
+        cells = []
+        for mode in modes:
+            _, rate, share = highest.get((*place[:2], mode), (False, 0.0, 0.0))
+            if mode in shares[place]:
+                cells.append(f"{100 * shares[place][mode]:.0f} %")
+            else:
+                cells.append(f"{100 * share:.0f} % at {rate:g}" if rate else "")
+        rows.append((*place[:2], f"{place[2]:g}", place[3], *cells))
     return table(("cards", "in/out", "requests/s", "gateways", *modes), rows)
 
 
@@ -82,10 +92,6 @@ def _summary_mode(mode: str) -> tuple[str, str]:
     if name == "vllm-512":
         return _VLLM, gateways
     return "disaggregated" if "+" in name else name, gateways
-
-
-def _in_percent(shares: dict[str, float], modes: Sequence[str]) -> list[str]:
-    return [f"{100 * shares[mode]:.0f} %" if mode in shares else "" for mode in modes]
 
 
 def by_rate() -> str:
