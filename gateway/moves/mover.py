@@ -27,6 +27,7 @@ from ...prefix_index.prefix_sources import Fetch, Holders
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..request.engine_link import Route
+from ..request.move import begin_move, movable_from
 from ..request.session import Session
 from ..request.session_table import SessionTable
 from .choice import EngineSteps, PlannedMove, Running, choose_moves
@@ -71,7 +72,7 @@ class RequestMover:
         if not any(map(_is_broken, self._table.engines.values())):
             return
         costs = self._table.step_costs()
-        movable = self._sessions.movable()
+        movable = movable_by_engine(self._sessions, now_s)
         by_id = {one.request_id: one for ours in movable.values() for one in ours}
         engines = [
             steps
@@ -89,15 +90,19 @@ class RequestMover:
         takers = [e for e in engines if e.incarnation in sources and _computes_prompts_alone(e)]
         for engine in engines if takers else ():
             others = [taker for taker in takers if taker is not engine]
-            waiting = [request_id for request_id, _ in engine.account.unanswered]
-            for session, since_s in self._sessions.prompts_beside_decodes(waiting):
+            waiting = [
+                self._sessions.get(request_id) for request_id, _ in engine.account.unanswered
+            ]
+            for session in waiting:
+                if session is None or (since_s := _beside_decodes_since_s(session)) is None:
+                    continue
                 able = [taker.account for taker in others if _served([session], by=[taker])]
                 num_tokens = session.demand.num_tokens
                 soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)
                 if now_s - since_s >= max(_PATIENCE_S, _TIMES * soonest_s):
                     log.info("%s: its prompt is planned again", session.call_id)
                     self._table.plans.moves["planned_again"] += 1
-                    self._sessions.plan_again(session)
+                    self._sessions.act(session, session.plan_again)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
         """Dispatch it to its new engine, if that can pull from the old one."""
@@ -110,7 +115,8 @@ class RequestMover:
         self._rests |= {move.source: until_s, move.target: until_s}
         log.info("%s: from engine %s to %s", session.call_id, source.name, target.name)
         route = Route(target, target, fetch=fetch)
-        self._sessions.move(session, route, partial(self._table.plans.note_move, target.name))
+        on_over = partial(self._table.plans.note_move, target.name)
+        self._sessions.act(session, begin_move, session, route, self._clock.monotonic_s(), on_over)
 
     def _served_by_all(
         self, engine: LinkedEngine, movable: Mapping[str, list[Session]]
@@ -133,6 +139,24 @@ class RequestMover:
         token_bytes = target.block_bytes / size
         holders = Holders.of(cached, rates, unmeasured=None)
         return holders.best_fetch(target.incarnation, 0, token_bytes)
+
+
+def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, list[Session]]:
+    """What decodes and may be moved."""
+    found: dict[str, list[Session]] = {}
+    for session in sessions:
+        if (incarnation := movable_from(session, now_s)) is not None:
+            found.setdefault(incarnation, []).append(session)
+    return found
+
+
+def _beside_decodes_since_s(session: Session) -> float | None:
+    """Since when one engine has had its prompt, to decode it too; None: there are tokens, or may
+    be, in a search, it is one of several samples, or this is not its first attempt."""
+    attempt, is_search = session.attempt, session.request.sampling.use_beam_search
+    if attempt is None or attempt.number or is_search or not session.is_alone:
+        return None
+    return attempt.began_s if attempt.route.is_local and not attempt.has_tokens else None
 
 
 def _computes_prompts_alone(engine: LinkedEngine) -> bool:

@@ -85,13 +85,6 @@ class Attempt:
         return self.route.decode if incarnation == self.pair[0] else self.route.prefill
 
     @property
-    def beside_decodes_since_s(self) -> float | None:
-        """Since when one engine has had the prompt, to decode it too; None: there are tokens, or
-        may be, in a search, or this is not the first attempt."""
-        may_wait = self.route.is_local and not self.number and not self._is_search
-        return self.began_s if may_wait and not self.has_tokens else None
-
-    @property
     def is_decoding(self) -> bool:
         """Whether the second engine, or the one, goes on by itself; nothing is in doubt."""
         return self.is_handed_over and self._total is None and self.doubt is None

@@ -320,14 +320,8 @@ class Session:
         """Not one of several samples, which share blocks, and stay together."""
         return not self._siblings and not self.answer.sample_index
 
-    @property
-    def beside_decodes_since_s(self) -> float | None:
-        """Since when a prompt waits that may be planned again: see Attempt."""
-        attempt = self.attempt
-        return attempt.beside_decodes_since_s if attempt and self.is_alone else None
-
     def plan_again(self) -> None:
-        """While `beside_decodes_since_s`: another engine is to compute the prompt."""
+        """Before its first token: another engine is to compute the prompt."""
         if (attempt := self.attempt) is not None:
             self._queue_until_s = self._clock.monotonic_s() + self._limits.max_queue_s
             self._setback().plan_again(attempt)

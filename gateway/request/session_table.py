@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ...core.errors import BatonError, Cancelled, Overloaded
 from ...core.ports import Clock
 from .dispatch_queue import DispatchQueue
-from .engine_link import EngineOutput, PlainToken, Route
-from .move import begin_move, movable_from
+from .engine_link import EngineOutput, PlainToken
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -47,6 +46,12 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, request_id: str) -> Session | None:
+        return self._sessions.get(request_id)
 
     def admit(self, caller_id: int = 0) -> None:
         """Count one more request in flight; raises Overloaded at the limit. Pair with `leave`."""
@@ -125,35 +130,12 @@ class SessionTable:
 
     def cancel(self, session: Session, error: BatonError) -> None:
         """End a session early; one that is over stays as it ended."""
-        self._do(session, session.cancel, error)
+        self.act(session, session.cancel, error)
+
+    def act(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
+        """Let a session act, then those for which that made a place."""
+        self._do(session, call, *arguments)
         self._dispatch_due()
-
-    def movable(self) -> dict[str, list[Session]]:
-        """What decodes and may be moved, by engine."""
-        found: dict[str, list[Session]] = {}
-        now_s = self._clock.monotonic_s()
-        for session in self._sessions.values():
-            if (incarnation := movable_from(session, now_s)) is not None:
-                found.setdefault(incarnation, []).append(session)
-        return found
-
-    def prompts_beside_decodes(self, request_ids: Iterable[str]) -> list[tuple[Session, float]]:
-        """Of these, those that an engine is to compute beside its decodes, with since when."""
-        sessions = (self._sessions.get(request_id) for request_id in request_ids)
-        return [
-            (session, since_s)
-            for session in sessions
-            if session and (since_s := session.beside_decodes_since_s) is not None
-        ]
-
-    def plan_again(self, session: Session) -> None:
-        """One of those: without that engine."""
-        self._do(session, session.plan_again)
-        self._dispatch_due()
-
-    def move(self, session: Session, route: Route, on_over: Callable[[str], None]) -> None:
-        """Begin to move one of those that are `movable`."""
-        self._do(session, begin_move, session, route, self._clock.monotonic_s(), on_over)
 
     def end_all(self, error: BatonError) -> None:
         """End every session with the error. Nothing that waits is dispatched."""
@@ -219,5 +201,4 @@ class SessionTable:
 
     def _wake(self, session: Session) -> None:
         self._timers.pop(session.request_id, None)
-        self._do(session, session.tick)
-        self._dispatch_due()
+        self.act(session, session.tick)

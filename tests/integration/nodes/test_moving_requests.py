@@ -21,11 +21,14 @@ from node_driver import CLUSTER, OUR_MARK, SECRET
 from baton.client import AsyncClient, Result
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.engine_config import EngineConfig
+from baton.core.ports import SystemClock
 from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.gateway.moves.choice import PlannedMove
+from baton.gateway.moves.mover import movable_by_engine
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request import move
+from baton.gateway.request.session import Session
 
 NAMES = ("prefill-0", "decode-0")
 NUM_TOKENS = 60
@@ -50,11 +53,14 @@ class Scene:
     def moves(self) -> dict[str, int]:
         return dict(self.gateway._table.plans.moves)
 
+    def movable(self) -> dict[str, list[Session]]:
+        return movable_by_engine(self.gateway._sessions, SystemClock().monotonic_s())
+
     def move_all(self) -> None:
         """Whatever may move goes to the other engine."""
         mover, table = self.gateway._mover, self.gateway._table
         assert mover is not None
-        for source, sessions in self.gateway._sessions.movable().items():
+        for source, sessions in self.movable().items():
             others = [name for name in table.engines if name != source]
             for session in sessions if others else ():
                 mover._begin(PlannedMove(session.request_id, source, others[0]), session)
@@ -164,7 +170,7 @@ async def test_who_dies_during_a_move_costs_no_token(scene: Scene, dies: str, pa
     expected = tokens_of(local, prompt, SETTINGS["seeded"])
     settings = SETTINGS["seeded"] | {"ignore_eos": True}
     job = asyncio.create_task(scene.generate(prompt, settings))
-    while not (movable := scene.gateway._sessions.movable()):  # noqa: ASYNC110 (processes)
+    while not (movable := scene.movable()):  # noqa: ASYNC110 (processes)
         await asyncio.sleep(0.005)
     source = scene.gateway._table.engines[next(iter(movable))].name
     target = next(name for name in NAMES if name != source)

@@ -22,8 +22,9 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import MOVE
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.moves import mover
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
-from baton.gateway.moves.mover import RequestMover
+from baton.gateway.moves.mover import RequestMover, movable_by_engine
 from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, Work
 from baton.gateway.request.session import Session
@@ -113,6 +114,10 @@ class World:
                 self.table.engines[name].receive([output])
                 self.sessions.engine_outputs(name, [output])
 
+    @property
+    def movable(self) -> dict[str, list[Session]]:
+        return movable_by_engine(self.sessions, self.clock.monotonic_s())
+
     def session(
         self, request_id: str, *, max_queue_s: float = math.inf, **sampling: object
     ) -> Session:
@@ -166,7 +171,7 @@ class World:
 
 async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> None:
     world = World()
-    on = world.sessions.movable().keys()
+    on = world.movable.keys()
     world.mover.look()
     assert not world.table.plans.moves, "nothing is broken"
     source = next(iter(on))
@@ -200,7 +205,7 @@ async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> Non
         {"room_blocks": 1},
     ):
         world = World()
-        (source,) = world.sessions.movable() or {""}
+        (source,) = world.movable or {""}
         num_before = sum(len(link.dispatched) for link in world.links.values())
         world.report(busy=source or "", **fields)
         world.mover.look()
@@ -212,7 +217,7 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
     """Constraints and adapters, where engines of a model differ."""
     world = World()
     (session,) = world.running
-    (source,) = world.sessions.movable()
+    (source,) = world.movable
     target = "ab"[source == "a"]
     session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))
     world.report(busy=source)
@@ -272,8 +277,7 @@ async def test_requests_that_stream_are_not_looked_at(monkeypatch: pytest.Monkey
     """There may be thousands, four times a second."""
     world = World(num_requests=3)
     world.add_prefill_engine()
-    looked = property(lambda session: pytest.fail(session.request_id))
-    monkeypatch.setattr(Session, "beside_decodes_since_s", looked)
+    monkeypatch.setattr(mover, "_beside_decodes_since_s", lambda one: pytest.fail(one.request_id))
     world.mover.look()
 
 
