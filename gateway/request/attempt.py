@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, NodeLost
+from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.ports import Entropy
 from ...core.request.request import FinishReason, Ticket
 from ...core.request.timeline import Event
 from .answer import Answer, OutputToken
-from .engine_link import EngineLink, EngineOutput, Route, Work
+from .engine_link import EngineOutput, Route, Work
 from .output_chunk import TokenSplice
 
 _DOUBT_S = 0.25
@@ -71,18 +71,6 @@ class Attempt:
     def expects(self, incarnation: str, attempt: int) -> bool:
         """Whether a message belongs to this attempt."""
         return attempt == self.number and incarnation in self.pair
-
-    def loss_of(self, incarnation: str, *, has_died: bool) -> BatonError:
-        """What that engine's end is to the attempt."""
-        prefill, decode = self.route.prefill, self.route.decode
-        name = prefill.name if incarnation == prefill.incarnation else decode.name
-        if has_died:
-            return EngineFailed(f"the engine of node {name} died")
-        return NodeLost(f"node {name} was lost")
-
-    def partner_of(self, incarnation: str) -> EngineLink:
-        """The other engine of the pair; itself where there is but one."""
-        return self.route.decode if incarnation == self.pair[0] else self.route.prefill
 
     @property
     def is_decoding(self) -> bool:

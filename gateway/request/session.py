@@ -133,8 +133,7 @@ class Session:
         if self.moves is not None:
             self.moves.lose(incarnation, has_died=has_died)
         if attempt is not None and incarnation in attempt.pair:
-            error = attempt.loss_of(incarnation, has_died=has_died)
-            self._setback().engine_failed(attempt, incarnation, error, is_lost=True)
+            self._setback().engine_lost(attempt, incarnation, has_died=has_died)
         elif self._setbacks is not None and not self.is_over:
             self._setbacks.another_lost(incarnation, has_died=has_died)
 

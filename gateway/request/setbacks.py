@@ -204,21 +204,33 @@ class Setbacks:
             # The next token is the prefill engine's, the one behind it the decode engine's.
             self._cleared_at = attempt.base_index + 1 + self.suspect_side
 
-    def engine_failed(
-        self, attempt: Attempt, incarnation: str, error: BatonError, *, is_lost: bool = False
-    ) -> None:
-        """An engine of this attempt says so, or is lost. The attempt may survive that."""
+    def engine_failed(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
+        """An engine of this attempt says so. The attempt may survive that."""
+        prefill, decode = attempt.route.prefill, attempt.route.decode
         if isinstance(error, PromiseRefused | TrialRefused):
             self._sent_back(attempt, incarnation, error)
+        elif self._survives(attempt, incarnation, error):
             return
-        attempt.close(incarnation)
-        if attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
-            return
-        if not is_lost and isinstance(error, HandoffFailed | NodeLost):
+        elif isinstance(error, HandoffFailed | NodeLost):
             # A hand-off fails between two engines: each may be fine with another partner.
-            self.fail_attempt(attempt, error, silent=attempt.partner_of(incarnation))
+            partner = decode if incarnation == prefill.incarnation else prefill
+            self.fail_attempt(attempt, error, silent=partner)
         else:
             self.fail_attempt(attempt, error, blamed=incarnation)
+
+    def engine_lost(self, attempt: Attempt, incarnation: str, *, has_died: bool) -> None:
+        """An engine of this attempt is gone. The attempt may survive that."""
+        prefill, decode = attempt.route.prefill, attempt.route.decode
+        name = prefill.name if incarnation == prefill.incarnation else decode.name
+        error: BatonError = NodeLost(f"node {name} was lost")
+        if has_died:
+            error = EngineFailed(f"the engine of node {name} died")
+        if not self._survives(attempt, incarnation, error):
+            self.fail_attempt(attempt, error, blamed=incarnation)
+
+    def _survives(self, attempt: Attempt, incarnation: str, error: BatonError) -> bool:
+        attempt.close(incarnation)
+        return attempt.survives(incarnation, error, now_s=self._clock.monotonic_s())
 
     def _sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
         """The engine did not take it: where another gateway's suspect is on trial, it goes
