@@ -202,12 +202,10 @@ class Moves:
         if self.now is not None and attempt is self.now.target:
             self.end(how)
 
-    def is_late(self, now_s: float) -> bool:
-        """Whether its time was up: then it has failed."""
-        if self.now is None or now_s < self.now.deadline_s:
-            return False
-        self._fail(self.now, "late")
-        return True
+    def end_late(self) -> None:
+        """The time of the one that is under way is up: it has failed."""
+        if self.now is not None:
+            self._fail(self.now, "late")
 
     def _fail(self, move: Move, how: str) -> None:
         """Stay on the old engine; without it, try again as ever."""

@@ -16,7 +16,8 @@ only through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from ...core.errors import (
     BatonError,
@@ -179,40 +180,39 @@ class Session:
     @property
     def next_wakeup_s(self) -> float:
         """When `tick` has something to do, on the monotonic clock."""
-        if self.attempt is not None:
-            due_s = min(self._deadline_s, self.attempt.doubt_until_s)
-            return due_s if self.moves is None else min(due_s, self.moves.deadline_s)
-        waits_s = [self._deadline_s]
-        if self._waits_for_its_first_place:
-            waits_s.append(self._queue_until_s)
-        if self._engine_until_s is not None:
-            waits_s.append(self._engine_until_s)
-        if self._setbacks is not None:
-            waits_s.append(self._setbacks.until_s)
-        return min(waits_s)
+        return min(self._deadline_s, self._due[0])
 
     def tick(self) -> None:
         """Act on whatever time is up."""
-        now_s = self._clock.monotonic_s()
-        attempt = self.attempt
+        now_s, (due_s, act) = self._clock.monotonic_s(), self._due
         if self.is_over:
             return
         if now_s >= self._deadline_s:
             self.end_badly(DeadlineExceeded("the request's deadline passed"))
-        elif attempt is not None and now_s >= attempt.doubt_until_s:
-            self.fail_attempt(attempt, attempt.doubt or HandoffFailed("no message came"))
-        elif self.moves is not None and self.moves.is_late(now_s):
-            return
-        elif self._waits_for_its_first_place:
-            if now_s >= self._queue_until_s:
-                waited_s = self._limits.max_queue_s
-                self.end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
-        else:
-            self.try_dispatch()
+        elif now_s >= due_s:
+            act()
 
     @property
-    def _waits_for_its_first_place(self) -> bool:
-        return self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE
+    def _due(self) -> tuple[float, Callable[[], None]]:
+        """What time brings next, if the deadline does not, and when."""
+        if (attempt := self.attempt) is not None:
+            if self.moves is None or attempt.doubt_until_s <= self.moves.deadline_s:
+                return attempt.doubt_until_s, self._give_up_doubtful
+            return self.moves.deadline_s, self.moves.end_late
+        if self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE:
+            return self._queue_until_s, self._give_up_waiting
+        until_s = math.inf if self._setbacks is None else self._setbacks.until_s
+        if self._engine_until_s is not None:
+            until_s = min(until_s, self._engine_until_s)
+        return until_s, self.try_dispatch
+
+    def _give_up_doubtful(self) -> None:
+        if (attempt := self.attempt) is not None:
+            self.fail_attempt(attempt, attempt.doubt or HandoffFailed("no message came"))
+
+    def _give_up_waiting(self) -> None:
+        waited_s = self._limits.max_queue_s
+        self.end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
 
     def try_dispatch(self) -> None:
         """Find engines and dispatch, or wait for them as long as that makes sense; `blocked` is
