@@ -67,9 +67,7 @@ class EngineAccount:
 
     `prompts`, `released`: of all engines of a table. `released`: callers of which something ended,
     or was answered, so that what waits may find a place; whoever dispatches what waits clears it.
-    `num_index_hits`: prompts of which the index promised cached tokens; `num_stale_hits`: those of
-    them that found fewer. `has_refused`: it sent something back for its promise since the last
-    heartbeat.
+    `has_refused`: it sent something back for its promise since the last heartbeat.
     """
 
     def __init__(self, clock: Clock, max_num_seqs: int = 0) -> None:
@@ -77,7 +75,6 @@ class EngineAccount:
         self.max_num_seqs = max_num_seqs
         self.released: set[int] = set()
         self.prompts = PromptsInFlight(clock)
-        self.num_index_hits = self.num_stale_hits = 0
         self.has_refused = False
         self._clock = clock
         self._prompts: dict[Key, _Prompt] = {}  # ours, as all to the next comment
@@ -158,8 +155,8 @@ class EngineAccount:
             self.has_refused |= isinstance(error, PromiseRefused)
             if (prompt := self._prompts.get(key)) is not None:
                 if output.cached_tokens is not None:
-                    self.num_index_hits += prompt.cached_tokens > 0
-                    self.num_stale_hits += output.cached_tokens < prompt.cached_tokens
+                    self.prompts.num_index_hits += prompt.cached_tokens > 0
+                    self.prompts.num_stale_hits += output.cached_tokens < prompt.cached_tokens
                 # Beams' tokens come at their end, but that their prompt is computed is reported.
                 if output.token_ids or (error is None and not output.prompt_logprobs):
                     self._answered(key)

@@ -35,9 +35,12 @@ class SentPrompt:
 
 @dataclass(slots=True, eq=False)
 class PromptsInFlight:
-    """One gateway's."""
+    """One gateway's. `num_index_hits`: those so far of which the index promised cached tokens;
+    `num_stale_hits`: those of them that found fewer."""
 
     clock: Clock
+    num_index_hits: int = 0
+    num_stale_hits: int = 0
     _prompts: dict[_Kind, dict[SentPrompt, None]] = field(default_factory=dict)
     _answered: deque[tuple[float, SentPrompt]] = field(default_factory=deque)  # until when
 

@@ -48,16 +48,10 @@ _NodeName = tuple[str, str]  # role, name
 
 @dataclass(slots=True)
 class _Read:
-    """What was added up of one incarnation already; `link` is whose counts of the index these are.
-
-    The engine counts on while its link is down, the gateway begins anew with each link.
-    """
+    """What was added up of one incarnation already: it counts on while its link is down."""
 
     known_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
-    link: LinkedEngine | None = None
-    num_index_hits: int = 0
-    num_stale_hits: int = 0
 
 
 def full_prefix(prefix: str) -> str:
@@ -119,15 +113,16 @@ class Exporter:
         for name in self._last_known_s:
             self._store.set(table.NODE_UP, *name, value=0)
         for incarnation, engine in self._engines.engines.items():
-            read = self._read[incarnation]
-            self._count_index(engine, read)
             if engine.load is not None:
-                self._count(engine, engine.load, read)
+                self._count(engine, engine.load, self._read[incarnation])
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
         for reason, count in self._engines.plans.decisions.items():
             self._store.set(table.DECISIONS, reason, value=count)
         for outcome, count in self._engines.plans.moves.items():
             self._store.set(table.MOVES, outcome, value=count)
+        prompts = self._engines.prompts
+        self._store.set(table.INDEX_HITS, value=prompts.num_index_hits)
+        self._store.set(table.INDEX_STALE, value=prompts.num_stale_hits)
         self._store.set(table.QUEUED, value=self._num_queued())
         self._note_adapters()
         load = self.load()
@@ -175,14 +170,6 @@ class Exporter:
             for labels, number in _counts(metric, load.counters).items():
                 more = number - counted_before.get(labels, 0)
                 self._store.add(metric, *name, *labels, value=more)
-
-    def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
-        if read.link is not engine:
-            read.link, read.num_index_hits, read.num_stale_hits = engine, 0, 0
-        hits, stale = engine.account.num_index_hits, engine.account.num_stale_hits
-        self._store.add(table.INDEX_HITS, value=hits - read.num_index_hits)
-        self._store.add(table.INDEX_STALE, value=stale - read.num_stale_hits)
-        read.num_index_hits, read.num_stale_hits = hits, stale
 
     def _forget(self, name: _NodeName) -> None:
         del self._last_known_s[name]

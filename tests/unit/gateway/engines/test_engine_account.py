@@ -107,7 +107,7 @@ def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> N
     assert (one.tokens_ahead, one.num_requests) == (68, 2)
     for number, found in ((1, 0), (0, 16), (0, 0)):  # none was promised, and then all was known
         one.settle([EngineOutput(*key(number), cached_tokens=found, error=None)])
-        assert (one.num_index_hits, one.num_stale_hits) == (1 - number, 1 - number)
+        assert (one.prompts.num_index_hits, one.prompts.num_stale_hits) == (1 - number, 1 - number)
     assert (one.tokens_ahead, one.num_requests) == (0, 2) and one.released == {7}
     one.released.clear()
     one.settle([], [(*key(0), 0, 5), (*key(1), 0, 5)])

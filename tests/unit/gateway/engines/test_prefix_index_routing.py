@@ -160,5 +160,5 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         route.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
         assert q.account.tokens_ahead == 16
         q.receive([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
-    assert (q.account.num_index_hits, q.account.num_stale_hits) == (3, 2)
+    assert (table.prompts.num_index_hits, table.prompts.num_stale_hits) == (3, 2)
     assert q.account.tokens_ahead == 0
