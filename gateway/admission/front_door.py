@@ -256,9 +256,9 @@ class FrontDoor:
 
     def check_model(self, caller: Caller, model: str) -> None:
         """Raises ModelNotFound for one that is not served, or not to this caller."""
-        adapters = self.adapters.adapters
-        check_model(model, self.model.limits, adapters)
-        caller.check_model(model, model if model in adapters else self.model.limits.model)
+        limits, adapters = self.model.limits, self.adapters.adapters
+        caller.check_model(model, limits.model, adapters)
+        check_model(model, limits, adapters)
 
     async def _prepare(
         self,
@@ -268,9 +268,9 @@ class FrontDoor:
         special_at: Spans | None,
     ) -> ValidatedRequest:
         """The request, charged to the caller's tenant and in its part of the prefix cache."""
-        limits = self.limits
-        self.check_model(caller, wire.model)
-        request = check_request(wire, limits, self.adapters.adapters)
+        limits, adapters = self.limits, self.adapters.adapters
+        caller.check_model(wire.model, limits.model, adapters)
+        request = check_request(wire, limits, adapters)
         if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
                 raise InvalidRequest(refusal, "constraint", "unsupported_parameter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from dataclasses import dataclass
 
 from ...core.errors import ModelNotFound, PermissionDenied
@@ -46,12 +47,13 @@ class Caller:
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 
-    def check_model(self, requested: str, served: str) -> None:
-        """Raise ModelNotFound, as for one that is not there, unless `served` is allowed.
+    def check_model(self, requested: str, model: str, adapters: Container[str] = ()) -> None:
+        """Raise ModelNotFound, as for one that is not there, unless it may use what is served.
 
-        `requested` is the name in the request, which may be empty.
+        That is `model`, or the one of its `adapters` that is `requested`: the name in the request,
+        which may be empty.
         """
-        if not self.may_use(served):
+        if not self.may_use(requested if requested in adapters else model):
             raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
 
 

@@ -238,6 +238,9 @@ def test_scopes_and_models_of_a_caller() -> None:
     with pytest.raises(ModelNotFound) as raised:
         caller.check_model("", "secret-model")
     assert "secret-model" not in raised.value.message
+    caller.check_model("small", "base", {"small", "other"})
+    with pytest.raises(ModelNotFound):
+        caller.check_model("other", "small", {"other"})
 
 
 # --- browsers -------------------------------------------------------------------------------------
