@@ -155,7 +155,8 @@ class SessionTable:
             and tenant in (None, session.request.tenant)
         ]
         for session in found:
-            self.cancel(session, Cancelled("aborted"))
+            self._do(session, session.cancel, Cancelled("aborted"))
+        self._dispatch_due()
         return len({session.call_id for session in found})
 
     def _dispatch_due(self) -> None:

@@ -240,6 +240,16 @@ async def test_a_held_caller_goes_on_when_its_next_one_ends_early() -> None:
     assert rig.dispatched == ["c", "d"] and rig.is_clean()
 
 
+async def test_what_is_aborted_gets_no_place_that_is_free_by_that() -> None:
+    rig = Rig(num_places=1)
+    for name in ("a", "b", "other"):
+        rig.start(name)
+    rig.router.num_places = 1
+    rig.released.add(1)  # by the end of the first
+    assert rig.table.abort(["a", "b"]) == 2
+    assert rig.dispatched == ["a", "other"] and rig.is_clean()
+
+
 async def test_retries_go_first() -> None:
     rig = Rig(num_places=1)
     rig.start("old")
