@@ -75,12 +75,14 @@ class StepResults:
         and the token behind them is sampled, if any is."""
         if sequence.draft_token_ids and sampled is not None and self._speculator is not None:
             tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
-            self._step_record.num_decode_tokens -= num_tokens - len(tokens)
-            for index, token in enumerate(tokens):
-                if sequence.state is SequenceState.ENDED:  # nobody gets those behind
-                    self._step_record.num_decode_tokens -= len(tokens) - index
-                    break
+            num_output = 0
+            for token in tokens:
+                if sequence.state is SequenceState.ENDED:
+                    break  # nobody gets those behind
                 self.advance(sequence, 1, token, output)
+                num_output += 1
+            self._step_record.num_decode_tokens -= num_tokens - num_output
+            self._speculator.count_accepted(min(num_output, len(tokens) - 1))
             return
         if sampled is not None and isnan(sampled.logprob):
             self._sequences.fail(

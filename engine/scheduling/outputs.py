@@ -138,8 +138,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Steps of one sequence that had drafts, these drafts, and how many of them were accepted, at
-    each position."""
+    """Steps of one sequence that had drafts, these drafts, and how many of them were accepted and
+    output, at each position."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0

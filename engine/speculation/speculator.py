@@ -172,11 +172,14 @@ class Speculator:
         sequence.num_launched_tokens = sequence.num_computed_tokens + len(tokens)
         self._num_drafts += 1
         self._num_draft_tokens += len(drafts)
-        for position in range(num_accepted):
-            self._accepted[position] += 1
         own = self._tallies.setdefault(sequence.key, Tally())
         self._acceptance.observe(own, len(drafts), num_accepted)
         return tokens
+
+    def count_accepted(self, num_accepted: int) -> None:
+        """So many of a sequence's drafts were output: none behind its end."""
+        for position in range(num_accepted):
+            self._accepted[position] += 1
 
     @property
     def counts(self) -> SpeculationCounts:

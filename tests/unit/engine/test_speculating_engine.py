@@ -209,6 +209,26 @@ def test_perfect_drafts_take_few_steps(runs_ahead: bool) -> None:
     assert engine.stats.totals().num_decode_tokens == 59
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_drafts_behind_the_end_do_not_count_as_accepted(seed: int) -> None:
+    """Though they are what the model would have gone on with."""
+    scene = Scene(seed)
+    engine = scene.engine(200, runs_ahead=False, rate=1.0)
+    sampling = SamplingParams(max_tokens=60, seed=seed, ignore_eos=True, stop_token_ids=(3, 11))
+    request = scene.requests["a/0"] = Request("a", 0, (1, 2, 3), sampling)
+    tokens = scene.tokens["a/0"] = []
+    engine.add(request)
+    while engine.has_work:
+        before, num_tokens = engine.stats.totals().speculation, len(tokens)
+        scene.take(engine.step())
+        counts = engine.stats.totals().speculation
+        if counts.num_drafts > before.num_drafts:
+            num_accepted = sum(counts.accepted) - sum(before.accepted)
+            num_output, has_ended = len(tokens) - num_tokens, "a/0" in scene.reasons
+            assert num_accepted == num_output - 1 or (has_ended and num_accepted == num_output)
+    scene.check(engine)
+
+
 def hand_over(scene: Scene, source: Engine, puller: Engine, key: str) -> Reservation:
     reservation = puller.reserve(scene.requests[key])
     assert reservation is not None
