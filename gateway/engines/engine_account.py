@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ...core.errors import PromiseRefused
@@ -38,10 +39,13 @@ _UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not kn
 _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
 
 
-class _Prompt(NamedTuple):
-    """One whose first token is not here. `num_tokens`: as the engine counts them; `cached_tokens`:
-    of them should be cached there, or fetched; `in_flight`: for others that begin like it."""
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One whose first token is not here. `keys`: of its samples that want it; `num_tokens`: as the
+    engine counts them; `cached_tokens`: of them should be cached there, or fetched; `in_flight`:
+    for others that begin like it."""
 
+    keys: set[Key]
     caller_id: int
     sent_s: float
     num_tokens: int
@@ -77,7 +81,7 @@ class EngineAccount:
         self.prompts = PromptsInFlight(clock)
         self.has_refused = False
         self._clock = clock
-        self._prompts: dict[Key, _Prompt] = {}  # ours, as all to the next comment
+        self._prompts: dict[Key, _Prompt] = {}  # by each sample; ours, as all to the next comment
         self._decodes: dict[Key, _Decode] = {}
         self._own_tokens: Counter[int] = Counter()  # of prompts, to compute, by caller
         self._num_own_tokens = self._num_own_pairs = 0  # of all callers
@@ -110,7 +114,7 @@ class EngineAccount:
     def _find_others(self, load: ReportedLoad) -> None:
         """What waits, less what is or may be ours. Only the largest callers are listed."""
         ours = self._answered_tokens.copy()
-        for sent in self._prompts.values():
+        for sent in set(self._prompts.values()):
             ours[sent.caller_id] += sent.num_tokens
         listed = load.waiting_by_caller
         self._least_listed = min(listed.values(), default=0)
@@ -125,17 +129,18 @@ class EngineAccount:
 
     def sent_prompt(
         self,
-        key: Key,
+        keys: Collection[Key],
         caller_id: int,
         num_tokens: int,
         cached_tokens: int,
         in_flight: SentPrompt | None = None,
     ) -> None:
-        """A prompt is to be computed, of which so much should be cached there."""
+        """A prompt of one or several samples is to be computed, of which so much should be cached
+        there."""
         uncached_tokens, now_s = num_tokens - cached_tokens, self._clock.monotonic_s()
         pairs = pairs_of(uncached_tokens, cached_tokens)
-        prompt = _Prompt(caller_id, now_s, num_tokens, cached_tokens, pairs, in_flight)
-        self._prompts[key] = prompt
+        prompt = _Prompt({*keys}, caller_id, now_s, num_tokens, cached_tokens, pairs, in_flight)
+        self._prompts |= dict.fromkeys(keys, prompt)
         self._own_tokens[caller_id] += uncached_tokens
         self._num_own_tokens += uncached_tokens
         self._num_own_pairs += pairs
@@ -165,23 +170,29 @@ class EngineAccount:
 
     def _answered(self, key: Key) -> None:
         """Its prompt is computed: a prefill engine has nothing more to do for it."""
-        self._close_prompt(key, is_computed=True)
+        if (prompt := self._prompts.get(key)) is not None:  # not answered by another sample
+            self._close_prompt(prompt, is_computed=True)
 
     def ended(self, key: Key) -> None:
         """It finished, failed or was cancelled, perhaps before: others may have its place."""
-        if key in self._prompts:
-            self._close_prompt(key, is_computed=False)
+        if (prompt := self._prompts.get(key)) is not None:
+            if len(prompt.keys) == 1:
+                self._close_prompt(prompt, is_computed=False)
+            else:  # it is computed for the others
+                prompt.keys.remove(key)
+                del self._prompts[key]
         if (decode := self._decodes.pop(key, None)) is not None:
             stay_s = self._clock.monotonic_s() - decode.sent_s
             mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
             self._mean_stay_s = _DECAY * mean_s + (1 - _DECAY) * stay_s
             self.released.add(decode.caller_id)
 
-    def _close_prompt(self, key: Key, *, is_computed: bool) -> None:
+    def _close_prompt(self, one: _Prompt, *, is_computed: bool) -> None:
         """Its first token is here, or will not come."""
-        if is_computed or key == next(iter(self._prompts)):
+        if is_computed or one is next(iter(self._prompts.values())):
             self._begun_s = self._clock.monotonic_s()
-        one = self._prompts.pop(key)
+        for key in one.keys:
+            del self._prompts[key]
         self._answered_tokens[one.caller_id] += one.num_tokens
         self._own_tokens[one.caller_id] -= one.uncached_tokens
         self._num_own_tokens -= one.uncached_tokens
@@ -215,7 +226,7 @@ class EngineAccount:
 
     @property
     def unanswered(self) -> KeysView[Key]:
-        """Of prompts of ours that are there."""
+        """Of samples of prompts of ours that are there."""
         return self._prompts.keys()
 
     @property

@@ -122,7 +122,7 @@ class LinkedEngine:
                 request.prompt_token_ids,
                 self.member.block_size,
             )
-            self.account.sent_prompt(keys[0], caller_id, num_tokens, found_tokens, in_flight)
+            self.account.sent_prompt(keys, caller_id, num_tokens, found_tokens, in_flight)
         if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
             num_blocks = self.blocks_for(

@@ -91,7 +91,7 @@ def test_what_decodes_does_not_keep_its_prompt() -> None:
     sent = one.prompts.sent("p", "fp", "", array("I", range(20)), 4)
     assert sent is not None
     packed = weakref.ref(sent.packed)
-    one.sent_prompt(key(0), 7, num_tokens=20, cached_tokens=0, in_flight=sent)
+    one.sent_prompt([key(0)], 7, num_tokens=20, cached_tokens=0, in_flight=sent)
     one.sent_decodes([key(0)], 7, 1)
     del sent
     one.settle([], [(*key(0), 0, 5)])
@@ -102,7 +102,7 @@ def test_what_decodes_does_not_keep_its_prompt() -> None:
 
 def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> None:
     one = account(max_num_seqs=8)
-    one.sent_prompt(key(0), 7, num_tokens=100, cached_tokens=32)
+    one.sent_prompt([key(0)], 7, num_tokens=100, cached_tokens=32)
     one.sent_decodes([key(0), key(1)], 7, 1)
     assert (one.tokens_ahead, one.num_requests) == (68, 2)
     for number, found in ((1, 0), (0, 16), (0, 0)):  # none was promised, and then all was known
@@ -123,7 +123,7 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
     ours, theirs = account(), account()
     cost = StepCost(0.0, (1e-3,) * len(KNOTS), pair_s=4e-6, max_rows=1 << 20)
     ours.heartbeat(replace(beat(0, 0), step_cost=cost))
-    ours.sent_prompt(key(0), 7, num_tokens=1000, cached_tokens=0)
+    ours.sent_prompt([key(0)], 7, num_tokens=1000, cached_tokens=0)
     load = replace(beat(0, 0), step_cost=cost, waiting_tokens=1000, waiting_pairs=500_500)
     theirs.heartbeat(load)
     for one in (ours, theirs):
@@ -141,7 +141,7 @@ def test_what_waited_behind_a_prompt_that_is_cancelled_begins_then() -> None:
     cost = StepCost(0.0, (1e-3,) * len(KNOTS), max_rows=1 << 20)
     one.heartbeat(replace(beat(0, 0), step_cost=cost))
     for number in (0, 1, 2):
-        one.sent_prompt(key(number), 7, num_tokens=10_000, cached_tokens=0)
+        one.sent_prompt([key(number)], 7, num_tokens=10_000, cached_tokens=0)
     one._clock.advance(9.0)
     one.ended(key(2))  # nothing has waited for this one
     assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 11_000

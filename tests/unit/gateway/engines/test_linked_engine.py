@@ -52,6 +52,21 @@ def test_samples_that_go_on_elsewhere_leave_nothing_at_the_prefill_engine() -> N
     assert not engine.account._decodes and not engine.account.unanswered
 
 
+def test_a_prompt_is_there_while_any_of_its_samples_wants_it() -> None:
+    for is_computed in (True, False):
+        engine = linked(Role.PREFILL)
+        engine.dispatch(request(100, fork_ids=("r1", "r2")), Work.PREFILL, None, 9.0)
+        for request_id in ("r1", "r"):
+            engine.cancel(request_id, 0)
+            assert engine.account.tokens_ahead == 100
+        if is_computed:
+            engine.receive([EngineOutput("r2", 0, 0, (97,))], [])
+        else:
+            engine.cancel("r2", 0)
+        assert engine.account.tokens_ahead == 0 and engine.account.has_no_prompt
+        assert not engine.account.unanswered
+
+
 def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None:
     """The scores come first, and with them how many tokens were cached."""
     engine = linked(Role.PREFILL)
