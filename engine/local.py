@@ -10,6 +10,7 @@ from ..core.errors import BatonError
 from ..core.request.request import Adapter, Request
 from .assembly import Assembly, grammars_of, limits_of
 from .execution.runner import ModelRunner
+from .kv.block_pool import NUM_RESERVED_BLOCKS
 from .kv.generations import LocalGenerations
 from .lora.adapter_room import refuse_adapter
 from .parallel.rank_processes import Ranks, start_ranks
@@ -47,8 +48,9 @@ class LocalEngine(Assembly):
             if ranks.followers is not None:
                 ranks.followers.check()  # the cause of it, if a rank was lost
             raise
-        tokens = runner.kv.num_blocks * config.block_size
-        report(f"{runner.model_dir.name}: {runner.kv.num_blocks} KV blocks = {tokens} tokens")
+        num_blocks = runner.kv.num_blocks - NUM_RESERVED_BLOCKS
+        tokens = num_blocks * config.block_size
+        report(f"{runner.model_dir.name}: {num_blocks} KV blocks = {tokens} tokens")
         return cls(config, runner, ranks)
 
     def load_adapter(self, name: str, path: str) -> Adapter:

@@ -9,6 +9,7 @@ from ...core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.process.logs import print_line
+from ...engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from ...gateway.process.startup_message import READY, TRY
 from ..host.certs import ca_of
 from ..host.gpu_choice import choose_here
@@ -46,8 +47,9 @@ async def _print_topology(deployment: Deployment) -> None:
         info = await client.model_info()
     print_line(f"\n{info.model}, context {info.max_model_len}")
     for node in info.nodes:
-        tokens = node.num_blocks * node.block_size
-        print_line(f"  {node.role:8} {node.name:12} {node.num_blocks} KV blocks = {tokens} tokens")
+        num_blocks = node.num_blocks - NUM_RESERVED_BLOCKS
+        tokens = num_blocks * node.block_size
+        print_line(f"  {node.role:8} {node.name:12} {num_blocks} KV blocks = {tokens} tokens")
     for child in deployment.gateways:
         if len(child.addresses) > 2:
             print_line(f"  {GATEWAY:8} {child.name:12} {child.addresses[0]} alone")

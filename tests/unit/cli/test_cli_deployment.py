@@ -20,7 +20,9 @@ from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.process.logs import print_line
+from baton.engine.kv.limits import EngineLimits
 from baton.gateway.process.startup_message import READY
+from baton.node.engine_process.startup_messages import describe_pool
 
 
 def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any = None) -> Child:
@@ -170,7 +172,7 @@ class PlayedGateway:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def model_info(self) -> SimpleNamespace:
-        return SimpleNamespace(nodes=self.nodes)
+        return SimpleNamespace(model="m", max_model_len=64, nodes=self.nodes)
 
 
 def engine(name: str, node: int, *links: str) -> NodeInfo:
@@ -207,6 +209,20 @@ async def test_others_on_the_same_redis_are_not_waited_for_and_do_not_count(
     done, _ = await asyncio.wait({linking}, timeout=0.1)
     linking.cancel()
     assert bool(done) == is_whole
+
+
+async def test_topology_has_the_blocks_that_requests_can_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As each node's own line: two are nobody's."""
+    node = replace(engine("prefill-0", 1), num_blocks=102, block_size=16)
+    limits = EngineLimits(num_blocks=102, block_size=16, max_model_len=64)
+    deployment = SimpleNamespace(
+        client=lambda: PlayedGateway(node), gateways=[], up=UpConfig(), startup_lines=[]
+    )
+    await up._print_topology(cast(Any, deployment))
+    assert " 100 KV blocks = 1600 tokens\n" in capsys.readouterr().out
+    assert describe_pool(limits).startswith("100 KV blocks of 16 = 1,600 tokens")
 
 
 async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:

@@ -44,7 +44,9 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalEngine]:
-    local = LocalEngine.load(EngineConfig(cpu_kv_bytes=POOL), print)
+    lines: list[str] = []
+    local = LocalEngine.load(EngineConfig(cpu_kv_bytes=POOL), lines.append)
+    assert f": {local.engine.limits.capacity} KV blocks = " in lines[-1]
     yield local
     local.close()
 
