@@ -50,7 +50,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 @ROUTES.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """How many tokens the prompt of this conversation has."""
-    found = await read_body(request, COUNTED, COUNTED_REQUIRED, {})
+    found = await read_body(request, COUNTED, COUNTED_REQUIRED, NOT_SUPPORTED)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
         prompt = (await prepare(request.app, fields)).prompt

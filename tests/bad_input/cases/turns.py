@@ -139,6 +139,13 @@ TURNS: list[Row] = [
              "unsupported_parameter", "tools[0]"),
         *_of(path, f"thinking{end}", [{"thinking": t} for t in ({}, 1, {"type": "x"}, "on")],
              "invalid_value", "thinking.type"),
+        *[row for name, value in (("container", "x"), ("mcp_servers", [{"url": "http://a"}]),
+                                  ("stop", ["x"]), ("n", 2), ("logprobs", True), ("input", "x"),
+                                  ("response_format", {"type": "json_object"}), ("prompt", "x"),
+                                  ("enable_thinking", True), ("reasoning_effort", "low"))
+          for row in _of(path, f"{name}{end}", [{name: value}], "unsupported_parameter", name)],
+        *_of(path, f"kv_transfer_params{end}", [{"kv_transfer_params": {}}], "unknown_parameter",
+             "kv_transfer_params"),
     )],
     *_of(_MESSAGES, "result", [_user([{"type": "tool_result", "content": "x"}])], "invalid_value",
          "messages[0].content[0].tool_use_id"),
@@ -163,9 +170,4 @@ TURNS: list[Row] = [
          "invalid_value", "tool_choice.type"),
     *_of(_MESSAGES, "no-tools", [{"tool_choice": {"type": "any"}}], "invalid_value",
          "tool_choice"),
-    *[row for name, value in (("container", "x"), ("mcp_servers", [{"url": "http://a"}]),
-                              ("stop", ["x"]), ("n", 2), ("logprobs", True), ("input", "x"),
-                              ("response_format", {"type": "json_object"}), ("prompt", "x"))
-      for row in _values(_MESSAGES, name, [value], "unsupported_parameter")],
-    *_values(_MESSAGES, "kv_transfer_params", [{}], "unknown_parameter"),
 ]  # fmt: skip
