@@ -78,7 +78,7 @@ class LLM:
         gc.collect()  # one that nobody can reach any more gives its memory back first
         self._thread = LoopThread("baton-engine")
         try:
-            self._calls = self._thread.run(_load(config, front))
+            self._calls = self._thread.run(_load(self._thread, config, front))
         except BaseException:
             self._thread.close()
             raise
@@ -180,12 +180,15 @@ class LLM:
             raise BatonError("this LLM is closed")
 
 
-async def _load(config: EngineConfig, front: GatewayConfig) -> LocalCalls:
-    calls = LocalCalls.load(config, front, log.info)
+async def _load(thread: LoopThread, config: EngineConfig, front: GatewayConfig) -> LocalCalls:
+    calls = None
     try:
+        with thread.long_step():
+            calls = LocalCalls.load(config, front, log.info)
         await asyncio.sleep(0)  # whoever wanted it may have been interrupted
     except asyncio.CancelledError:
-        calls.close()
+        if calls is not None:
+            calls.close()
         raise
     calls.begin()
     return calls

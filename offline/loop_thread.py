@@ -1,14 +1,16 @@
 """An event loop in a thread of its own, for callers who have none, or one of theirs (notebooks).
 
 A Ctrl-C reaches the caller's thread alone: what runs here is cancelled between two steps of the
-event loop, never in the middle of one.
+event loop, in the middle of one only where it says that it may be (`long_step`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,6 +22,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._guard = threading.Lock()
+        self._is_in_long_step = False
         self._thread.start()
 
     def _run(self) -> None:
@@ -33,7 +37,27 @@ class LoopThread:
             return future.result()
         except BaseException:
             future.cancel()
+            self._end_long_step()
             raise
+
+    @contextmanager
+    def long_step(self) -> Iterator[None]:
+        """For work to have around what holds up the event loop: if its caller is interrupted, that
+        ends by CancelledError, between any two of its instructions."""
+        with self._guard:
+            self._is_in_long_step = True
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._is_in_long_step = False
+
+    def _end_long_step(self) -> None:
+        with self._guard:
+            if self._is_in_long_step and self._thread.ident is not None:
+                thread_id = ctypes.c_ulong(self._thread.ident)
+                error = ctypes.py_object(asyncio.CancelledError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, error)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Cancel what runs, call `last` once it has ended, and wait for the thread's end; in the

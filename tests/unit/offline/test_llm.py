@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,31 @@ def test_a_ctrl_c_ends_the_call_and_the_llm_goes_on(llm: LLM) -> None:
     assert len(llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)) == 1
     check_integrity(llm._calls._local.engine)
     assert llm._calls._local.engine.stats.load().num_running == 0
+
+
+def test_a_ctrl_c_ends_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[BaseException] = []
+
+    def load(*_: object) -> LocalEngine:
+        until_s = time.monotonic() + 20
+        try:
+            while time.monotonic() < until_s:
+                time.sleep(0.01)
+        except BaseException as error:
+            ended.append(error)
+            raise
+        raise StartupFailed("nobody ended it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "load", load)
+        interrupt = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            LLM(cpu_kv_bytes=POOL)
+        interrupt.join()
+    assert [type(error) for error in ended] == [asyncio.CancelledError]
+    with LLM(cpu_kv_bytes=POOL) as llm:
+        assert llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs
 
 
 def test_the_package_has_what_it_names() -> None:
