@@ -20,6 +20,8 @@ from .reasoning import beginning_of
 
 PYTHON_TAG = "<|python_tag|>"
 
+_PIECE_CHARS = 4096  # that are judged together: what is behind a call is copied for each
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -65,19 +67,24 @@ class ToolCallParser(ABC):
         return self._scanner is None and not self._has_content
 
     def feed(self, text: str) -> list[Delta]:
+        deltas: list[Delta] = []
+        for begin in range(0, len(text), _PIECE_CHARS):
+            self._feed_piece(text[begin : begin + _PIECE_CHARS], deltas)
+        return deltas
+
+    def _feed_piece(self, text: str, deltas: list[Delta]) -> None:
         if self._needs_text and text.isspace():
             self._space.append(text)
-            return []
+            return
         self._text = "".join((self._text, *self._space, text))
         self._space.clear()
-        deltas: list[Delta] = []
         while self._text and (self._scan(deltas) if self._scanner else self._read(deltas)):
             pass
-        return deltas
 
     def finish(self) -> list[Delta]:
         """No more text comes."""
-        deltas = self.feed("")
+        deltas: list[Delta] = []
+        self._feed_piece("", deltas)
         if self._scanner is not None and not self._is_named:
             self._content(self._given_up(self._scanner), deltas)
         elif self._scanner is not None:

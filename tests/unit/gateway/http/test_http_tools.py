@@ -360,6 +360,16 @@ def test_calls_are_read_however_they_are_cut(name: str, calls: Calls, data: Any)
     assert not found.content.strip()
 
 
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v31", "kimi_k2"])
+def test_many_calls_in_one_piece_take_time_by_their_number(name: str) -> None:
+    """Not by the square of it: that would be 12 to 17 s, in which nobody else is served."""
+    text = WRITTEN[name]([("f", {})] * 50_000)
+    began_s = time.thread_time()
+    found = parsed(FORMATS[name], [text])
+    assert time.thread_time() - began_s < SOON_S
+    assert found.calls == [["f", "{}"]] * 50_000 and not found.content.strip()
+
+
 def test_every_format_is_written() -> None:
     assert set(FORMATS) - set(WRITTEN) == {"qwen3_coder"}  # its values are by the schema: CASES
 
