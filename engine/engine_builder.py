@@ -85,6 +85,8 @@ def build_engine(
     host_prefixes = None if host is None else HostPrefixes(host, limits.block_size)
     tables = BlockTables(pool, cache, generations, limits.block_size, host_prefixes)
     scheduler = Scheduler(limits, pool, tables, estimator, step_costs)
+    if adapters is not None:
+        scheduler.promise.parked = lambda: adapters.parked
     sequences = LiveSequences(
         runner,
         limits,

@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from fakes.runner import FakeRunner
 
 from baton.core.errors import Overloaded, Unavailable
 from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.engine.engine_builder import build_engine
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
+from baton.engine.scheduling.sequence import Sequence
 
 
 @dataclass(eq=False)
@@ -157,3 +162,27 @@ def test_random_users(seed: int) -> None:
         num_served += 1
         running += room.unpark()
     assert num_served == num_entered and not room.parked
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_what_waits_for_a_slot_is_among_the_decodes_that_a_promise_counts(*, hold: bool) -> None:
+    """Unless it is to decode elsewhere."""
+    room = AdapterRoom[Sequence](Copies(), 1, 4)
+    engine = build_engine(
+        FakeRunner(32, 4),
+        EngineLimits(32, 4, max_model_len=64),
+        LocalGenerations(32),
+        fingerprint="fake",
+        eos_token_ids=(),
+        adapters=room,
+    )
+    for digest in "ab":
+        room.keep(host(digest))
+    engine.add(user("a", 1).request)
+    engine.add(user("b", 2).request, hold=hold)
+    assert len(room.parked) == 1
+    probe = Request("c", 0, (1, 2, 3), SamplingParams())
+    assert engine.promise.step_with(probe, 0).num_decodes == (2 if hold else 3)
+    engine.abort(f"{1:032x}/0")
+    assert not room.parked
+    assert engine.promise.step_with(probe, 0).num_decodes == (1 if hold else 2), "counted once"
