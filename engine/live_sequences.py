@@ -156,6 +156,11 @@ class LiveSequences:
         self._on_end(sequence.num_outputs)
         self.end(sequence)
 
+    def hold(self, sequence: Sequence) -> None:
+        """It is computed and keeps its KV: no step needs its adapter any more."""
+        self._scheduler.queues.hold(sequence)
+        self.leave_adapter(sequence)
+
     def leave_adapter(self, sequence: Sequence) -> bool:
         """It needs its adapter no more, which may let others begin. Whether it waited for it."""
         if self._adapters is None or sequence.request.adapter is None:

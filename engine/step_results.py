@@ -95,7 +95,7 @@ class StepResults:
         if sampled is not None and sequence.num_candidates:
             first = sampled
             if sequence.is_held:
-                self._scheduler.queues.hold(sequence)
+                self._sequences.hold(sequence)
             elif not self._sequences.beams.found(sequence, sampled):
                 first = None
         elif sampled is not None:
@@ -126,7 +126,7 @@ class StepResults:
         if reason is not None:
             self._sequences.finish(sequence)
         elif is_held:
-            self._scheduler.queues.hold(sequence)
+            self._sequences.hold(sequence)
         return reason
 
     def _fork_off(

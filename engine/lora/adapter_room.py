@@ -1,12 +1,12 @@
 """Which adapters an engine has in host memory and in slots of its device, and who waits for one.
 
     request ─► slot with its adapter, or one that nobody uses ─► scheduler
-          └──► parked, first come, first served ─── a slot's last user ends ─┘
+          └──► parked, first come, first served ─ a slot's last user leaves ─┘
 
-A sequence uses its slot from before it is queued until its end, preempted too, so that no step has
-more adapters than there are slots. Requests without an adapter pass; those with one do not pass who
-is parked, or an adapter that is always asked for would keep its slot for ever. Both tiers give up
-what was used longest ago and is not in use.
+A sequence uses its slot from before it is queued until its end, preempted too, or until it is held,
+so that no step has more adapters than there are slots. Requests without an adapter pass; those with
+one do not pass who is parked, or an adapter that is always asked for would keep its slot for ever.
+Both tiers give up what was used longest ago and is not in use.
 
 Belongs to the engine's thread. Knows no tensor.
 """

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from engines.integrity import check_integrity
 from fakes.runner import FakeRunner
 
 from baton.core.errors import Overloaded, Unavailable
 from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.engine.engine import Engine
 from baton.engine.engine_builder import build_engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -164,11 +166,11 @@ def test_random_users(seed: int) -> None:
     assert num_served == num_entered and not room.parked
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_what_waits_for_a_slot_is_among_the_decodes_that_a_promise_counts(*, hold: bool) -> None:
-    """Unless it is to decode elsewhere."""
-    room = AdapterRoom[Sequence](Copies(), 1, 4)
-    engine = build_engine(
+def engine_with(room: AdapterRoom[Sequence], *digests: str) -> Engine:
+    """With these adapters in host memory."""
+    for digest in digests:
+        room.keep(host(digest))
+    return build_engine(
         FakeRunner(32, 4),
         EngineLimits(32, 4, max_model_len=64),
         LocalGenerations(32),
@@ -176,8 +178,31 @@ def test_what_waits_for_a_slot_is_among_the_decodes_that_a_promise_counts(*, hol
         eos_token_ids=(),
         adapters=room,
     )
-    for digest in "ab":
-        room.keep(host(digest))
+
+
+def test_what_is_held_needs_no_slot() -> None:
+    """A puller may come late, or never; others with their adapters are computed meanwhile."""
+    copies = Copies()
+    room = AdapterRoom[Sequence](copies, 1, 4)
+    engine = engine_with(room, "a", "b")
+    held, other = user("a", 1).request, user("b", 2).request
+    engine.add(held, hold=True)
+    engine.add(other)
+    tokens: list[str] = []
+    while engine.has_work:
+        tokens += [token.key for token in engine.step().tokens]
+    assert tokens == [held.key, *[other.key] * 16] and copies.slots == {0: "b"}
+    assert engine.block_refs(held.key, 0, 1).block_ids, "it keeps its KV"
+    engine.abort(held.key)
+    check_integrity(engine)
+    assert not room.running_names and engine.pool.counts.held == 0
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_what_waits_for_a_slot_is_among_the_decodes_that_a_promise_counts(*, hold: bool) -> None:
+    """Unless it is to decode elsewhere."""
+    room = AdapterRoom[Sequence](Copies(), 1, 4)
+    engine = engine_with(room, "a", "b")
     engine.add(user("a", 1).request)
     engine.add(user("b", 2).request, hold=hold)
     assert len(room.parked) == 1
