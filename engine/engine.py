@@ -210,8 +210,7 @@ class Engine:
     def has_prompts(self) -> bool:
         """Whether tokens of prompts wait, for an adapter too, or are being computed."""
         queues = self._scheduler.queues
-        is_parked = self.adapters is not None and bool(self.adapters.parked)
-        return is_parked or bool(queues.waiting) or queues.has_prefills
+        return bool(queues.parked or queues.waiting) or queues.has_prefills
 
     def block_refs(self, key: str, first: int, last: int) -> BlockRefs:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).

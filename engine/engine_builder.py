@@ -86,7 +86,7 @@ def build_engine(
     tables = BlockTables(pool, cache, generations, limits.block_size, host_prefixes)
     scheduler = Scheduler(limits, pool, tables, estimator, step_costs)
     if adapters is not None:
-        scheduler.promise.parked = lambda: adapters.parked
+        scheduler.queues.parked = adapters.parked
     sequences = LiveSequences(
         runner,
         limits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..core.request.request import Request
 from ..core.step_cost import StepCost, pairs_of
@@ -65,7 +65,7 @@ class EngineStats:
             waiting_pairs += pairs_of(num_tokens, context)
         return Load(
             num_running=len(queues.running),
-            num_waiting=len(queues.waiting) + len(queues.loading) + len(self._parked),
+            num_waiting=len(queues.waiting) + len(queues.loading) + len(queues.parked),
             waiting_tokens=waiting.total(),
             waiting_pairs=waiting_pairs,
             free_blocks=self._pool.num_available,
@@ -76,11 +76,6 @@ class EngineStats:
             waiting_by_caller=waiting,
             decodes=queues.decodes(),
         )
-
-    @property
-    def _parked(self) -> Collection[Sequence]:
-        """Those that wait for an adapter."""
-        return () if self._adapters is None else self._adapters.parked
 
     def _prompts_left(self) -> Iterator[tuple[Sequence, int, int]]:
         """Whose prompts are not computed yet, by how many tokens, those of steps in flight too, and
@@ -99,7 +94,7 @@ class EngineStats:
         for sequence, load in queues.loading.items():
             context = sequence.num_computed_tokens + load.num_blocks * self._limits.block_size
             yield sequence, sequence.num_tokens - context, context
-        for sequence in self._parked:
+        for sequence in queues.parked:
             yield sequence, sequence.num_tokens, 0
 
     def totals(self) -> Totals:

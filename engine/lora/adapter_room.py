@@ -69,7 +69,7 @@ class AdapterRoom(Generic[U]):
         self._holds: dict[str, str] = {}  # by request key: its digest
         self._most_holds = _FEW_HOLDS  # before those that are over are forgotten
         self._users: dict[U, int] = {}  # their slots
-        self._parked: deque[U] = deque()
+        self.parked: deque[U] = deque()
         self._count = 0
         self.is_wanted: Callable[[str], bool] = lambda key: False
 
@@ -105,7 +105,7 @@ class AdapterRoom(Generic[U]):
 
     def _evict_for(self, adapter: HostAdapter) -> None:
         self._forget_holds()
-        in_use = {*self._holds.values(), *(one.request.adapter_digest for one in self._parked)}
+        in_use = {*self._holds.values(), *(one.request.adapter_digest for one in self.parked)}
         in_use |= {slot.digest for slot in self._slots if slot.num_users}
         idle = [digest for digest in self._host if digest not in in_use]
         if not idle:
@@ -126,7 +126,7 @@ class AdapterRoom(Generic[U]):
         """Give a new sequence its slot. False: it is parked, until `unpark` returns it."""
         if self.reserve(sequence):
             return True
-        self._parked.append(sequence)
+        self.parked.append(sequence)
         return False
 
     def reserve(self, sequence: U) -> bool:
@@ -135,7 +135,7 @@ class AdapterRoom(Generic[U]):
 
     def has_slot(self, digest: str) -> bool:
         """Whether one that is not parked would have a slot now."""
-        return not self._parked and self._find(digest) is not None
+        return not self.parked and self._find(digest) is not None
 
     def take(self, sequence: U) -> bool:
         """Give a sequence a slot with its adapter, if it has one; False: all are in use."""
@@ -158,16 +158,16 @@ class AdapterRoom(Generic[U]):
         if index is not None:
             self._slots[index].num_users -= 1
             return False
-        if sequence not in self._parked:
+        if sequence not in self.parked:
             return False
-        self._parked.remove(sequence)
+        self.parked.remove(sequence)
         return True
 
     def unpark(self) -> list[U]:
         """Those that have a slot now, in the order of their arrival."""
         found: list[U] = []
-        while self._parked and self.take(self._parked[0]):
-            found.append(self._parked.popleft())
+        while self.parked and self.take(self.parked[0]):
+            found.append(self.parked.popleft())
         return found
 
     def _find(self, digest: str) -> int | None:
@@ -181,17 +181,13 @@ class AdapterRoom(Generic[U]):
     # -- looking in -------------------------------------------------------------------------------
 
     @property
-    def parked(self) -> list[U]:
-        return [*self._parked]
-
-    @property
     def running_names(self) -> list[str]:
         """Names of the adapters that sequences with a slot are computed with."""
         return _names(self._users)
 
     @property
     def waiting_names(self) -> list[str]:
-        return _names(self._parked)
+        return _names(self.parked)
 
     def _now(self) -> int:
         self._count += 1

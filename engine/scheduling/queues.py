@@ -9,7 +9,7 @@ Decides nothing: see scheduler.py.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Collection, Iterator, MutableSequence
 from itertools import chain
 
 from ...core.fair_queue import FairQueue
@@ -31,6 +31,7 @@ class Queues:
         self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []
+        self.parked: Collection[Sequence] = ()  # for an adapter's slot: see AdapterRoom
         self.groups: list[SequenceGroup] = []  # whose first member has blocks
         self.refused_at: int | None = None
         self._limits = limits

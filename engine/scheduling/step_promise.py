@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from itertools import chain
 
 from ...core.errors import PromiseRefused
@@ -12,7 +11,6 @@ from ..kv.limits import EngineLimits
 from .costs.step_cost_estimator import StepCostEstimator
 from .queues import Queues
 from .schedule import Schedule, step_shape
-from .sequence import Sequence
 
 # Of the promise, for decodes that outlast it: they are few, and prompts wait for what they take.
 OUTLASTING = 2.5
@@ -28,7 +26,6 @@ class StepPromise:
         self.is_promising = True
         self.num_refusals = 0
         self.in_front_s = 0.0  # that the step takes which is on the device
-        self.parked: Callable[[], Collection[Sequence]] = tuple  # those that wait for an adapter
         self._limits = limits
         self._queues = queues
         self._step_costs = step_costs
@@ -118,7 +115,7 @@ class StepPromise:
         """A step of all that will decode here once their prompts are computed, with this request,
         its forks, and `num_coming` more like it that the engine does not have yet."""
         queues = self._queues
-        every = chain(self.parked(), queues.waiting, queues.loading, queues.running)
+        every = chain(queues.parked, queues.waiting, queues.loading, queues.running)
         others = [one for one in every if not one.is_held]
         lengths = [one.num_tokens for one in others]
         for one in others:

@@ -87,7 +87,7 @@ def test_nobody_passes_who_is_parked() -> None:
     runs, waits, late = user("a"), user("b"), user("a")
     assert room.enter(runs) and not room.enter(waits)
     assert not room.enter(late), "its adapter has a slot, but another waits for that"
-    assert room.parked == [waits, late]
+    assert [*room.parked] == [waits, late]
     room.leave(runs)
     assert room.unpark() == [waits], "the third one's adapter has lost its slot"
     room.leave(waits)
