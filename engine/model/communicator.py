@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ...kernels.layers.ops import Ops
-from ...kernels.products.weights import Activations, Fp8Weight, Weight
+from ...kernels.products.weights import Activations, Fp8Weight, Unscaled, Weight
 from .stages import Stages
 
 
@@ -22,7 +22,7 @@ class Sent:
     """A summand that lies no longer here, but where the ranks add it up."""
 
 
-Summand: TypeAlias = Tensor | Sent
+Summand: TypeAlias = Tensor | Unscaled | Sent
 
 
 class Communicator:
@@ -44,7 +44,7 @@ class Communicator:
 
     def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
         """`ops.linear`, for `add_rms_norm`, which must be the next operation."""
-        return ops.linear(x, weight, bias)
+        return (ops.summand if self.size == 1 else ops.linear)(x, weight, bias)
 
     def add_rms_norm(
         self,
@@ -56,8 +56,9 @@ class Communicator:
         reader: Fp8Weight | None = None,
     ) -> Activations:
         """`ops.add_rms_norm` of the sum of all ranks' x."""
-        assert isinstance(x, Tensor)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)
+        assert not isinstance(x, Sent)
+        summed = self.all_reduce(x) if isinstance(x, Tensor) else x
+        return ops.add_rms_norm(summed, residual, weight, eps, reader)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[rows, columns] -> [rows, size * columns]: the ranks' columns, in their order."""

@@ -84,7 +84,7 @@ class Attention:
 
     def products(self) -> list[tuple[int, Product]]:
         """See DecoderLayer."""
-        return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.product)]
+        return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.alone)]
 
     def targets(self) -> Targets:
         yield from self.qkv.targets()

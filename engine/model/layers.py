@@ -45,7 +45,7 @@ class StepAdapters(Protocol):
         ...
 
 
-Product = Callable[[Tensor], Activations]  # of inputs with a weight
+Product = Callable[[Tensor], Activations | Summand]  # of inputs with a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,11 @@ class RowLinear:
         return self._ops.linear(x, self.weight, bias)
 
     @property
+    def alone(self) -> Product:
+        """What a step computes of it on this rank, without the others."""
+        return self if self._communicator.size == 1 else self.product
+
+    @property
     def _bias_of_rank(self) -> Tensor | None:
         return self.bias if self._communicator.rank == 0 else None  # added once
 
@@ -215,7 +220,7 @@ class MLP:
         """See DecoderLayer."""
         return [
             (self.gate_up.weight.shape[1], self.gate_up.gated),
-            (self.down.weight.shape[1], self.down.product),
+            (self.down.weight.shape[1], self.down.alone),
         ]
 
     def targets(self) -> Targets:

@@ -235,6 +235,7 @@ class NcclCommunicator(Communicator):
         if isinstance(x, Sent):
             assert self._peers is not None
             return self._peers.add_rms_norm(None, residual, weight, eps)
+        assert isinstance(x, Tensor)
         if self._peers is not None and self._peers.can_reduce_rows(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..experts.experts import LayerLoads, Mixture, choose_experts
 from ..products.int4_weights import Int4Weight
-from ..products.weights import Activations, Fp8Weight, Weight, quantise_activations
+from ..products.weights import Activations, Fp8Weight, Unscaled, Weight, quantise_activations
 
 
 class Ops:
@@ -36,6 +36,10 @@ class Ops:
             x = quantise_activations(x, weight)
         return F.linear(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)
 
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor | Unscaled:
+        """`linear`, for `add_rms_norm`."""
+        return self.linear(x, weight, bias)
+
     def gated_linear(
         self,
         x: Activations,
@@ -57,13 +61,14 @@ class Ops:
 
     def add_rms_norm(
         self,
-        x: Tensor,
+        x: Tensor | Unscaled,
         residual: Tensor,
         weight: Tensor,
         eps: float,
         reader: Fp8Weight | None = None,
     ) -> Activations:
         """Add x to `residual` in place; the norm of the sum."""
+        assert isinstance(x, Tensor)
         return self.rms_norm(residual.add_(x), weight, eps, reader)
 
     def norm_heads(

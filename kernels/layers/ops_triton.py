@@ -18,7 +18,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..experts.experts import LayerLoads, Mixture
 from ..experts.experts_triton import compute_experts
 from ..peer_reduce_triton import Exchange
-from ..products.fp8_product import multiply
+from ..products.fp8_product import multiply, unscaled
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.gluon_kernels import gluon_kernels
 from ..products.int4_product import Dequantised
@@ -26,7 +26,15 @@ from ..products.int4_product import choose as choose_int4
 from ..products.int4_product import multiply_by as multiply_int4
 from ..products.int4_weights import Int4Weight
 from ..products.streamed_product import choose_stages
-from ..products.weights import BLOCK, Activations, Fp8Rows, Fp8Weight, Weight
+from ..products.weights import (
+    BLOCK,
+    Activations,
+    Fp8Rows,
+    Fp8Weight,
+    RowScaled,
+    Unscaled,
+    Weight,
+)
 from ..row_room import empty_rows
 from .ops import Ops
 from .quantise_triton import quantise, silu_and_mul_quantised, store_quantised, way_of
@@ -71,6 +79,13 @@ class TritonOps(Ops):
             return product
         return F.linear(x, weight, bias)
 
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor | Unscaled:
+        if isinstance(weight, RowScaled) and bias is None:
+            x = quantise(x, weight) if isinstance(x, Tensor) else x
+            if (product := unscaled(x, weight)) is not None:
+                return product
+        return self.linear(x, weight, bias)
+
     def gated_linear(
         self,
         x: Activations,
@@ -101,7 +116,7 @@ class TritonOps(Ops):
 
     def add_rms_norm(
         self,
-        x: Tensor,
+        x: Tensor | Unscaled,
         residual: Tensor,
         weight: Tensor,
         eps: float,
@@ -134,7 +149,7 @@ class TritonOps(Ops):
 
 
 def _launch_norm(
-    x: Tensor,
+    x: Tensor | Unscaled,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -142,6 +157,7 @@ def _launch_norm(
     *,
     has_residual: bool,
 ) -> Activations:
+    x, scales = (x, None) if isinstance(x, Tensor) else (x.data, x)
     num_tokens, dim = x.shape
     block = triton.next_power_of_2(dim)
     out: Activations
@@ -153,6 +169,8 @@ def _launch_norm(
         data, scale, room = out.data, out.scale, out.room
     _add_rms_norm[(num_tokens,)](
         x,
+        weight if scales is None else scales.of_rows,
+        weight if scales is None else scales.of_outputs,
         residual,
         weight,
         data,
@@ -162,6 +180,7 @@ def _launch_norm(
         eps,
         WAY=way,
         HAS_RESIDUAL=has_residual,
+        HAS_SCALES=scales is not None,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         **launch_options(x.device),
@@ -172,6 +191,8 @@ def _launch_norm(
 @triton.jit(do_not_specialize=["room"])
 def _add_rms_norm(
     x,
+    of_rows,
+    of_outputs,
     residual,
     weight,
     out,
@@ -181,6 +202,7 @@ def _add_rms_norm(
     eps,
     WAY: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALES: tl.constexpr,  # of_rows and of_outputs are x's
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -188,9 +210,14 @@ def _add_rms_norm(
     cols = tl.arange(0, BLOCK)
     mask = cols < dim
     scales = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        of_output = tl.load(of_outputs + cols, mask=mask, other=0.0)
     let_next_in(PDL)
     wait_for_previous(PDL)
     value = tl.load(x + row + cols, mask=mask, other=0.0)
+    if HAS_SCALES:
+        one = tl.load(of_rows + tl.program_id(0)) * of_output
+        value = (value.to(tl.float32) * one).to(value.dtype)
     if HAS_RESIDUAL:
         earlier = tl.load(residual + row + cols, mask=mask, other=0.0)
         value = (value.to(tl.float32) + earlier.to(tl.float32)).to(value.dtype)

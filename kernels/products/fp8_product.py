@@ -3,11 +3,15 @@
     up to 64 rows     streamed (Hopper), else Triton
     more              torch's _scaled_mm, where it has the shape and type, else Triton
 
+Scales of rows and outputs cost cuBLAS up to 15 us: what is added to the residual stream is given
+`unscaled`, and the norm that adds it has them too.
+
 What is fastest was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
@@ -18,7 +22,7 @@ from torch import Tensor
 from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from .gluon_kernels import gluon_kernels
 from .way_table import look_up
-from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
+from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Unscaled
 
 MAX_FEW_ROWS = 64
 _ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
@@ -51,6 +55,27 @@ def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) ->
     if isinstance(way, ScaledMm):
         return scaled_mm(x, weight, bias)
     return fp8_few_rows(x, weight, bias, way if isinstance(way, Fp8Tiling) else _tiling(len(x)))
+
+
+def unscaled(x: Fp8Rows, weight: RowScaled) -> Unscaled | None:
+    """The product of more rows than are few; None where that is not quicker than `multiply`."""
+    if len(x) <= MAX_FEW_ROWS or not can_scale(x, weight):
+        return None
+    one = _one(x.data.device)
+    data = torch._scaled_mm(
+        x.data,
+        weight.data.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return Unscaled(data, x.scale[:, 0], weight.scale)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:

@@ -114,6 +114,16 @@ class Fp8Rows:
 Activations: TypeAlias = Tensor | Fp8Rows
 
 
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """A product of Fp8Rows with a RowScaled as the matrix units add it up:
+    data[row, output] * of_rows[row] * of_outputs[output]."""
+
+    data: Tensor  # [rows, outputs], of the type of the model
+    of_rows: Tensor  # [rows], float32
+    of_outputs: Tensor  # [outputs], float32
+
+
 def spread(scale: Tensor, shape: Sequence[int], first: tuple[int, int] = (0, 0)) -> Tensor:
     """Scales of blocks for each weight of a part of `shape` that begins at `first`."""
     rows, columns = (

@@ -100,8 +100,15 @@ def quantise(way: int, is_gated: bool) -> str:
 
 
 def norm(way: int) -> str:
-    constants = {"WAY": way, "HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True}
+    constants = {
+        "WAY": way,
+        "HAS_RESIDUAL": True,
+        "HAS_SCALES": way == 1,
+        "BLOCK": 4096,
+        "PDL": True,
+    }
     types = {"x": "*bf16", "weight": "*bf16", "out": "*fp8e4nv"}
+    types |= {"of_rows": "*fp32", "of_outputs": "*fp32"}
     return str(compiled(_add_rms_norm, constants, types, {"num_warps": 8}))
 
 

@@ -38,6 +38,7 @@ from baton.kernels.products.fp8_product import (
     multiply,
     multiply_by,
     scaled_mm,
+    unscaled,
 )
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from baton.kernels.products.weights import (
@@ -46,6 +47,7 @@ from baton.kernels.products.weights import (
     Fp8Rows,
     Fp8Weight,
     RowScaled,
+    Unscaled,
     quantise_activations,
     quantise_blocks,
     quantise_rows,
@@ -169,6 +171,28 @@ def test_norms_quantise_as_if_behind(dim: int, kind: type[Fp8Weight], dtype: tor
     assert torch.equal(fused.scale, apart.scale)
     one = triton_ops.rms_norm(summed[:1], scales[0], 1e-5, reader)
     assert isinstance(one, Fp8Rows) and torch.equal(one.scale, apart.scale[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reader", [None, *KINDS])
+def test_norms_scale_what_they_add(reader: type[Fp8Weight] | None, dtype: torch.dtype) -> None:
+    x, residual, scales = (randn(7, 320, dtype=dtype) for _ in range(3))
+    # Powers of 2: what is scaled is rounded as it was.
+    of_rows, of_outputs = (torch.exp2(torch.randint(-3, 4, (n,))).to(DEVICE) for n in (7, 320))
+    scaled = (x * of_rows[:, None] * of_outputs).to(dtype)
+    weight = None if reader is None else weight_of(reader, 128, 320)
+    sums, found = (residual.clone() for _ in range(2))
+    expected = TritonOps().add_rms_norm(scaled, sums, scales[0], 1e-5, weight)
+    normed = TritonOps().add_rms_norm(
+        Unscaled(x, of_rows, of_outputs), found, scales[0], 1e-5, weight
+    )
+    assert torch.equal(found, sums)
+    if isinstance(normed, Fp8Rows):
+        assert isinstance(expected, Fp8Rows)
+        assert torch.equal(normed.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(normed.scale, expected.scale)
+    else:
+        assert torch.equal(normed, expected)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
@@ -375,3 +399,26 @@ def test_all_ways_on_a_gpu(
         close(scaled_mm(x, weight, bias), expected, limit)
     close(multiply(x, weight, bias), expected, limit)
     assert choose(x, weight) is not None
+    if isinstance(weight, RowScaled) and can_scale(x, weight):
+        product_of = unscaled(x, weight)
+        assert (product_of is None) == (rows <= 64)
+        if product_of is not None:
+            scaled = product_of.data.double() * product_of.of_rows[:, None] * weight.scale
+            close(scaled, product(x.dequantised(torch.float64), weight, None), limit)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_what_is_added_to_the_residual_is_scaled_by_its_norm() -> None:
+    weight, triton_ops = weight_of(RowScaled, 1024, 512), TritonOps()
+    x, residual = (randn(130, size, dtype=torch.bfloat16) for size in (512, 1024))
+    summand = triton_ops.summand(x, weight, None)
+    assert isinstance(summand, Unscaled)
+    sums, expected = residual.clone(), residual.clone()
+    normed = triton_ops.add_rms_norm(summand, sums, weight.scale.bfloat16(), 1e-5)
+    plain = triton_ops.add_rms_norm(
+        triton_ops.linear(x, weight, None), expected, weight.scale.bfloat16(), 1e-5
+    )
+    assert isinstance(normed, torch.Tensor) and isinstance(plain, torch.Tensor)
+    close(sums, expected.double(), 1e-2)
+    close(normed, plain.double(), 1e-2)
