@@ -60,7 +60,7 @@ class TritonDecode:
         # the longest last: a step's plan is one copy.
         seqs = max_num_seqs + 1
         self._ends = np.cumsum(
-            [-(-size // _ALIGNED) * _ALIGNED for size in (seqs,) * 4 + (3 * most,)]
+            [-(-size // _ALIGNED) * _ALIGNED for size in (seqs,) * 4 + (4 * most,)]
         )
         self._plan = pool.new_zeros(int(self._ends[-1]) + max_blocks, dtype=torch.int32)
         parts = self._plan.tensor_split([*map(int, self._ends)])
@@ -195,9 +195,9 @@ def _attend_share(
 ):
     let_next_in(PDL)
     wait_for_previous(PDL)
-    kv_head, share = tl.program_id(0), tl.program_id(1)
-    sequence = tl.load(shares + share * 3)
-    begin, end = tl.load(shares + share * 3 + 1), tl.load(shares + share * 3 + 2)
+    kv_head, entry = tl.program_id(0), shares + tl.program_id(1) * 4
+    share, sequence = tl.load(entry), tl.load(entry + 1)
+    begin, end = tl.load(entry + 2), tl.load(entry + 3)
     if begin >= end:
         return
     rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)

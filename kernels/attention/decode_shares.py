@@ -25,13 +25,16 @@ def max_shares(num_seqs: int, kv_heads: int) -> int:
 
 
 def divide(seq_lens: Sequence[int] | Int32s, kv_heads: int) -> tuple[Int32s, Int32s]:
-    """Divide the keys of a step: (shares [shares, 3]: sequence, first key, end; indptr [seqs + 1]).
+    """Divide the keys of a step: (shares [shares, 4]: place, sequence, first key, end; indptr
+    [seqs + 1]).
 
-    Sequence i's shares are those from indptr[i] to indptr[i + 1]. They are whole tiles but for a
-    sequence's last, equal within a tile, and at most `max_shares` in number.
+    Sequence i's shares have the places from indptr[i] to indptr[i + 1]. They are whole tiles but
+    for a sequence's last, those of a sequence equal within a tile, and at most `max_shares` in
+    number. The longest come first: programs begin in this order, and so all end at about the same
+    time.
     """
     if not len(seq_lens):
-        return np.empty((0, 3), np.int32), np.zeros(1, np.int32)
+        return np.empty((0, 4), np.int32), np.zeros(1, np.int32)
     lens = np.asarray(seq_lens, np.int64)
     wanted = max_shares(len(lens), kv_heads) - len(lens)
     most = max(TILE_KEYS, -(-int(lens.sum()) // wanted))
@@ -40,8 +43,9 @@ def divide(seq_lens: Sequence[int] | Int32s, kv_heads: int) -> tuple[Int32s, Int
     counts = -(-lens // sizes)
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
-    shares = np.empty((int(indptr[-1]), 3), np.int32)
-    sequence = shares[:, 0] = np.repeat(np.arange(len(lens)), counts)
-    first = shares[:, 1] = (np.arange(len(shares)) - indptr[sequence]) * sizes[sequence]
-    shares[:, 2] = np.minimum(first + sizes[sequence], lens[sequence])
-    return shares, indptr
+    shares = np.empty((int(indptr[-1]), 4), np.int32)
+    place = shares[:, 0] = np.arange(len(shares))
+    sequence = shares[:, 1] = np.repeat(np.arange(len(lens)), counts)
+    first = shares[:, 2] = (place - indptr[sequence]) * sizes[sequence]
+    end = shares[:, 3] = np.minimum(first + sizes[sequence], lens[sequence])
+    return shares[np.argsort(first - end, kind="stable")], indptr

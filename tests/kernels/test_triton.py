@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -421,11 +422,14 @@ def test_keys_are_divided_evenly(lens: list[int], kv_heads: int) -> None:
     shares, indptr = divide(lens, kv_heads)
     assert len(shares) <= max_shares(len(lens), kv_heads)
     sizes = []
+    by_place = shares[np.argsort(shares[:, 0])]
+    assert (by_place[:, 0] == np.arange(len(shares))).all()
+    assert (np.diff(shares[:, 3] - shares[:, 2]) <= 0).all(), "the longest come first"
     for sequence, length in enumerate(lens):
-        mine = shares[indptr[sequence] : indptr[sequence + 1]].tolist()
-        assert [row[0] for row in mine] == [sequence] * len(mine)
-        assert [0, *(end for _, _, end in mine)] == [*(first for _, first, _ in mine), length]
-        sizes += [end - first for _, first, end in mine]
+        mine = by_place[indptr[sequence] : indptr[sequence + 1]].tolist()
+        assert [row[1] for row in mine] == [sequence] * len(mine)
+        assert [0, *(row[3] for row in mine)] == [*(row[2] for row in mine), length]
+        sizes += [end - first for _, _, first, end in mine]
     even = sum(lens) / (1024 / kv_heads)
     assert min(sizes) >= 1
     assert max(sizes) <= max(even, 64) + 64
