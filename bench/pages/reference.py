@@ -166,7 +166,8 @@ def refresh_errors_page(page: str) -> str:
         facts = error_facts(cls)
         heading = f"### `{cls.code}`\n\n"
         if heading not in page:
-            page += f"\n{heading}\n"
+            codes, title, starts = page.partition("\n## What a process says")
+            page = f"{codes}\n{heading}\n{title}{starts}"
         before, _, after = page.partition(heading)
         page = before + heading + facts + "\n" + after.partition("\n")[2]
     return page
