@@ -295,17 +295,17 @@ def check_memfd() -> Finding:
 
 def check_model(subject: Subject) -> list[Finding]:
     """Is it all there, and of a kind that the engine knows?"""
+    from ...engine.execution.model_loading import check_checkpoint
     from ...engine.model.model_config import read_model_config
+    from ...gateway.text.tokenizer_file import load_tokenizer
 
     try:
         folder = resolve_model_dir(subject.model)
         config = read_model_config(folder)
+        check_checkpoint(folder, config)
+        load_tokenizer(folder)
     except StartupFailed as error:
         return [problem("model", error.message, error.hint)]
-    if not any(folder.glob("*.safetensors")):
-        return [problem("model", f"{folder} has no *.safetensors", "or --load-format dummy")]
-    if not (folder / "tokenizer.json").is_file():
-        return [problem("model", f"{folder} has no tokenizer.json", "save it beside the weights")]
     layers, context = config.num_layers, config.max_position_embeddings
     stored = f", {config.quantization.name}" if config.quantization else ""
     return [ok("model", f"{subject.model}: {layers} layers, context {context}{stored}, complete")]

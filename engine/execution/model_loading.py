@@ -80,6 +80,18 @@ def load_model(
     return model, identity
 
 
+def check_checkpoint(model_dir: Path, model_config: ModelConfig) -> None:
+    """Whether a start would find all weights, by what the files say they have: none is loaded.
+
+    Raises StartupFailed.
+    """
+    placement = Placement(
+        torch.device("meta"), torch.float32, quantization=model_config.quantization
+    )
+    is_merged = any(map(is_merged_name, tensor_names(model_dir)))
+    _check(model_dir, model_config, placement, False, is_merged)
+
+
 def _check(
     model_dir: Path,
     model_config: ModelConfig,

@@ -29,6 +29,7 @@ from .weight_files import weight_files
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _FP8 = "F8_E4M3"
+_NOT_OF_ONE_MODEL = "config.json and the weights are not of one model"
 
 
 def load_weights(
@@ -105,12 +106,13 @@ def check_weights(
     known = plain | scaled.keys() | checks.keys()
     for name in (*targets, *scaled, *checks):
         if name in known and name not in locations:
-            raise StartupFailed(f"{model_dir} lacks the tensor {name}")
+            message = f"{model_dir} lacks the tensor {name}"
+            raise StartupFailed(message, hint=_NOT_OF_ONE_MODEL)
     for name in sorted(locations.keys() - known - ignored):
         if not name.endswith(_DERIVED_SUFFIXES):
             raise StartupFailed(
                 f"{model_dir} has the tensor {name}, which its architecture does not know",
-                hint="config.json and the weights are not of one model",
+                hint=_NOT_OF_ONE_MODEL,
             )
     scales: dict[str, Tensor] = {}
     for path in files:
@@ -160,7 +162,9 @@ def _open(path: Path, device: torch.device | None = None) -> Iterator[Any]:
         with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
             yield file
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise StartupFailed(f"{path} is no valid safetensors file: {error}") from error
+        raise StartupFailed(
+            f"{path} is no valid safetensors file: {error}", hint="is it whole? download it again"
+        ) from error
 
 
 def _tensor_names(path: Path) -> list[str]:
@@ -174,7 +178,8 @@ def _check(path: Path, file: Any, name: str, target: Target) -> None:
     if shape != target.full_shape:
         raise StartupFailed(
             f"{name} in {path} has shape {list(shape)}, "
-            f"config.json asks for {list(target.full_shape)}"
+            f"config.json asks for {list(target.full_shape)}",
+            hint=_NOT_OF_ONE_MODEL,
         )
     if target.quantised is not None and target.quantised.scale_name is not None:
         if dtype != _FP8:

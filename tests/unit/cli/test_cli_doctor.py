@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -125,7 +127,19 @@ def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     bundled = Path(__file__).resolve().parents[3] / "models" / "demo"
     (tmp_path / "config.json").write_text((bundled / "config.json").read_text())
     assert "safetensors" in check(tmp_path).text
-    (tmp_path / "model.safetensors").touch()
+    shutil.copy(bundled / "model.safetensors", tmp_path)
     assert "tokenizer.json" in check(tmp_path).text
-    (tmp_path / "tokenizer.json").touch()
+    shutil.copy(bundled / "tokenizer.json", tmp_path)
     assert check(tmp_path).level is Level.OK
+    os.truncate(tmp_path / "tokenizer.json", 1000)
+    assert "tokenizer.json" in check(tmp_path).text
+    os.truncate(tmp_path / "model.safetensors", 1_000_000)
+    cut = check(tmp_path)
+    assert "model.safetensors is no valid safetensors file" in cut.text
+    assert "download it again" in cut.advice
+    shutil.copy(bundled / "model.safetensors", tmp_path)
+    spec = json.loads((bundled / "config.json").read_text()) | {"num_hidden_layers": 7}
+    (tmp_path / "config.json").write_text(json.dumps(spec))
+    mixed = check(tmp_path)
+    assert "lacks the tensor model.layers.6" in mixed.text
+    assert "not of one model" in mixed.advice
