@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from pathlib import Path
+from socket import SO_LINGER, SOL_SOCKET
 
 import pytest
 import redis
@@ -304,6 +308,33 @@ async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
         _, pending = await asyncio.wait({following}, timeout=1)
         assert not pending, num_turns
         await asyncio.wait_for(directory.close(), 1)
+
+
+def test_a_redis_that_hangs_up_while_it_is_spoken_to_is_away() -> None:
+    """uvloop's transports raise what is no OSError where they are written to then."""
+    uvloop = pytest.importorskip("uvloop")
+    reset = struct.pack("ii", 1, 0)
+
+    async def speak() -> None:
+        delays_s = itertools.cycle(n * 5e-5 for n in range(40))
+
+        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, reset)
+            await asyncio.sleep(next(delays_s))
+            writer.transport.abort()
+
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as ours:
+            port = ours.sockets[0].getsockname()[1]
+            for _ in range(400):
+                client = RedisClient(f"redis://127.0.0.1:{port}", "test")
+                with pytest.raises(RedisAway):
+                    await client.run(("PING",))
+                async with aclosing(client.follow("channel", 0.2)) as published:
+                    assert isinstance(await anext(published), RedisAway)
+                await client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(speak())
 
 
 async def test_no_redis_from_the_start(tmp_path: Path) -> None:
