@@ -194,8 +194,7 @@ class RedisDirectory:
             try:
                 view.take(self._decode(incarnation, value, pttl, now_ms))
             except BadEntry as error:
-                self.num_bad_entries += 1
-                log.debug("skipped the entry of %s: %s", incarnation, error)
+                self._note_bad(incarnation, error)
         return gone
 
     def _decode(self, incarnation: str, value: object, pttl: object, now_ms: int) -> Entry:
@@ -209,6 +208,16 @@ class RedisDirectory:
             raise BadEntry("under another member's key")
         entry.check_age(now_ms)
         return entry
+
+    def _note_bad(self, incarnation: str, error: BadEntry) -> None:
+        """A warning at the first one alone: whoever writes to Redis could fill the log."""
+        if not self.num_bad_entries:
+            log.warning(
+                "skipped the entry of %s in Redis: %s; has its process another "
+                "BATON_CLUSTER_SECRET? further ones are not logged: `baton fsck` counts them",
+                *(incarnation, error),
+            )
+        self.num_bad_entries += 1
 
     def _note_away(self, error: BaseException) -> None:
         if not self.is_away:

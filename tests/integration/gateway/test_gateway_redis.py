@@ -266,6 +266,26 @@ async def test_junk_is_skipped_and_counted(server: RedisServer, directory: Redis
     await watch.aclose()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("other", ["another secret", None], ids=["another secret", "no secret"])
+async def test_an_entry_of_another_secret_is_logged_once(
+    directory: RedisDirectory,
+    server: RedisServer,
+    other: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await directory.announce(A, 5.0)
+    reader = RedisDirectory(RedisClient(server.url, "test", ClusterSecret(other)))
+    for _ in range(2):
+        watch = reader.watch()
+        assert await following(watch) == ()
+        await watch.aclose()  # type: ignore[attr-defined]
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert A.incarnation in line
+    assert "another BATON_CLUSTER_SECRET?" in line
+    assert reader.num_bad_entries == 2
+    await reader.close()
+
+
 async def test_loss_and_return_of_redis(directory: RedisDirectory, server: RedisServer) -> None:
     await directory.announce(A, 0.6)
     watch = directory.watch()
