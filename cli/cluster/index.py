@@ -56,11 +56,17 @@ class Listing:
 
 
 async def run(cluster: ClusterConfig, key_file: str | None, *, as_json: bool) -> int:
-    """Print it. Raises StartupFailed if Redis does not answer, or on a bad key file."""
+    """Print it. Raises StartupFailed if Redis does not answer or lists no engine, or on a bad key
+    file."""
     secret = ClusterSecret.of(cluster)
     names = {NO_TENANT: "-"} | tenant_names(secret, key_file)
     async with answering_redis(cluster.redis_url, cluster.cluster, secret) as redis:
         members, _ = await members_of(redis)
+        if not members:
+            raise StartupFailed(
+                f"no engine of cluster {cluster.cluster!r} is listed in Redis",
+                hint="does one run, with this --redis-url, --cluster and BATON_CLUSTER_SECRET?",
+            )
         found = await read_listing(RedisIndexLink(redis), members, names, int(time.time()))
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else render(found))
     return 0

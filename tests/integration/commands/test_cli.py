@@ -151,10 +151,12 @@ def test_chat_starts_a_deployment_of_its_own() -> None:
     assert "prefill-0" in said.stdout
 
 
-def fsck(system: Running, *arguments: str, secret: str | None = None) -> tuple[int, str]:
+def fsck(
+    system: Running, *arguments: str, secret: str | None = None, command: str = "fsck"
+) -> tuple[int, str]:
     cluster = system.deployment.cluster
     said = subprocess.run(
-        [BATON, "fsck", "--redis-url", cluster.redis_url, *arguments],
+        [BATON, command, "--redis-url", cluster.redis_url, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -211,6 +213,17 @@ def test_fsck_with_another_secret_finds_nothing(system: Running) -> None:
     code, said = fsck(system, secret="another")
     assert code == 1
     assert "2 entries are junk or not signed with this secret" in said
+
+
+def test_an_index_of_no_engine_says_so(system: Running) -> None:
+    code, said = fsck(system, command="index")
+    assert code == 0, said
+    for code, said in (
+        fsck(system, command="index", secret="another"),
+        fsck(system, "--cluster", "another", command="index"),
+    ):
+        assert code == 1
+        assert re.search(r"^error: no engine of cluster '\w+' is listed", said, re.MULTILINE), said
 
 
 def test_fsck_without_redis() -> None:
