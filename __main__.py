@@ -6,6 +6,7 @@ What they run is imported when they are called, for an interrupt meanwhile to en
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 _AGAIN_S = 0.01
+_STDOUT = 1  # the descriptor
 
 
 def main() -> int:
@@ -39,9 +41,22 @@ def _call(module: str, name: str) -> int:
     sys.unraisablehook = _interrupt_again
     try:
         code: int = getattr(import_module(module, "baton"), name)()
+        print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _has_no_reader(_STDOUT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # for what is unwritten
+        return 141  # as by SIGPIPE
     return code
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether it is a pipe into what has ended, as `head` does."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _interrupt_again(unraisable: Any) -> None:

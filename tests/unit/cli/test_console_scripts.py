@@ -7,9 +7,12 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
+
+from baton import __main__ as scripts
 
 SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
     "project"
@@ -68,3 +71,38 @@ def test_what_it_runs_exists(
     with pytest.raises(SystemExit, match="0"):
         getattr(import_module(module), name)()
     assert f"usage: {script}" in capsys.readouterr().out
+
+
+_CUT_OFF = """
+import sys, types
+from baton import __main__ as scripts
+
+def prints():
+    for _ in range(1000):
+        print("a line " * 20, flush={flush})
+    return 0
+
+sys.modules["baton.played"] = types.SimpleNamespace(prints=prints)
+sys.exit(scripts._call(".played", "prints"))
+"""
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_reader_that_has_enough_is_no_traceback(flush: bool) -> None:
+    """`baton doctor | head -1`."""
+    command = [sys.executable, "-c", _CUT_OFF.format(flush=flush)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ended:
+        assert ended.stdout is not None and ended.stderr is not None
+        ended.stdout.readline()
+        ended.stdout.close()
+        assert ended.stderr.read() == b""
+    assert ended.returncode == 141
+
+
+def test_a_broken_pipe_of_another_kind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> NoReturn:
+        raise BrokenPipeError("a socket's")
+
+    monkeypatch.setattr(scripts, "import_module", lambda *_: SimpleNamespace(run=broken))
+    with pytest.raises(BrokenPipeError):
+        scripts._call(".played", "run")
