@@ -10,14 +10,21 @@ from ..core.engine_config import EngineConfig
 from ..core.model_dir import eos_token_ids
 from ..core.ports import SystemEntropy
 from ..core.process.event_loop import interruptible
-from ..core.request.request import Request, SamplingParams
+from ..core.request.request import SAMPLING, Request, SamplingParams
 from ..gateway.text.tokenizer_file import load_tokenizer
 
 
 async def run(
     config: EngineConfig, prompts: list[str], *, max_tokens: int, temperature: float, seed: int
 ) -> int:
-    """Continue every prompt in one continuous batch and print them with the time it took."""
+    """Continue every prompt in one continuous batch and print them with the time it took.
+
+    Raises InvalidRequest, StartupFailed.
+    """
+    wanted = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    sampling = SamplingParams(
+        **{name: SAMPLING[name].kind.check(value, name, 0) for name, value in wanted.items()}
+    )
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -27,7 +34,6 @@ async def run(
 
         local = LocalEngine.load(config, report)
     tokenizer = load_tokenizer(local.model_dir, eos_token_ids(local.model_dir))
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     requests = [
         Request(SystemEntropy().new_id(), 0, await tokenizer.encode(prompt), sampling)
         for prompt in prompts
