@@ -53,7 +53,10 @@ def run(folder: Path, hosts: Sequence[str], days: int) -> int:
 
 def make_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 90) -> None:
     """Fill an empty or new folder; raises StartupFailed."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupFailed(f"cannot make {folder}: {error}", hint="another folder") from error
     if any(folder.iterdir()):
         raise StartupFailed(f"{folder} is not empty", hint="an empty or new folder")
     ca = folder / "ca"

@@ -47,6 +47,8 @@ def test_keys_are_their_owner_s_to_read(certs: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in certs.glob("*.key"))
     with pytest.raises(StartupFailed, match="not empty"):
         make_certificates(certs)
+    with pytest.raises(StartupFailed, match="cannot make"):
+        make_certificates(certs / "ca.crt" / "folder")
 
 
 def handshake(server: ssl.SSLContext, ca: Path, name: str = "localhost") -> bytes:
