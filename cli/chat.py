@@ -26,7 +26,14 @@ from ..client.client import Generation
 from ..client.messages import GenerateParams
 from ..core.config import GatewayConfig, NodeConfig, UpConfig
 from ..core.engine_config import EngineConfig
-from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
+from ..core.errors import (
+    BatonError,
+    Cancelled,
+    ContextLengthExceeded,
+    PermissionDenied,
+    StartupFailed,
+    Unauthenticated,
+)
 from ..core.metrics import percentile
 from ..core.model_dir import resolve_model_dir
 from ..gateway.http.chat.chat_template import ChatTemplate
@@ -303,10 +310,16 @@ def _talk(
     with Client(address, api_key=api_key, ca_file=ca_file) as client:
         try:
             info = client.model_info()
+        except (Unauthenticated, PermissionDenied) as error:
+            raise StartupFailed(
+                f"the gateway at {address} refuses: {error.message}",
+                hint="its key in BATON_API_KEY: `baton keys` makes one",
+            ) from error
         except BatonError as error:
             raise StartupFailed(
                 f"no gateway answers at {address}: {error.message}",
-                hint="baton up starts one; without --address, baton chat does",
+                hint="baton up starts one; without --address, baton chat does; --ca-file, if it "
+                "speaks TLS",
             ) from error
         conversation = conversation_about(info.model)
         _write(f"{info.model}, context {info.max_model_len} tokens. {conversation.manner} /help\n")

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from transformers import AutoTokenizer
 
+from baton.cli import chat
 from baton.cli.chat import (
     Chat,
     Conversation,
@@ -23,9 +24,19 @@ from baton.cli.chat import (
     describe,
 )
 from baton.cli.deployment.deployment import running_in_background
-from baton.client import Chunk, FinishReason, Result
+from baton.client import Chunk, Client, FinishReason, Result
 from baton.client.messages import GenerateParams
-from baton.core.errors import BatonError, Cancelled, ContextLengthExceeded, InvalidRequest
+from baton.core.config import UpConfig
+from baton.core.engine_config import EngineConfig
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    ContextLengthExceeded,
+    InvalidRequest,
+    StartupFailed,
+    Unauthenticated,
+    Unavailable,
+)
 from baton.core.metrics import TokenTimes
 from baton.core.model_dir import resolve_model_dir
 
@@ -266,3 +277,23 @@ def test_a_chat_that_is_to_end_ends() -> None:
     with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "hint"),
+    [
+        (Unauthenticated("the API key is wrong"), "the gateway at a:1 refuses", "BATON_API_KEY"),
+        (Unavailable("Socket closed"), "no gateway answers at a:1", "--ca-file"),
+    ],
+)
+def test_a_gateway_that_refuses_is_told_from_none(
+    error: BatonError, what: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(Client):
+        def model_info(self) -> NoReturn:
+            raise error
+
+    monkeypatch.setattr(chat, "Client", Refused)
+    with pytest.raises(StartupFailed, match=f"{what}: {error.message}") as caught:
+        chat.run("a:1", None, UpConfig(), EngineConfig(), {}, is_completion=True)
+    assert hint in caught.value.hint
