@@ -117,9 +117,10 @@ async def _only_model(http: aiohttp.ClientSession, target: Target) -> str:
 def _failure(target: Target, model: str, error: DriverError) -> StartupFailed:
     """What is wrong with the target, and what to do."""
     if isinstance(error, Unreachable):
-        return StartupFailed(
-            f"{target.root} cannot be reached: {error}", hint="check --base-url; is it running?"
-        )
+        hint = "check --base-url; is it running?"
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            hint = "SSL_CERT_FILE=ca.crt names the CA of its certificate"
+        return StartupFailed(f"{target.root} cannot be reached: {error}", hint=hint)
     if not isinstance(error, HttpError):
         return StartupFailed(f"the first request to {target.root} failed: {error}")
     match error.status:
