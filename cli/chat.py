@@ -286,7 +286,7 @@ def _ended_by_signals() -> Callable[[str], None]:
     def end(*_: object) -> None:
         if not ended:
             sys.exit(143)
-        print(f"\nerror: {ended[0]} ended", file=sys.stderr)
+        print(f"\nerror: {ended[0]} keeps ending: given up", file=sys.stderr)
         sys.exit(1)
 
     def give_up(name: str) -> None:

@@ -134,7 +134,8 @@ async def run(
         ended = asyncio.create_task(group.keep())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            print(f"error: {ended.result()} ended", file=sys.stderr)
+            print(f"error: {ended.result()} keeps ending: given up", file=sys.stderr)
+            print("  try: its last lines above say why", file=sys.stderr)
             return 1
         ended.cancel()
         await asyncio.wait({ended})

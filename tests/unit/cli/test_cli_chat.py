@@ -268,7 +268,7 @@ def test_a_deployment_that_gives_up_ends_the_chat(capsys: pytest.CaptureFixture[
         assert address == "127.0.0.1:1"
         time.sleep(10)
     assert ended.value.code == 1 and deployment.is_stopped
-    assert "error: decode-0 ended" in capsys.readouterr().err
+    assert "error: decode-0 keeps ending" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("sigterm")

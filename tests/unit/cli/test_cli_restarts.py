@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -189,6 +189,23 @@ async def test_a_redis_is_started_again_once_nobody_can_reach_it(
     assert keeping.cancelled() and redis.num_starts == 3
     assert said[0] == f"{redis.socket_path} is gone: starts again, empty"
     assert said.count("cannot be started: [Errno 13] Permission denied") == 2
+
+
+async def test_a_part_that_keeps_ending_ends_all_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Group(ChildGroup):
+        async def keep(self) -> str:
+            return "decode-1"
+
+    async def announce(_: ChildGroup) -> None: ...
+
+    group = Group(lambda name, line: None)
+    async with asyncio.timeout(2):
+        assert await child_group.run(group, nullcontext(), announce) == 1
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: decode-1 keeps ending: given up"
+    assert hint.startswith("  try: ")
 
 
 async def test_a_second_signal_hurries_a_start_that_is_given_up() -> None:
