@@ -14,7 +14,7 @@ from ..core.metrics import percentile
 from .figures import ReportWindow, tbt_samples
 from .records import Record
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 620, 260, 60, 40, 30
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 660, 260, 60, 50, 40, 30
 _COLOURS = ("#1f6feb", "#d1580a", "#2a9134", "#8250df", "#b62324", "#57606a")
 _MAX_POINTS = 400
 Points = Sequence[tuple[float, float]]
@@ -93,7 +93,7 @@ def _axes(
     low_x, high_x, high_y = min(xs), max(xs), max(ys)
     if "log" not in x_name:
         low_x = 0.0
-    scale_x = (_WIDTH - _LEFT - 10) / ((high_x - low_x) or 1.0)
+    scale_x = (_WIDTH - _LEFT - _RIGHT) / ((high_x - low_x) or 1.0)
     scale_y = (_HEIGHT - _BOTTOM - _TOP) / (high_y or 1.0)
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -106,10 +106,9 @@ def _axes(
         shown = 10**x if "log" in x_name else x
         body.append(f'<text x="{at_x:.0f}" y="{floor + 16:.0f}" font-size="11">{shown:.3g}</text>')
         body.append(f'<text x="4" y="{at_y + 4:.0f}" font-size="11">{y:.3g}</text>')
-        body.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{at_y:.1f}" y2="{at_y:.1f}" stroke="#ddd"/>'
-        )
-    body.append(f'<text x="{_WIDTH - 60}" y="{_HEIGHT - 4}" font-size="11">{x_name}</text>')
+        across = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at_y:.1f}" y2="{at_y:.1f}"'
+        body.append(f'<line {across} stroke="#ddd"/>')
+    body.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" font-size="11">{x_name}</text>')
     body.append(f'<text x="4" y="{_TOP - 6}" font-size="11">{y_name}</text>')
     for colour, name in zip(_COLOURS, curves, strict=False):
         if name in drawn:

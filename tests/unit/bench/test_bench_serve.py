@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -137,6 +138,9 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     plots.write(tmp_path / "p.html", "t", {"run": (kept, ReportWindow(1.0, 5.0))}, text)
     page = (tmp_path / "p.html").read_text()
     assert page.count("<svg") == 4 and "http" not in page
+    texts = re.findall(r'<text x="(\d+)"[^>]*>([^<]*)<', page)
+    [width] = set(re.findall(r'<svg width="(\d+)"', page))
+    assert all(int(x) + 6 * len(text) <= int(width) for x, text in texts), "some are cut off"
 
 
 class SlowDriver:
