@@ -29,7 +29,7 @@ from .weight_files import weight_files
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _FP8 = "F8_E4M3"
-_NOT_OF_ONE_MODEL = "config.json and the weights are not of one model"
+_NOT_OF_ONE_MODEL = "config.json and the weights are not of one model: download it again, whole"
 
 
 def load_weights(
