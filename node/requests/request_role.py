@@ -131,10 +131,11 @@ class EngineRole(ABC, Generic[H]):
     def end(self, key: str, error: BatonError | None) -> None:
         """End a request in any state and report to its gateway why; None: that wants no more of it.
         Unknown keys leave a tombstone."""
-        self._request_io.end(key, error)
+        entry = self._request_io.end(key, error)
         handoff = self._handoffs.get(key)
         if handoff is None:
-            self._engine.abort(key)
+            if entry is not None:  # of one that was over already a copy may fill the blocks yet
+                self._engine.abort(key)
         elif not self._is_wanted(handoff):
             self._call_off(handoff, error or Cancelled("the request was cancelled"))
         self._peers.forget(key, self._table)

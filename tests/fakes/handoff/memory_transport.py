@@ -58,6 +58,11 @@ class MemoryPull:
     def is_in_flight(self) -> bool:
         return self in self._window.pulls
 
+    @property
+    def destinations(self) -> list[int]:
+        """The blocks that it writes to."""
+        return [pair.destination for pair in self._pairs]
+
     def advance(self, num_bytes: int) -> None:
         """Copy up to `num_bytes`, of one block at most; reports at the end or when it fails."""
         outcome = PullOutcome.CANCELLED if self._is_cancelled else self._copy(num_bytes)
@@ -107,6 +112,11 @@ class MemoryWindow:
     @property
     def num_steps(self) -> int | None:
         return self.source.num_steps
+
+    @property
+    def destinations(self) -> list[int]:
+        """The blocks that pulls in flight write to."""
+        return [block_id for pull in self.pulls for block_id in pull.destinations]
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> MemoryPull:
         assert not self.is_closed, "a pull through a closed window"

@@ -373,6 +373,14 @@ class NodeWorld:
         """One turn of the node's loop, which does not wait."""
         node.timeout_s = node.loop.turn(0.0)
         node.take_outputs()
+        self._check_fences(node)
+
+    def _check_fences(self, node: Node) -> None:
+        """What a pull in flight writes to is kept for it."""
+        for window in self.windows:
+            if window.destination is node.pool:
+                for block_id in window.destinations:
+                    assert node.engine.pool.num_refs(block_id), "a copy writes to a free block"
 
     def pull(self) -> None:
         """Advance the oldest pull in flight by a block."""

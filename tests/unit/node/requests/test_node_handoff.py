@@ -232,6 +232,35 @@ def test_deadline_ends_a_request_at_any_moment(world: NodeWorld, moment: int) ->
     assert_clean(world)
 
 
+@pytest.mark.parametrize("first", ["cancel", "revoked", "unlink"])
+def test_cancel_of_what_is_over_leaves_the_blocks_that_a_copy_still_writes_to(
+    world: NodeWorld, first: str
+) -> None:
+    """The gateway's cancel crosses what the source reported, or comes twice."""
+    one = request(1, 19)
+    world.hand_off(one)
+    while not world.num_pulls():
+        world.turn(world.prefill)
+        world.turn(world.decode)
+    if first == "cancel":
+        world.cancel(one)
+    elif first == "revoked":
+        world.hear_peer(world.decode, Revoked(one.request_id, EngineFailed("a kernel")))
+    else:
+        world.unlink()
+    world.turn(world.decode)
+    assert world.num_pulls() and world.decode.engine.pool.counts.held == 5
+    world.cancel(one)
+    world.turn(world.decode)
+    assert world.num_pulls() and world.decode.engine.pool.counts.held == 5
+    other = request(2, 200)  # takes nearly all of the other blocks
+    world.dispatch(other, node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+    world.settle()
+    assert world.tokens(other) == reference(other)
+    world.expire()
+    assert_clean(world)
+
+
 def test_dispatch_behind_its_cancel_is_refused(world: NodeWorld) -> None:
     one = request(1, 19)
     world.cancel(one)
