@@ -99,30 +99,27 @@ class DecodeRole(EngineRole[_Intent]):
     def dropped(self, dropped: DropReservation) -> None:
         self._engine.drop(dropped.reservation)
 
-    def reserve(self, transfer_id: str, key: str) -> None:
+    def reserve(self, transfer_id: str, key: str) -> Reserved | ReserveRefused:
         intent = self._handoffs.get(key)
         assert intent is not None, "the puller reserves for a request that is over"
         request = intent.samples[0]
         if self._engine.lacks_slot(request):
             self._is_short = True
-            self._peers.feed_puller(ReserveRefused(transfer_id, lacks_slot=True))
-            return
+            return ReserveRefused(transfer_id, lacks_slot=True)
         try:
             reservation = self._engine.reserve(request, intent.block_hashes)
         except BatonError as error:
-            self._peers.feed_puller(ReserveRefused(transfer_id))
             self._fail_all(intent.samples, error)
-            return
+            return ReserveRefused(transfer_id)
         if reservation is None:
             self._is_short = True
-            self._peers.feed_puller(ReserveRefused(transfer_id))
-            return
+            return ReserveRefused(transfer_id)
         intent.reserved_s = self._clock.monotonic_s()
         for sample in intent.samples:
             if entry := self._table.get(sample.key):
                 self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
                 self._request_io.stamp(entry, Event.TRANSFER_STARTED)
-        self._peers.feed_puller(Reserved(transfer_id, reservation))
+        return Reserved(transfer_id, reservation)
 
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""

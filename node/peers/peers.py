@@ -13,7 +13,7 @@ Glue: `kv_transfer.protocol` decides about leases and transfers, the engine abou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Protocol, assert_never
 
 from ...core.errors import BatonError
@@ -32,9 +32,12 @@ from ...kv_transfer.protocol.events import (
     PeerLost,
     PeerMessage,
     PinPrefix,
+    PullerEffect,
     PullerEvent,
     ReleaseBlocks,
     Reserve,
+    Reserved,
+    ReserveRefused,
     Send,
     SourceEvent,
     StartPull,
@@ -53,7 +56,7 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
 
-    def reserve(self, transfer_id: str, key: str) -> None: ...
+    def reserve(self, transfer_id: str, key: str) -> Reserved | ReserveRefused: ...
 
     def complete(self, complete: Complete) -> None: ...
 
@@ -114,8 +117,14 @@ class Peers:
     # -- what it pulls from them ---------------------------------------------------------------
 
     def feed_puller(self, event: PullerEvent) -> None:
-        """A `Reserve` comes last: its answer may be fed."""
-        for effect in self._puller.handle(event):
+        """A `Reserve` comes last, and its answer is fed: hundreds may get their memory in turn."""
+        answer: PullerEvent | None = event
+        while answer is not None:
+            answer = self._carry_out(self._puller.handle(answer))
+
+    def _carry_out(self, effects: Iterable[PullerEffect]) -> Reserved | ReserveRefused | None:
+        answer = None
+        for effect in effects:
             match effect:
                 case Send() | ClosePeer():
                     self._to_peer(Kind.SOURCE, effect)
@@ -128,7 +137,7 @@ class Peers:
                 case CloseWindow(incarnation):
                     self.windows.close(incarnation)
                 case Reserve(transfer_id, key):
-                    self._receiver(transfer_id).reserve(transfer_id, key)
+                    answer = self._receiver(transfer_id).reserve(transfer_id, key)
                 case Complete(transfer_id):
                     self._receiver(transfer_id).complete(effect)
                 case Failed(transfer_id):
@@ -137,6 +146,7 @@ class Peers:
                     self._receiver(transfer_id).dropped(effect)
                 case _:
                     assert_never(effect)
+        return answer
 
     def _receiver(self, transfer_id: str) -> Receiver:
         if transfer_id in self.fetches.by_transfer:

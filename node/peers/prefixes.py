@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ...core.errors import NodeLost, StaleBlocks
 from ...core.ports import Clock, Entropy
@@ -136,7 +137,7 @@ class PrefixFetches:
                 return transfer_id
         return None
 
-    def reserve(self, transfer_id: str, key: str) -> None:
+    def reserve(self, transfer_id: str, key: str) -> NoReturn:
         raise AssertionError("a prefix has its room before it is intended")
 
     def complete(self, complete: Complete) -> None:

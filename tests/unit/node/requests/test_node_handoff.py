@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -319,6 +321,29 @@ def test_requests_wait_for_memory_in_order_of_arrival() -> None:
     for each in requests:
         assert world.tokens(each) == reference(each)
     assert list(world.decode.received) == [each.key for each in requests]
+    assert_clean(world)
+
+
+def test_many_that_get_memory_at_once_take_no_more_stack_than_one() -> None:
+    num_requests = 200
+    world = linked_world(prefill_blocks=2 + 2 * num_requests, decode_blocks=2 + 2 * num_requests)
+    pool = world.decode.engine.pool
+    fence = pool.open_fence(taken := pool.allocate(pool.capacity) or [])
+    pool.release(taken)
+    requests = [request(n, 3, max_tokens=2) for n in range(1, 1 + num_requests)]
+    for each in requests:
+        world.hand_off(each)
+    world.settle()
+    assert world.decode.engine.pool.num_available == 0
+    fence.close()
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+    try:
+        world.settle()
+    finally:
+        sys.setrecursionlimit(limit)
+    for each in requests:
+        assert world.tokens(each) == reference(each)
     assert_clean(world)
 
 
