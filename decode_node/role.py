@@ -207,10 +207,11 @@ class DecodeRole(EngineRole[_Intent]):
     # -- time and looking in -------------------------------------------------------------------
 
     def tick(self) -> float | None:
+        deadline_s = super().tick()  # first: what is over gives its blocks back
         if self._is_short:
             self._is_short = False  # perhaps; the engine knows without asking its pool again
             self._peers.feed_puller(MemoryFreed())
-        return super().tick()
+        return deadline_s
 
     def pending(self) -> Iterable[Request]:
         for key, intent in self._handoffs.items():

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed
 from baton.core.request.request import FinishReason, Request
 from baton.engine.kv.block_pool import BlockRefs
-from baton.kv_transfer.protocol.messages import CancelTransfer, Manifest, Revoked
+from baton.kv_transfer.protocol.messages import CancelTransfer, Manifest, Message, Revoked
+from baton.node.channels.links import Kind
 from baton.proto.v1 import node_pb2
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
@@ -321,6 +322,34 @@ def test_requests_wait_for_memory_in_order_of_arrival() -> None:
     for each in requests:
         assert world.tokens(each) == reference(each)
     assert list(world.decode.received) == [each.key for each in requests]
+    assert_clean(world)
+
+
+def test_what_a_deadline_frees_is_given_to_the_next_at_once() -> None:
+    """Nothing else would wake the loop: the engine has no work, and nobody says anything."""
+    world = linked_world(decode_blocks=2 + 9)
+    stuck, waiting = request(1, 19), request(2, 19)
+    to_peer = world.prefill.channels.to_peer
+
+    def lose_last(kind: Kind, incarnation: str, message: Message) -> None:
+        is_last = isinstance(message, Manifest) and message.state is not None
+        if not (is_last and message.transfer_id == stuck.request_id):
+            to_peer(kind, incarnation, message)
+
+    world.prefill.channels.to_peer = lose_last  # type: ignore[method-assign]
+    world.hand_off(stuck, deadline_s=5.0)
+    world.hand_off(waiting)
+    world.settle()
+    world.clock.advance(LEASE_S / 3 + 0.1)
+    world.settle()  # leases were renewed just now
+    assert waiting.key not in world.decode.received
+    world.clock.advance(5.0 - LEASE_S / 3)
+    world.turn(world.decode)
+    assert world.decode.received[stuck.key].error == "deadline_exceeded"
+    assert world.num_pulls()
+    world.settle()
+    assert world.tokens(waiting) == reference(waiting)
+    world.expire()
     assert_clean(world)
 
 
