@@ -76,7 +76,7 @@ class LentPrefixes:
 
     def drop(self, prefix: BorrowedPrefix) -> None:
         """Nothing writes to them any more: what is cached can be evicted, the rest is free."""
-        for fence in prefix._fences:
+        for fence in reversed(prefix._fences):  # a chain is evicted from its end
             self.give_back(fence)
 
     def _match(self, block_hashes: Sequence[BlockHash]) -> list[int]:

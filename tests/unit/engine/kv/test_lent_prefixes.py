@@ -108,6 +108,20 @@ def test_no_race_makes_a_wrong_block_visible(seed: int, is_pinned: bool) -> None
     assert num_kept > 100 and (num_stale > 0) == (not is_pinned)
 
 
+def test_a_fetched_prefix_is_evicted_from_its_end() -> None:
+    """What was cached before the fetch is its beginning: without it the rest is of no use."""
+    target = Pool()
+    hashes = block_hashes(root_hash("toy"), [9] * CAPACITY, 1)
+    target.compute(hashes[:3])
+    target.pool.release(target.running.pop())
+    prefix = target.lent.borrow(hashes)
+    assert prefix is not None and prefix.num_cached_blocks == 3
+    target.lent.keep(prefix)
+    for num_left in reversed(range(CAPACITY)):
+        assert target.pool.allocate(1)
+        assert len(target.cache.match(hashes)) == num_left
+
+
 class Watched:
     """A source, and what a gateway has mirrored of it."""
 
