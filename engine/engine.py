@@ -157,24 +157,22 @@ class Engine:
     # -- requests out -----------------------------------------------------------------------------
 
     def drop(self, reservation: Reservation) -> None:
-        """Give a reservation up. Blocks that a pull still writes to need a fence of their own.
-
-        A reservation that was aborted before is no error.
-        """
+        """Give a reservation up; twice is no error. No pull writes to its blocks any more."""
         sequence = self._sequences.by_key.get(reservation.key)
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._sequences.end(sequence)
 
     def abort(self, key: str) -> None:
-        """End a request in any state, a held one too, without an output; unknown keys are no error.
-        A search goes on for as long as one of its requests does.
+        """End a request, a held one too, without an output; unknown keys are no error, and what is
+        reserved stays so until `drop`: a pull may write to it. A search goes on for as long as one
+        of its requests does.
 
         If a step that touches its blocks is in flight, they stay fenced until that has completed.
         """
         sequence = self._sequences.by_key.get(key)
         if key in self._sequences.beams.by_key:
             self._sequences.beams.abort(key)
-        elif sequence is not None:
+        elif sequence is not None and sequence.state is not SequenceState.RESERVED:
             self._sequences.end(sequence)
 
     def measure_first_steps(self, budget_s: float) -> float:

@@ -298,7 +298,12 @@ class EngineMachine(RuleBasedStateMachine):
             engine.abort(key)
         self.aborted.add(key)
         self.offered = [k for k in self.offered if k != key]
-        self.reserved = [r for r in self.reserved if r.key != key]
+        for reservation in [r for r in self.reserved if r.key == key]:
+            self.reserved.remove(reservation)
+            held = self.puller.pool.counts.held
+            self.puller.abort(key)
+            assert self.puller.pool.counts.held == held, "a pull may write to it"
+            self.puller.drop(reservation)
 
     @invariant()
     def no_block_is_lost(self) -> None:
