@@ -87,7 +87,7 @@ class QueueLimit:
         for engine in prefill:
             prefix = cached.get(engine.incarnation, NOTHING)
             waits_s.append(seconds(engine, num_tokens - prefix.num_tokens))
-            if fetch := table.fetch(engine, holders, prefix):
+            if fetch := engine.best_fetch(holders, prefix):
                 fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
                 waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)

@@ -10,11 +10,7 @@ from collections.abc import Mapping
 from ...core.membership import Role
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
-from ...prefix_index.prefix_sources import (
-    CachedPrefix,
-    Fetch,
-    Holders,
-)
+from ...prefix_index.prefix_sources import CachedPrefix, Holders
 from ..request.engine_link import Avoid
 from ..request.setbacks import Suspects
 from ..validation.validation import ModelLimits
@@ -72,17 +68,6 @@ class EngineTable:
             if engine.load is not None
         }
         return {fingerprint: Holders.of(cached, rates) for fingerprint, cached in found.items()}
-
-    @staticmethod
-    def fetch(
-        engine: LinkedEngine, holders: Mapping[str, Holders], cached: CachedPrefix
-    ) -> Fetch | None:
-        of_its_kind = holders.get(engine.fingerprint)
-        if of_its_kind is None or not engine.block_bytes or not engine.takes_prompts:
-            return None
-        token_bytes = engine.block_bytes / engine.member.block_size
-        own_tokens = cached.num_tokens - cached.host_tokens
-        return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
 
     def borrowed_costs(self) -> Mapping[str, StepCost]:
         """`step_costs`, where some engine is to borrow one."""

@@ -7,7 +7,7 @@ and no directory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.membership import Member, Role
@@ -15,7 +15,7 @@ from ...core.ports import Clock, SystemClock
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
-from ...prefix_index.prefix_sources import CachedPrefix, Fetch
+from ...prefix_index.prefix_sources import CachedPrefix, Fetch, Holders
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from ..request.session_table import SessionTable
 from .engine_account import EngineAccount
@@ -130,6 +130,15 @@ class LinkedEngine:
             )
             self.account.sent_decodes(keys, caller_id, num_blocks)
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
+
+    def best_fetch(self, holders: Mapping[str, Holders], cached: CachedPrefix) -> Fetch | None:
+        """For a prompt of which it has so much itself, and others, by fingerprint, have more."""
+        of_its_kind = holders.get(self.fingerprint)
+        if of_its_kind is None or not self.block_bytes or not self.takes_prompts:
+            return None
+        token_bytes = self.block_bytes / self.member.block_size
+        own_tokens = cached.num_tokens - cached.host_tokens
+        return of_its_kind.best_fetch(self.incarnation, own_tokens, token_bytes)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self.account.ended((request_id, attempt))

@@ -93,7 +93,7 @@ class PromptRouter:
                 request.caller_id,
                 prefix := cached.get(engine.incarnation, NOTHING),
                 costs.get(engine.fingerprint) if costs else None,
-                table.fetch(engine, holders, prefix) if holders else None,
+                engine.best_fetch(holders, prefix) if holders else None,
                 in_flight_tokens,
                 adapter,
             )
