@@ -307,6 +307,11 @@ class CopyCost:
     def observe(self, num_bytes: int, seconds: float) -> None:
         self._measured.append((num_bytes, seconds))
 
+    def forget_slowest(self) -> None:
+        """Of those that were measured, unless it is the only one."""
+        if len(self._measured) > 1:
+            self._measured.remove(max(self._measured, key=lambda one: one[1] / one[0]))
+
     @property
     def bytes_per_s(self) -> float | None:
         """None: there was none yet."""

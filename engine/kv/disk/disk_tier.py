@@ -6,6 +6,7 @@
     read    to host blocks that are taken first, all or none. Those of the longest beginning that is
             whole are entered in host memory; a slot that is not is dropped. What is not back by
             its deadline is given up, and its host blocks are free once the thread lets go of them
+    forget  the slowest read, after a minute without one: it may be why there is none
 
 A slot that was used longest ago goes first, of one chain the last. What is on disk stays there
 when it is read. Belongs to the engine's thread; the disk is the thread's (disk_thread.py).
@@ -36,6 +37,7 @@ _MOST_LOOKED_AT = 256  # of them at a time
 _LEAST_WAIT_S = 1.0
 _PATIENCE = 3.0  # times what a read should take
 _QUIET_S = 60.0  # between two warnings
+_FORGET_S = 60.0  # without a read, until the slowest one is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class DiskTier:
         self._refused: list[DiskRead] = []
         self._num_overdue = 0
         self._quiet_until_s = -math.inf
+        self._forget_at_s = clock.monotonic_s() + _FORGET_S
         self._num_blocks_out = self._num_blocks_in = self._num_failures = 0
         disk.submit(DiskJob(JobKind.MEASURE))
 
@@ -160,8 +163,11 @@ class DiskTier:
                 why = next(iter(job.failures.values()))
                 self._warn(f"it cannot be measured, and is not read: {why}")
             else:
-                self.cost.observe(job.num_read_bytes, job.read_s)
+                self._observe(job.num_read_bytes, job.read_s)
         ended += self._give_up()
+        if self._clock.monotonic_s() >= self._forget_at_s and not self._num_overdue:
+            self._forget_at_s = self._clock.monotonic_s() + _FORGET_S
+            self.cost.forget_slowest()
         self._write()
         return ended
 
@@ -232,7 +238,7 @@ class DiskTier:
             self._blocks.give_back(job.host_blocks)
             return []
         if job.num_read_bytes:
-            self.cost.observe(job.num_read_bytes, job.read_s)
+            self._observe(job.num_read_bytes, job.read_s)
         self._num_reading -= len(job.hashes)
         n = read.num_good = job.num_read_bytes // self._disk.block_bytes
         self._num_blocks_in += n
@@ -250,12 +256,16 @@ class DiskTier:
             job.is_cancelled = True
             self._num_overdue += 1
             self._num_reading -= len(job.hashes)
-            self.cost.observe(len(job.hashes) * self._disk.block_bytes, now_s - read.began_s)
+            self._observe(len(job.hashes) * self._disk.block_bytes, now_s - read.began_s)
             read.num_good = 0
             self._warn(
                 f"{len(job.hashes)} blocks were not read within {now_s - read.began_s:.1f} s"
             )
         return [read for _, read in late]
+
+    def _observe(self, num_bytes: int, seconds: float) -> None:
+        self.cost.observe(num_bytes, seconds)
+        self._forget_at_s = self._clock.monotonic_s() + _FORGET_S
 
     # -- slots -----------------------------------------------------------------------------------
 

@@ -255,6 +255,16 @@ def test_a_late_read_is_given_up_and_the_rate_that_it_had_counts() -> None:
     rig.disk.draw = lambda: 1000
     assert not rig.poll() and rig.tier.room > 0
     assert not rig.blocks.match(rig.hashes(0, 3)), "what came too late is nobody's"
+    assert rig.tier.seconds(3) > before_s
+    rig.clock.advance(59.0)
+    rig.poll()
+    assert rig.tier.seconds(3) > before_s
+    rig.clock.advance(2.0)
+    rig.poll()
+    assert rig.tier.seconds(3) == before_s, "one that was late would end all reading"
+    rig.clock.advance(61.0)
+    rig.poll()
+    assert rig.tier.seconds(3) == before_s, "the only one that was measured"
 
 
 def test_warnings_are_few(caplog: pytest.LogCaptureFixture) -> None:
