@@ -24,9 +24,9 @@ _SPARE_S = 5.0  # for blocks that come without a silence, over what they take at
 _SLOWEST_BYTES_PER_S = 1e6
 
 
-def time_for(num_bytes: int) -> Deadline:
-    """By when so many bytes have come."""
-    return Deadline(_SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S)
+def seconds_for(num_bytes: int) -> float:
+    """Within which so many bytes have come."""
+    return _SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)

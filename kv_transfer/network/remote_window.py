@@ -6,7 +6,8 @@
                                                         └ silence: the pull fails
 The source looks at the generations behind its last byte, since they cannot be seen from here. What
 was requested on a connection that broke is requested anew, all of it; what has been committed is
-not. A carrier that takes long to connect fails the pull instead, and the next one connects.
+not. A carrier that takes long to connect fails the pull instead, and the next one connects. A pull
+that is cancelled ends behind a request, or soon with the connection.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..window.block_pairs import Generations, Ids
 from ..window.block_pieces import BlockCut
 from ..window.threaded_window import Pull, PullThread
 from ..window.transport import PullOutcome
-from .data_client import DataClient, time_for
+from .data_client import DataClient, seconds_for
 from .stream import ConnectionBroken, Deadline, Recovery
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,28 @@ _log = logging.getLogger(__name__)
 _MEASURED_BYTES, _MOST_MEASURED_BYTES = 8 << 20, 64 << 20
 _MEASURED_S = 0.01  # beside which a request's own latency is little
 _TRIES = 2  # a block that is damaged on the way is requested once more
+_CANCELLED_S = 0.3  # for the rest of a request: its blocks are nobody's until then
+
+
+class _CalledOff(HandoffFailed):
+    """The pull was cancelled, and the rest of its request would take long."""
+
+
+class _WantedDeadline(Deadline):
+    """It has passed, too, once its pull has been cancelled for `_CANCELLED_S`."""
+
+    def __init__(self, seconds: float, pull: Pull) -> None:
+        super().__init__(seconds)
+        self._pull = pull
+        self._called_off_s = math.inf
+
+    def remaining_s(self) -> float:
+        if self._pull.is_cancelled:
+            now_s = time.monotonic()
+            self._called_off_s = min(self._called_off_s, now_s + _CANCELLED_S)
+            if now_s >= self._called_off_s:
+                raise _CalledOff("the pull was cancelled")
+        return super().remaining_s()
 
 
 class Carrier(Protocol):
@@ -124,7 +147,9 @@ class RemoteWindow(PullThread):
             pairs = pull.pairs[begin : begin + num_at_once]
             num_at_once = max(1, len(pairs) // 2)  # the next, if this one breaks
             with self._hanging_up(recovery):
-                outcome = self._request(recovery, pairs.ids[0], pairs.generations, pairs.ids[1])
+                outcome = self._request(
+                    recovery, pairs.ids[0], pairs.generations, pairs.ids[1], pull
+                )
                 if outcome is not PullOutcome.OK:
                     return outcome
                 begin += len(pairs)
@@ -146,6 +171,8 @@ class RemoteWindow(PullThread):
             except ConnectionBroken:
                 self._failed_s = time.monotonic()
                 raise
+        except _CalledOff:  # as we wanted: the source is not lost
+            self._hang_up()
         except Exception:
             self._hang_up()
             self._failed_s = time.monotonic()
@@ -160,6 +187,7 @@ class RemoteWindow(PullThread):
         source_ids: Ids,
         generations: Generations,
         block_ids: Ids | None,
+        pull: Pull | None = None,
     ) -> PullOutcome:
         """Request blocks until they are not damaged, or twice. Raises HandoffFailed."""
         for _ in range(_TRIES):
@@ -170,8 +198,12 @@ class RemoteWindow(PullThread):
             client, num_blocks = self._client, len(source_ids)
             if (refusal := client.request(source_ids, generations)) is not None:
                 return refusal
-            deadline = time_for(num_blocks * self._cut.piece_bytes)
-            is_intact = self._carrier.receive(client, num_blocks, block_ids, deadline)
+            within_s, deadline = seconds_for(num_blocks * self._cut.piece_bytes), None
+            if pull is not None and self._carrier.connects_quickly:
+                deadline = _WantedDeadline(within_s, pull)
+            is_intact = self._carrier.receive(
+                client, num_blocks, block_ids, deadline or Deadline(within_s)
+            )
             if (outcome := client.verdict()) is not PullOutcome.OK:
                 return outcome
             if is_intact:

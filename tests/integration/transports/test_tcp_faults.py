@@ -334,6 +334,25 @@ def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) ->
         assert took_s > 1.2
 
 
+def test_a_cancelled_pull_does_not_wait_for_a_slow_source(world: World) -> None:
+    """Its blocks are nobody's until it ends; what was queued behind it goes on."""
+    with world.window() as window:
+        world.proxy.delay_s = 0.15
+        world.proxy.at_once_bytes = BLOCK_BYTES // 16
+        outcomes: queue.Queue[PullOutcome] = queue.Queue()
+        slow = window.start_pull(world.pairs(), outcomes.put)
+        window.start_pull(world.pairs(), outcomes.put)
+        time.sleep(0.2)
+        began_s = time.monotonic()
+        slow.cancel()
+        assert outcomes.get(timeout=10) is PullOutcome.CANCELLED
+        assert time.monotonic() - began_s < 1.0
+        assert not world.committed
+        world.proxy.delay_s = 0.0
+        assert outcomes.get(timeout=10) is PullOutcome.OK
+        world.check_pulled()
+
+
 # --- TLS ----------------------------------------------------------------------------------------
 
 
