@@ -34,6 +34,7 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
 HEALTHY_S = 60.0
 HUNG_S = 30.0  # no heartbeat for so long: not a pause, the process is replaced
+_SILENT_LOOKS = 10  # in that time, one after the other
 START_S, SLOWER = 120.0, 5.0  # a later start may take so long, or so many times the first one
 KILLED_S = 10.0  # a process may take so long to end that was killed while it started
 
@@ -321,10 +322,16 @@ class EngineSlot:
         return self._clock.monotonic_s() - started_s
 
     async def _run_engine(self, engine: EngineHandle) -> BatonError | None:
-        """Why it ended; a process that went silent is ended."""
+        """Why it ended; a process that went silent is ended.
+
+        Where this process itself stood still, what the engine sent is still unread: that is one
+        look at it, however long it took.
+        """
         running = asyncio.create_task(engine.run(self._on_change))
-        while not (await asyncio.wait({running}, timeout=HUNG_S / 10))[0]:
-            if engine.silent_s > HUNG_S:
+        look_s, num_silent = HUNG_S / _SILENT_LOOKS, 0
+        while not (await asyncio.wait({running}, timeout=look_s))[0]:
+            num_silent = num_silent + 1 if engine.silent_s > look_s else 0
+            if num_silent >= _SILENT_LOOKS:
                 self._report(f"engine silent for {engine.silent_s:.0f} s: ending it")
                 engine.kill()
         return running.result()

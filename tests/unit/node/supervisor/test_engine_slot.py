@@ -37,6 +37,10 @@ class FakeEngine:
         self.orders.append("drain")
         self.over.set()
 
+    def kill(self) -> None:
+        self.orders.append("kill")
+        self.over.set()
+
 
 class World:
     """A slot whose engines are started by `may_start`."""
@@ -227,5 +231,38 @@ async def test_a_start_that_fails_is_tried_again(
         "starting the engine again in 0 s",
     ]
     assert len(world.engines) == 2 and world.slot.is_ready
+    world.slot.drain(running)
+    await end_of(running)
+
+
+async def test_an_engine_that_goes_silent_is_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_handle, "HUNG_S", 0.05)
+    running = await world.begin()
+    world.engines[0].silent_s = 1.0
+    while not world.engines[0].orders:
+        await asyncio.wait({running}, timeout=0.005)
+    await turns()
+    assert world.said == [
+        "engine silent for 1 s: ending it",
+        "engine lost: the process ended",
+        "starting the engine again in 0.5 s",
+    ]
+    world.slot.drain(running)
+    await end_of(running)
+
+
+async def test_an_engine_is_not_silent_for_as_long_as_its_supervisor_stood_still(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the whole host was: its heartbeats are on their way."""
+    monkeypatch.setattr(engine_handle, "HUNG_S", 0.5)
+    running = await world.begin()
+    world.engines[0].silent_s = 60.0
+    await asyncio.wait({running}, timeout=0.12)
+    world.engines[0].silent_s = 0.0
+    await asyncio.wait({running}, timeout=0.12)
+    assert not world.engines[0].orders
     world.slot.drain(running)
     await end_of(running)
