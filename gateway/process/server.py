@@ -11,6 +11,7 @@ import math
 import random
 import socket
 import sys
+from typing import Any
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, MemberCalls
@@ -259,12 +260,17 @@ class Gateway:
         return idle in done
 
     async def run_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody."""
+        """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody. One
+        that ended in order, as who decides no more what engines promise, is not needed for that."""
         stopping = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        for task in done:
-            task.result()
+        running: set[asyncio.Task[Any]] = {stopping, *self._tasks}
+        try:
+            while stopping in running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            stopping.cancel()
 
     async def _publish_readiness(self) -> None:
         """Publish every change of readiness to those who watch our health."""

@@ -48,7 +48,9 @@ from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.admission import front_door
 from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.moves.mover import RequestMover
 from baton.gateway.process.server import Gateway, serve
+from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.telemetry.metrics.tally import Tally
@@ -689,3 +691,32 @@ async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None
     assert caller_id and not len(world.gateway._sessions.queue)
     for name in ("d1", "d2"):
         assert world.nodes[name].most_requests == 1
+
+
+async def test_a_gateway_that_decides_no_more_what_engines_promise_serves_on(
+    empty: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = asyncio.Event()
+    serving = asyncio.create_task(empty.gateway.run_until(stop))
+
+    def fail(_: PromiseDecider) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(PromiseDecider, "look", fail)
+    await until(lambda: any(task.done() for task in empty.gateway._tasks))
+    assert not (await asyncio.wait({serving}, timeout=0.1))[0]
+    stop.set()
+    async with asyncio.timeout(5):
+        await serving
+
+
+async def test_a_gateway_of_which_a_part_breaks_ends(
+    empty: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: RequestMover) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(RequestMover, "look", fail)
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(5):
+            await empty.gateway.run_until(asyncio.Event())
