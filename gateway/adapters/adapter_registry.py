@@ -31,7 +31,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
 from ..validation.validation import is_label
-from .shared_list import Entry, SharedList
+from .shared_list import Entry, SharedList, is_newer
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class AdapterRegistry:
 
     async def _exchange(self, shared: SharedList) -> None:
         for entry in await shared.exchange(self._entries):
-            if entry.name != self._model and is_label(entry.name) and _is_path(entry.path):
+            is_sound = entry.name != self._model and is_label(entry.name) and _is_path(entry.path)
+            if is_sound and is_newer(entry, self._entries):  # still: it may have changed meanwhile
                 self._take(entry)
 
     async def share(self) -> None:

@@ -66,8 +66,8 @@ class SharedList:
                 last = _MAX_BYTES + TAG_BYTES
                 [found] = await self._redis.run(("GETRANGE", self._key, 0, last))
                 theirs = {entry.name: entry for entry in self._decode(found)}
-                newer = [one for one in theirs.values() if _is_newer(one, mine)]
-                if not any(_is_newer(one, theirs) for one in mine.values()):
+                newer = [one for one in theirs.values() if is_newer(one, mine)]
+                if not any(is_newer(one, theirs) for one in mine.values()):
                     await self._redis.run(("EXPIRE", self._key, _TTL_S))
                     break
                 merged = {**mine, **{one.name: one for one in newer}}
@@ -99,7 +99,8 @@ class SharedList:
         return [one for one in entries if _is_sound(one)] if model == self._model else []
 
 
-def _is_newer(entry: Entry, than: Mapping[str, Entry]) -> bool:
+def is_newer(entry: Entry, than: Mapping[str, Entry]) -> bool:
+    """Whether it holds against what `than` has of its name, if anything."""
     other = than.get(entry.name)
     return other is None or entry > other
 

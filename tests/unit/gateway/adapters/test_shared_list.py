@@ -142,3 +142,29 @@ async def test_junk_is_no_adapter(junk: bytes) -> None:
     assert await first.exchange() == {}
     first.load("sql")
     assert await exchanged(first, second) == {"sql": ONE}
+
+
+async def test_what_changed_here_while_redis_answered_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer is older: it has what another gateway unloaded, and this one has loaded again."""
+    redis = PlayedRedis()
+    first, second = Gateway(redis), Gateway(redis)
+    first.load("sql")
+    await exchanged(first, second)
+    second.registry.unload("sql")
+    await second.exchange()
+
+    run = redis.run
+
+    async def answer_late(*commands: Command, is_strict: bool = True) -> list[Any]:
+        answers = await run(*commands, is_strict=is_strict)
+        if commands[0][0] == "EXPIRE":  # the last of an exchange
+            monkeypatch.undo()
+            first.registry.unload("sql")
+            first.load("sql", TWO)
+        return answers
+
+    monkeypatch.setattr(redis, "run", answer_late)
+    assert await first.exchange() == {"sql": TWO}
+    assert await exchanged(first, second) == {"sql": TWO}
