@@ -63,7 +63,8 @@ async def _reply(command: Awaitable[T]) -> T:
     """What Redis answers. redis-py loses a cancellation that comes while it connects: kept here."""
     try:
         return await command
-    except RuntimeError as error:  # uvloop's, where a transport that has just closed is written to
+    except (RuntimeError, ValueError, IndexError) as error:
+        # uvloop's, where a transport that has just closed is written to; the parser's of junk.
         raise ConnectionError(str(error)) from error
     finally:
         task = asyncio.current_task()

@@ -357,6 +357,35 @@ def test_a_redis_that_hangs_up_while_it_is_spoken_to_is_away() -> None:
         runner.run(speak())
 
 
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b":1:0\r\n",
+        b"$x\r\n",
+        b"*?\r\n",
+        b"$-7\r\n",
+        b"*1\r\n" * 5000,
+        b"+" * (1 << 17),
+        b"HTTP/1.1\r\n",
+    ],
+    ids=range(7),
+)
+async def test_what_answers_with_junk_is_no_redis(junk: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            writer.write(junk)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as ours:
+        port = ours.sockets[0].getsockname()[1]
+        client = RedisClient(f"redis://127.0.0.1:{port}", "test")
+        with pytest.raises(RedisAway):
+            await client.now_s()
+        async with aclosing(client.follow("channel", 0.2)) as published:
+            assert isinstance(await anext(published), RedisAway)
+        await client.close()
+
+
 async def test_no_redis_from_the_start(tmp_path: Path) -> None:
     directory = RedisDirectory(RedisClient(f"unix://{tmp_path}/none.sock", "test"))
     await directory.announce(A, 5.0)
