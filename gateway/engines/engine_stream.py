@@ -111,7 +111,7 @@ class EngineStream(asyncio.Protocol):
         except TimeoutError:
             return f"no welcome within {_CONNECT_TIMEOUT_S:g} s"
         except (OSError, BatonError) as error:
-            return str(error)
+            return str(error) or type(error).__name__
         silence = asyncio.create_task(self._watch_silence())
         try:
             await asyncio.wait((self._over, silence), return_when=asyncio.FIRST_COMPLETED)

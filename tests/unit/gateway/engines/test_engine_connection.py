@@ -257,6 +257,28 @@ async def test_an_engine_that_hangs_up_is_left_at_once(
 # --- the beginning --------------------------------------------------------------------------------
 
 
+async def test_an_engine_that_hangs_up_within_tls_is_lost_for_a_reason(certificates: Path) -> None:
+    """Python's error has no text."""
+    has_gone = asyncio.Event()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        has_gone.set()
+
+    async with (
+        engine(TLS, certificates) as scene,
+        await asyncio.start_server(hang_up, HOST) as ours,
+    ):
+        port = ours.sockets[0].getsockname()[1]
+        scene.member = replace(scene.member, engine_address=f"{HOST}:{port}")
+        assert await scene.connection().run() == "ConnectionResetError"
+        await has_gone.wait()
+
+
 async def test_messages_pass_both_ways_in_order(scene: Scene) -> None:
     async with scene.linked() as (connection, end, _):
         assert scene.events.welcome is not None and scene.events.welcome.max_num_seqs == 7
