@@ -29,7 +29,7 @@ from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.outputs import StepOutput
 from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
-from .scheduling.sequence import Sequence
+from .scheduling.sequence import Sequence, SequenceState
 from .speculation.speculator import Speculator
 from .step_results import StepResults
 from .steps_in_flight import StepInFlight, StepsInFlight
@@ -271,7 +271,7 @@ class Stepper:
                 output.tell_prompt(sequence, logprobs)
         self._results.advance_clear(step.clear, results[:n], here, output)
         for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
-            if sequence in here:
+            if sequence in here and sequence.state is not SequenceState.ENDED:  # with its search
                 self._results.advance(sequence, num_tokens, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()

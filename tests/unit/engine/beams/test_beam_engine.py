@@ -4,6 +4,7 @@ scheduled, crowded out, handed over and cancelled, and nothing left behind."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 
@@ -15,11 +16,12 @@ from fakes.runner import FakeRunner, next_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import BatonError, InvalidRequest, PromptTooLarge
+from baton.core.errors import BatonError, EngineFailed, InvalidRequest, PromptTooLarge
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.engine_builder import build_engine
+from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -289,6 +291,33 @@ def test_it_goes_on_until_nobody_wants_a_hypothesis() -> None:
     best = expected(request)
     assert outcome.beams["a-2/0"].token_ids == best[2][1]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_beams_whose_logits_are_not_numbers_fail_once(
+    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same step, so that the first of them ends the search of all."""
+    engine, outcome = new_engine(runs_ahead=runs_ahead), Outcome()
+    request, other = beam_request("a", range(11), n=2), beam_request("b", range(6))
+    engine.add(request)
+    while len(engine._sequences.by_key) < request.sampling.best_of:
+        outcome.step(engine)
+    runner = runner_of(engine)
+    with monkeypatch.context() as patch:
+        compute = runner._compute
+        patch.setattr(runner, "_compute", lambda batch: [*map(_not_a_number, compute(batch))])
+        while not outcome.failed:
+            outcome.step(engine)
+    assert set(outcome.failed) == {"a/0", "a-1/0"}
+    assert {type(error) for error in outcome.failed.values()} == {EngineFailed}
+    engine.add(other)
+    outcome.run(engine).check(other)
+    assert_idle(engine)
+
+
+def _not_a_number(sampled: SampledToken | None) -> SampledToken | None:
+    return sampled and sampled._replace(logprob=math.nan)
 
 
 def handed_over(source: Engine, puller: Engine, request: Request) -> None:
