@@ -106,8 +106,10 @@ class StepOutput:
             self.launched.append(chunk)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
-        """With it end the samples that have not become sequences of their own yet."""
-        for request in (sequence.request, *sequence.forks):
+        """With it end the samples that have not become sequences of their own yet; of a search that
+        is held none does."""
+        forks = sequence.request.forks if sequence.num_candidates else sequence.forks
+        for request in (sequence.request, *forks):
             self.failed.append((request.key, error))
 
 

@@ -316,6 +316,17 @@ def test_beams_whose_logits_are_not_numbers_fail_once(
     assert_idle(engine)
 
 
+def test_a_held_search_fails_for_all_whom_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, outcome = new_engine(), Outcome()
+    runner = runner_of(engine)
+    compute = runner._compute
+    monkeypatch.setattr(runner, "_compute", lambda batch: [*map(_not_a_number, compute(batch))])
+    engine.add(beam_request("a", range(11), n=2), hold=True)
+    outcome.run(engine)
+    assert set(outcome.failed) == {"a/0", "a-1/0"}
+    assert_idle(engine)
+
+
 def _not_a_number(sampled: SampledToken | None) -> SampledToken | None:
     return sampled and sampled._replace(logprob=math.nan)
 
