@@ -80,6 +80,8 @@ def _drawn_sampling(draw: random.Random, prompt: Sequence[int]) -> SamplingParam
         for name, (chance, values) in choices.items()
         if draw.random() < chance
     }
+    if "constraint" in fields:
+        fields.pop("ignore_eos", None)  # EOS ends what matches: the two do not go together
     fields |= {"use_beam_search": True} if is_search else {"seed": draw.randrange(99)}
     return SamplingParams(**({"max_tokens": max_tokens, "temperature": 0.0} | fields))
 

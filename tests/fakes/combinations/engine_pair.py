@@ -1,4 +1,5 @@
-"""Two engines that requests are sent to, handed over between, tried again and cancelled on."""
+"""Two engines that requests are sent to, handed over between, tried again and cancelled on, between
+two steps and during one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from engines.integrity import check_integrity
 from torch import Tensor
 
 from baton.core.request.request import Request, TokenLogprobs
@@ -66,23 +68,37 @@ class EnginePair:
         self._held: dict[str, Request] = {}
         self._hand_offs: list[HandOff] = []
         self._sent: dict[str, tuple[Request, Engine]] = {}  # what goes on by itself, by key
+        self._waiting: list[Request] = []
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        waiting, num_idle = [*requests], 0
-        while waiting or self._hand_offs or self._has_work:
-            if waiting and self._happens(0.7):
-                self._send(waiting.pop(0))
+        self._waiting, num_idle = [*requests], 0
+        while self._waiting or self._hand_offs or self._has_work:
             for engine in self._draw.sample(self.engines, 2):
                 if engine.has_work:
-                    self._take(engine.step())
-            for one in [*self._hand_offs]:
-                if self._happens(0.5):
-                    self._advance(one)
-            if self._sent and self._happens(0.05):
-                self._disturb(*self._draw.choice([*self._sent.values()]))
+                    self._take(engine.step(self._meanwhile if self._happens(0.5) else None))
+                    check_integrity(engine)
+            self._go_on()
             num_idle = 0 if self._has_work else num_idle + 1
             assert num_idle < _MOST_IDLE, "nothing gets on"
         return self.outcome
+
+    def _meanwhile(self) -> bool:
+        has_news = self._happens(0.3)
+        if has_news:
+            self._go_on()
+        return has_news
+
+    def _go_on(self) -> None:
+        """All that there is beside steps."""
+        if self._waiting and self._happens(0.7):
+            self._send(self._waiting.pop(0))
+        for one in [*self._hand_offs]:
+            if self._happens(0.5):
+                self._advance(one)
+        if self._sent and self._happens(0.05):
+            self._disturb(*self._draw.choice([*self._sent.values()]))
+        if self._held and self._happens(0.02):
+            self._cancel_held(self._draw.choice([*self._held.values()]))
 
     @property
     def _has_work(self) -> bool:
@@ -159,12 +175,24 @@ class EnginePair:
             self._sent[each.key] = (each, puller)
         puller.drop(reservation)  # where its first sample has ended
 
+    def _cancel_held(self, request: Request) -> None:
+        """With all its forks, while its prompt is computed."""
+        del self._held[request.key]
+        self.engines[0].abort(request.key)
+        self.cancelled |= {one.request_id for one in (request, *request.forks)}
+
     def _disturb(self, request: Request, engine: Engine) -> None:
-        """Cancel it, or try it again behind the tokens that it has; not while others are to fork
-        from it, or it from another."""
+        """Cancel it, with those that are to fork from it, or try it again behind the tokens that it
+        has; not while it is to fork from another."""
         sequence = engine._sequences.by_key.get(request.key)
         is_search = request.key in engine._sequences.beams.by_key
-        if not is_search and (sequence is None or sequence.forks):
+        if not is_search and sequence is None:
+            return
+        if sequence is not None and not is_search and sequence.forks:
+            for one in (request, *sequence.forks):
+                del self._sent[one.key]
+                self.cancelled.add(one.request_id)
+            engine.abort(request.key)
             return
         del self._sent[request.key]
         engine.abort(request.key)

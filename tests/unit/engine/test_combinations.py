@@ -117,7 +117,8 @@ def engine_over(runner: Runner, limits: EngineLimits, world: World, **fields: An
 
 
 def drawn_engine(world: World, runner: ModelRunner, draw: random.Random) -> Engine:
-    late = LateRunner(runner)
+    num_stages = draw.choice((1, 1, 3)) if runner._config.speculation is None else 1
+    late = LateRunner(runner, num_stages + 1)
     host, disk = runner.host_copier if draw.random() < 0.5 else None, None
     if host is not None and draw.random() < 0.5:
         file = memory_disk(NUM_DISK_SLOTS, host.block_bytes)
@@ -134,9 +135,10 @@ def drawn_engine(world: World, runner: ModelRunner, draw: random.Random) -> Engi
         draw.choice((8, 24, 64, 512)),
         prefill_chunk_tokens=draw.choice((0, 0, 40)),
         max_held_blocks=draw.choice((None, 8)),
+        num_stages=num_stages,
     )
     engine = engine_over(
-        late if draw.random() < 0.5 else runner,
+        late if num_stages > 1 or draw.random() < 0.5 else runner,
         limits,
         world,
         enable_prefix_caching=draw.random() < 0.8,
