@@ -438,7 +438,7 @@ async def test_a_silent_node_is_taken_for_lost(world: World) -> None:
     generation = world.client.generate(PROMPT, max_tokens=60)
     began_s = 0.0
     async for chunk in generation:
-        if chunk.index == 5:
+        if chunk.index >= 5 and not began_s:  # chunks may have several tokens
             decode_node_of(world).is_silent = True
             began_s = time.monotonic()
     assert generation.result.text == expected_text(PROMPT, 60)
@@ -453,8 +453,10 @@ async def test_a_pause_of_the_gateway_is_no_fault_of_the_nodes(world: World) -> 
     for name in ("d1", "d2"):
         world.nodes[name].token_s = 0.01
     generation = world.client.generate(PROMPT, max_tokens=30)
+    has_paused = False
     async for chunk in generation:
-        if chunk.index == 5:
+        if chunk.index >= 5 and not has_paused:
+            has_paused = True
             time.sleep(1.4)  # noqa: ASYNC251
     assert generation.result.text == expected_text(PROMPT, 30)
     assert generation.result.attempts == 1
@@ -477,9 +479,11 @@ async def test_the_only_decode_node_lost(world: World) -> None:
     await world.nodes["d2"].kill()
     world.nodes["d1"].token_s = 0.01
     generation = world.client.generate(PROMPT, max_tokens=100)
+    is_killed = False
     with pytest.raises(Unavailable, match="no decode node is ready"):
         async for chunk in generation:
-            if chunk.index == 3:
+            if chunk.index >= 3 and not is_killed:  # chunks may have several tokens
+                is_killed = True
                 await world.nodes["d1"].kill()
 
 
