@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -306,17 +307,25 @@ class Bench:
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
 
     def _print_kernels(self, name: str, step: Callable[[], object]) -> None:
-        """What a step has on this rank's GPU. One that is launched early waits for the one in front
-        as long as it runs: they add up to more than the step."""
+        """What a step has on this rank's GPU, and how much later each kernel ended than those in
+        front of it: one that is launched early waits for these as long as they run."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(_STEPS):
                 step()
             torch.cuda.synchronize()
-        found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+        events = [one for one in profile.events() or () if one.device_type.name == "CUDA"]
+        times = [(event.time_range, event.name) for event in events]
+        times.sort(key=lambda one: one[0].start)
+        counts: Counter[str] = Counter(kernel for _, kernel in times)
+        added_us: Counter[str] = Counter()
+        before_us = times[0][0].start if times else 0.0
+        for span, kernel in times:
+            added_us[kernel] += max(0.0, span.end - max(before_us, span.start))
+            before_us = max(before_us, span.end)
         print(f"{name}, by kernel:")
-        for event in found[:_NUM_KERNELS]:
-            each_us = event.self_device_time_total / _STEPS
-            print(f"{each_us:9.1f} us {event.count / _STEPS:7.1f} x {event.key[:_NAME_CHARS]}")
+        for kernel, us in added_us.most_common(_NUM_KERNELS):
+            each = counts[kernel] / _STEPS
+            print(f"{us / _STEPS:9.1f} us {each:7.1f} x {kernel[:_NAME_CHARS]}")
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""

@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU: which plan is fastest for how many tokens; writes the table.
 
 python -m baton.bench.kernels.experts [--mixtures NAME...] [--weights bf16|fp8|fp8-block|int4]
-                                      [--tokens N,N] [--tp N] [--dry] [--out FILE]
+                                      [--tokens N,N] [--tp N] [--persistent] [--dry] [--out FILE]
 
 Each product is measured by itself in a CUDA graph, over several routings (uniform, so that no cache
 holds the weights); then the whole layer with the best cuts of each tile size, and by single pairs.
@@ -40,10 +40,19 @@ from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.router_logits_triton import router_logits
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order
-from baton.kernels.experts.tiles import TABLE, Cut, Few, Plan, Tiles, as_json, choose_plan
+from baton.kernels.experts.tiles import (
+    TABLE,
+    Cut,
+    Few,
+    Persistent,
+    Plan,
+    Tiles,
+    as_json,
+    choose_plan,
+)
 from baton.kernels.layers.ops import Ops
 from baton.kernels.products.int4_weights import CHUNK, quantise_groups
-from baton.kernels.products.weights import quantise_blocks, quantise_rows
+from baton.kernels.products.weights import BLOCK, quantise_blocks, quantise_rows
 
 from ..floors.figures import commit
 from ..floors.gpu_shapes import BYTES_PER_S, FLOPS, FP8_BLOCK_FLOPS, FP8_FLOPS
@@ -142,6 +151,17 @@ def _int4_cuts(rows: int) -> list[Cut]:
         if 2 * rows * outputs // (warps * 32) <= 128  # sums of a thread, and those of a group
         and (2 * rows + outputs // 2) * CHUNK * stages <= _SHARED_BYTES
     ]
+
+
+def persistent_plans(layer: Layer, num_tokens: int) -> list[Persistent]:
+    """The candidates, each with next to all of shared memory or so much that another kernel's
+    programs have room."""
+    mixture = layer.mixture
+    if layer.weights not in _QUANTISE or mixture.hidden % BLOCK or mixture.inner % BLOCK:
+        return []
+    rows = tile_rows(num_tokens * mixture.num_chosen, mixture.num_experts)
+    stages = {16: ((6, 11), (5, 8)), 32: ((5, 10), (4, 7))}
+    return [Persistent(one, *both) for one in rows for both in stages.get(one, ())]
 
 
 def kinds_of_rows(rows: int, weights: str) -> tuple[bool, ...]:
@@ -281,28 +301,30 @@ def plan_us(layer: Layer, xs: list[Tensor], plan: Plan, expected: Tensor) -> flo
 
 
 def routing_us(layer: Layer, xs: list[Tensor], plan: Plan) -> float:
-    rows = plan.rows if isinstance(plan, Tiles) else 128
+    rows = 128 if isinstance(plan, Few) else plan.rows
     return time_us([lambda x=x: layer.route(x, rows) for x in xs])
 
 
-def measure(layer: Layer, num_tokens: int) -> Plan:
+def measure(layer: Layer, num_tokens: int, *, only_persistent: bool) -> Plan:
     """Print the figures of one number of tokens; the fastest plan."""
     xs = layer.inputs(num_tokens)
     mixture = layer.mixture
     num_pairs = num_tokens * mixture.num_chosen
-    plans: list[Plan] = [
-        best_tiles(layer, xs, rows, has_fp8_rows=has_fp8_rows)
-        for rows in tile_rows(num_pairs, mixture.num_experts)
-        for has_fp8_rows in kinds_of_rows(rows, layer.weights)
-    ]
-    if num_tokens <= _MAX_FEW_TOKENS:
-        plans += few_plans(layer.weights)
+    before = choose_plan(sizes_of(mixture), num_tokens, 2)
+    plans: list[Plan] = [before] if only_persistent else []
+    if not only_persistent:
+        plans += [
+            best_tiles(layer, xs, rows, has_fp8_rows=has_fp8_rows)
+            for rows in tile_rows(num_pairs, mixture.num_experts)
+            for has_fp8_rows in kinds_of_rows(rows, layer.weights)
+        ]
+        plans += few_plans(layer.weights) if num_tokens <= _MAX_FEW_TOKENS else []
+    plans += [plan for plan in persistent_plans(layer, num_tokens) if plan not in plans]
     expected = Ops().experts(xs[0], mixture, None).float()
     times = {plan: plan_us(layer, xs, plan, expected) for plan in plans}
     best = min(plans, key=times.__getitem__)
     if times[best] == float("inf"):
         raise SystemExit(f"no plan has the right output for {num_tokens} tokens")
-    before = choose_plan(sizes_of(mixture), num_tokens, 2)
     touched = statistics.mean(len(layer.route(x, 16)[0].chosen.unique()) for x in xs)
     floor_us = layer.floor_us(num_tokens, touched)
     best_us = times[best]
@@ -314,11 +336,16 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
         for plan in plans
         if isinstance(plan, Tiles)
     )
+    persistent = ", ".join(
+        f"{plan.rows} by {plan.gated} and {plan.down}: {times[plan]:.0f}"
+        for plan in plans
+        if isinstance(plan, Persistent)
+    )
     print(
         f"{num_tokens:6d} tokens, {touched:5.1f} experts: best {best_us:8.1f} us, "
         f"floor {floor_us:8.1f}, {read:4.2f} TB/s, {rate:5.0f} TFLOP/s; "
         f"in {layer.sizes.layers} layers {best_us * layer.sizes.layers / 1e3:6.2f} ms\n"
-        f"       tiles {by_rows}; single pairs {few_us:.0f}; "
+        f"       tiles {by_rows}; persistent {persistent}; single pairs {few_us:.0f}; "
         f"routing alone {routing_us(layer, xs, best):.1f}, of which the router "
         f"{time_us([lambda x=x: router_logits(x, mixture.router) for x in xs]):.1f}; "
         f"as before {plan_us(layer, xs, before, expected):.0f}\n       {best}",
@@ -376,14 +403,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--weights", choices=("bf16", *_QUANTISE, "int4"), default="bf16")
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the inner dimension")
+    parser.add_argument(
+        "--persistent", action="store_true", help="only such plans, beside that of the table"
+    )
     parser.add_argument("--dry", action="store_true", help="do not write the table")
     parser.add_argument("--out", type=Path, default=TABLE)
     arguments = parser.parse_args(argv)
     began_s = time.perf_counter()
     weights = "" if arguments.weights == "bf16" else arguments.weights
     tokens = list(map(int, arguments.tokens.split(",")))
-    compile_all([MIXTURES[name] for name in arguments.mixtures], weights, tokens)
-    print(f"compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
+    if not arguments.persistent:
+        compile_all([MIXTURES[name] for name in arguments.mixtures], weights, tokens)
+        print(f"compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
     table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"mixtures": {}, "measured": {}}
     measured = {
         "gpu": torch.cuda.get_device_name(),
@@ -396,11 +427,16 @@ def main(argv: list[str]) -> int:
         layer = Layer(replace(whole, inner=whole.inner // arguments.tp), weights)
         key = sizes_of(layer.mixture).key
         print(f"{name}: {key}", flush=True)
-        steps = []
+        before = table["mixtures"].get(key, []) if arguments.persistent else []
+        plans = {step["tokens"]: step["plan"] for step in before}
         for num_tokens in tokens:
-            plan = measure(layer, num_tokens)
-            steps.append({"tokens": num_tokens, "plan": as_json(plan)})
-        table["mixtures"][key], table["measured"][key] = steps, measured
+            plan = measure(layer, num_tokens, only_persistent=arguments.persistent)
+            plans[num_tokens] = as_json(plan)
+        table["mixtures"][key] = [{"tokens": n, "plan": plans[n]} for n in sorted(plans)]
+        if before:
+            table["measured"][key]["commit of persistent"] = measured["commit"]
+        else:
+            table["measured"][key] = measured
         if not arguments.dry:
             arguments.out.write_text(json.dumps(table, indent=1) + "\n")
         del layer

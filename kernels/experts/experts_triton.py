@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..gluon_kernels import gluon_kernels
 from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .router_logits_triton import router_logits
 from .routing_triton import choose_and_order
-from .tiles import Few, Plan, Sizes, choose_plan
+from .tiles import Few, Persistent, Plan, Sizes, choose_plan
 
 
 def compute_experts(
@@ -27,12 +28,23 @@ def compute_experts(
         logits = router_logits(x, mixture.router)
         choice, _ = choose_and_order(logits, mixture, loads, None)
         return experts_of_few(x, mixture, choice, plan)
-    quantised = Fp8Groups.empty(len(x), mixture.hidden, x.device) if plan.has_fp8_rows else None
+    kernels = None
+    if isinstance(plan, Persistent):
+        kernels = gluon_kernels("experts.fp8_experts_gluon", x.device)
+        tiles = plan.tiles
+    else:
+        tiles = plan
+    quantised = Fp8Groups.empty(len(x), mixture.hidden, x.device) if tiles.has_fp8_rows else None
     logits = router_logits(x, mixture.router, quantised)
-    k, rows = mixture.num_chosen, plan.rows
-    choice, order = choose_and_order(logits, mixture, loads, rows)
-    gated = gated_products(quantised or x, mixture.gate_up, order, k, rows, plan.gated)
-    products = down_products(gated, mixture.down, order, choice, rows, plan.down, x.dtype)
+    k, rows, has_own = mixture.num_chosen, tiles.rows, kernels is not None
+    choice, order = choose_and_order(logits, mixture, loads, rows, has_own_tiles=has_own)
+    gate_up, down = mixture.gate_up, mixture.down
+    if kernels is None:
+        gated = gated_products(quantised or x, gate_up, order, k, rows, tiles.gated)
+        products = down_products(gated, down, order, choice, rows, tiles.down, x.dtype)
+    else:
+        gated = kernels.gated_products(quantised, gate_up, order, k, plan)
+        products = kernels.down_products(gated, down, order, choice, plan, x.dtype)
     return sum_pairs(products, choice, mixture.first, mixture.num_local)
 
 

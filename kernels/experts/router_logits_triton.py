@@ -13,7 +13,9 @@ from .experts import Fp8Groups
 
 _MAX_GEMV_TOKENS = 16
 _GEMV_EXPERTS = 4
-_PARTS = 4  # of the inputs, for few tokens
+# Most tokens; tokens and experts of a program, and into how many parts the inputs are cut: few
+# tiles mean more programs with fewer steps each.
+_CUTS = ((32, 16, 16, 4), (1024, 64, 64, 8), (4096, 64, 64, 1), (1 << 30, 64, 128, 1))
 _LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
@@ -39,11 +41,8 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
             **launch_options(x.device),
         )
         return out
-    tile_tokens = 16 if num_tokens <= 1024 else 64
-    tile_experts = 16 if num_tokens <= 256 else 64 if num_tokens <= 4096 else 128
+    tile_tokens, tile_experts, num_parts = next(cut for most, *cut in _CUTS if num_tokens <= most)
     tile_experts = min(tile_experts, max(16, triton.next_power_of_2(num_experts)))
-    # Few tiles: more programs with fewer steps each.
-    num_parts = _PARTS if num_tokens <= 1024 else 1
     columns = triton.cdiv(hidden, num_parts * BLOCK) * BLOCK
     num_parts = triton.cdiv(hidden, columns)
     sizes = (num_parts, num_tokens, num_experts)

@@ -61,17 +61,30 @@ def tile_and_output(num_tiles, num_outputs, group, OUTPUTS: tl.constexpr):
     return tile, program % per_group // group_size * OUTPUTS
 
 
-def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+def most_tiles(
+    num_pairs: int, num_experts: int, tile_rows: int, *, has_own_tiles: bool = False
+) -> int:
     """How many tiles the worst routing needs: each expert's last one may have a single row."""
+    if has_own_tiles:
+        return num_experts + (num_pairs - 1) // tile_rows
     touched = min(num_pairs, num_experts)
     return (num_pairs + touched * (tile_rows - 1)) // tile_rows
 
 
 def choose_and_order(
-    logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int | None
+    logits: Tensor,
+    mixture: Mixture,
+    loads: LayerLoads | None,
+    tile_rows: int | None,
+    *,
+    has_own_tiles: bool = False,
 ) -> tuple[Choice, Order]:
     """`experts.choose_experts` of the sum of [parts, tokens, experts], of equal logits the first
-    expert; and these pairs cut into tiles of `tile_rows` rows. None: in no order."""
+    expert; and these pairs cut into tiles of `tile_rows` rows. None: in no order.
+
+    `has_own_tiles`: each expert's first tile has its number, with or without rows; the others are
+    behind these.
+    """
     num_parts, num_tokens, num_experts = logits.shape
     k, device = mixture.num_chosen, logits.device
     padded = _padded(num_experts)
@@ -80,7 +93,10 @@ def choose_and_order(
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=device)
     chosen = torch.empty((num_tokens, k), dtype=torch.int32, device=device)
     is_ordered = tile_rows is not None
-    num_tiles = most_tiles(num_tokens * k, mixture.num_local, tile_rows) if is_ordered else 0
+    num_tiles = 0
+    if tile_rows is not None:
+        sizes = (num_tokens * k, mixture.num_local, tile_rows)
+        num_tiles = most_tiles(*sizes, has_own_tiles=has_own_tiles)
     # Pairs, tiles, and how often each block of tokens has chosen each expert.
     pairs, tiles, counts = _int32s(device, num_tokens * k, 3 * num_tiles, num_blocks * padded)
     slots = None if loads is None else loads.whole.slots
@@ -89,6 +105,7 @@ def choose_and_order(
         "TOKENS": block,
         "K": k,
         "TILE_BLOCK": _TILE_BLOCK,
+        "HAS_OWN": has_own_tiles,
         **launch_options(device),
     }
     bounds = (num_tokens, num_experts, mixture.first, mixture.num_local, num_tiles, tile_rows or 1)
@@ -145,7 +162,7 @@ def _block_tokens(num_tokens: int, padded: int) -> int:
     most = max(1, min(_MAX_BLOCK_TOKENS, _BLOCK_ELEMENTS // padded))
     if num_tokens <= most:
         return int(triton.next_power_of_2(num_tokens))
-    return min(most, 16) if num_tokens <= 2048 else most
+    return min(most, 8 if num_tokens <= 256 else 16) if num_tokens <= 2048 else most
 
 
 def _warps(block: int, *, is_ordered: bool) -> int:
@@ -177,6 +194,7 @@ def _choose(
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
+    HAS_OWN: tl.constexpr,
     IS_NORMED: tl.constexpr,
     IS_COUNTED: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -244,6 +262,7 @@ def _choose(
             K,
             EXPERTS,
             TILE_BLOCK,
+            HAS_OWN,
         )
     else:
         tl.store(counts + program * EXPERTS + experts, numbers_of)
@@ -267,6 +286,7 @@ def _order(
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
+    HAS_OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Each program adds up all blocks' counts by itself: cheaper than one more kernel.
@@ -304,6 +324,7 @@ def _order(
         K,
         EXPERTS,
         TILE_BLOCK,
+        HAS_OWN,
     )
 
 
@@ -323,6 +344,7 @@ def _put_in_order(
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
+    HAS_OWN: tl.constexpr,
 ):
     """A block's pairs to their rows, and the program's share of the tiles.
 
@@ -336,15 +358,22 @@ def _put_in_order(
     to = (starts + before)[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
     is_stored = (is_chosen > 0) & is_local[None, :]
     tl.store(pairs + to, tokens[:, None] * K + place, mask=is_stored)
-    num_of = (sizes + tile_rows - 1) // tile_rows
+    num_own = num_local if HAS_OWN else 0
+    first_of = 1 if HAS_OWN else 0  # of an expert's tiles the first one that is counted here
+    num_of = tl.maximum((sizes + tile_rows - 1) // tile_rows - first_of, 0)
     behind = tl.cumsum(num_of, axis=0)  # the tile behind the expert's last
     step = tl.num_programs(0) * TILE_BLOCK
     for first in range(tl.program_id(0) * TILE_BLOCK, num_tiles, step):
         numbers = first + tl.arange(0, TILE_BLOCK)
+        place_of = numbers - num_own
         # A tile belongs to the first expert whose tiles end behind it.
-        owner = tl.sum((behind[None, :] <= numbers[:, None]).to(tl.int32), axis=1)
+        owner = tl.sum((behind[None, :] <= place_of[:, None]).to(tl.int32), axis=1)
+        of_expert = place_of[:, None] - (behind - num_of)[None, :] + first_of
+        if HAS_OWN:
+            owner = tl.where(place_of < 0, first_local + numbers, owner)
+            of_expert = tl.where((place_of < 0)[:, None], 0, of_expert)
         is_owner = experts[None, :] == owner[:, None]
-        rows = starts[None, :] + (numbers[:, None] - (behind - num_of)[None, :]) * tile_rows
+        rows = starts[None, :] + of_expert * tile_rows
         begin = tl.sum(tl.where(is_owner, rows, 0), axis=1)
         end = tl.sum(tl.where(is_owner, (starts + sizes)[None, :], 0), axis=1)
         mask = numbers < num_tiles

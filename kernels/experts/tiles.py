@@ -1,7 +1,8 @@
 """How the products of a mixture of experts are cut up, by its sizes and the tokens of a step.
 
-    few    a program has some outputs of one pair, and multiplies without the matrix units
-    tiles  a program has some outputs of a tile of rows of one expert
+    few         a program has some outputs of one pair, and multiplies without the matrix units
+    tiles       a program has some outputs of a tile of rows of one expert
+    persistent  a program goes from tile to tile
 
 tiles.json has what was fastest, and on which card: `python -m baton.bench.kernels.experts` writes
 it. A mixture that is not in it gets a default by its rows an expert.
@@ -61,7 +62,24 @@ class Tiles:
     has_fp8_rows: bool = False
 
 
-Plan = Few | Tiles
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """Rows of a tile, 16 or 32, and steps of 128 inputs in flight in the two products.
+
+    Of weights in FP8, with activations in FP8, and sizes that are multiples of 128.
+    """
+
+    rows: int
+    gated: int
+    down: int
+
+    @property
+    def tiles(self) -> Tiles:
+        """What has the same rows, where Gluon's kernels do not run."""
+        return Tiles(self.rows, _TURNED, _TURNED, has_fp8_rows=True)
+
+
+Plan = Few | Tiles | Persistent
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +120,8 @@ def from_json(values: Mapping[str, Any]) -> Plan:
     match values:
         case {"kind": "few", **rest}:
             return Few(**rest)
+        case {"kind": "persistent", **rest}:
+            return Persistent(**rest)
         case {"kind": "tiles", "gated": gated, "down": down, **rest}:
             return Tiles(gated=Cut(**gated), down=Cut(**down), **rest)
     raise KeyError(f"no plan: {values!r}")

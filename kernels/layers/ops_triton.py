@@ -17,10 +17,10 @@ from torch import Tensor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..experts.experts import LayerLoads, Mixture
 from ..experts.experts_triton import compute_experts
+from ..gluon_kernels import gluon_kernels
 from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import multiply, unscaled
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
-from ..products.gluon_kernels import gluon_kernels
 from ..products.int4_product import Dequantised
 from ..products.int4_product import choose as choose_int4
 from ..products.int4_product import multiply_by as multiply_int4
@@ -44,7 +44,7 @@ _TILE_HEADS = 8
 
 
 def _streamed(device: torch.device) -> ModuleType | None:
-    return gluon_kernels("streamed_product_gluon", device)
+    return gluon_kernels("products.streamed_product_gluon", device)
 
 
 def send_product(

@@ -19,8 +19,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..gluon_kernels import gluon_kernels
 from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
-from .gluon_kernels import gluon_kernels
 from .way_table import look_up
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Unscaled
 
@@ -150,4 +150,4 @@ def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 
 def _streamed(device: torch.device) -> ModuleType | None:
-    return gluon_kernels("fp8_streamed_gluon", device)
+    return gluon_kernels("products.fp8_streamed_gluon", device)

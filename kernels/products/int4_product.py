@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..gluon_kernels import gluon_kernels
 from ..row_room import ROWS_AT_ONCE, has_room
-from .gluon_kernels import gluon_kernels
 from .int4_triton import Int4Stages, Int4Tiling, dequantised, int4_product
 from .int4_weights import CHUNK, Int4Weight
 from .way_table import look_up
@@ -85,7 +85,7 @@ def can_stream(x: Tensor, weight: Int4Weight) -> bool:
 
 
 def _streamed(device: torch.device) -> ModuleType | None:
-    return gluon_kernels("int4_streamed_gluon", device)
+    return gluon_kernels("products.int4_streamed_gluon", device)
 
 
 def usual_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Int4Tiling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from baton.kernels.experts.routing_triton import choose_and_order, most_tiles
 from baton.kernels.experts.tiles import (
     Cut,
     Few,
+    Persistent,
     Plan,
     Sizes,
     Tiles,
@@ -49,6 +51,8 @@ from baton.kernels.products.weights import (
 )
 
 HAS_GPU = torch.cuda.is_available()
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 SMALL = Cut(16, 32, 2, 4)
 TILES = Tiles(16, SMALL, dataclasses.replace(SMALL, group=2))
@@ -277,6 +281,35 @@ def test_products_of_rows_in_fp8_are_those_of_what_they_mean(by: str, plan: Tile
         torch.testing.assert_close(gated.scale[row].double(), largest, atol=1e-6, rtol=2e-3)
 
 
+PERSISTENT = [
+    (Persistent(16, 6, 11), 2048, 768, torch.bfloat16),
+    (Persistent(32, 4, 7), 2048, 768, torch.bfloat16),
+    (Persistent(16, 2, 3), 384, 256, torch.float16),
+]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize(("plan", "hidden", "inner", "dtype"), PERSISTENT, ids=str)
+def test_persistent_programs_give_the_bits_of_tiles(
+    by: str, plan: Persistent, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    whole = make_mixture(40, 3, hidden, inner)
+    parts = {name: quantised(getattr(whole, name), by) for name in ("gate_up", "down")}
+    mixture = dataclasses.replace(whole, router=whole.router.to(dtype), **parts)
+    half_of_it = {
+        name: ExpertWeights(part.values[10:30], part.scale[10:30]) for name, part in parts.items()
+    }
+    local = dataclasses.replace(mixture, first=10, **half_of_it)
+    # Experts without rows, with some, and (the others' programs) with several tiles.
+    for some, num_tokens in itertools.product((mixture, local), (1, 9, 64, 300)):
+        x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
+        expected = compute_experts(x, some, None, plan.tiles)
+        for _ in range(20):  # programs wait for each other's stages: a race is not there each time
+            assert torch.equal(compute_experts(x, some, None, plan), expected)
+
+
 INT4 = Cut(64, 128, 3, 4, is_turned=True)
 INT4_WIDE = dataclasses.replace(INT4, outputs=512, group=2)
 INT4_PLANS = [Tiles(16, INT4, dataclasses.replace(INT4, outputs=128, group=2))]
@@ -439,19 +472,27 @@ def test_whatever_the_logits_are_each_choice_is_an_expert_of_its_own() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 33, 200])
 @pytest.mark.parametrize("tile_rows", [4, 16])
-def test_order(num_tokens: int, tile_rows: int) -> None:
+@pytest.mark.parametrize("has_own_tiles", [False, True])
+def test_order(num_tokens: int, tile_rows: int, has_own_tiles: bool) -> None:
     """Each pair once, by expert and in the order of tokens, under tiles that cover them."""
     mixture = make_mixture(6, 2)
     logits = torch.randn(num_tokens, 6, device=DEVICE)
     logits[:, 2] = -9.0  # nobody's
-    choice, order = choose_and_order(logits[None], mixture, None, tile_rows)
+    has_own = {"has_own_tiles": has_own_tiles}
+    choice, order = choose_and_order(logits[None], mixture, None, tile_rows, **has_own)
     flat = choice.chosen.flatten().tolist()
     wanted = sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
     assert order.pairs.tolist() == wanted
     sizes = [flat.count(expert) for expert in range(6)]
-    assert order.tiles.shape[1] == most_tiles(len(flat), 6, tile_rows)
+    assert order.tiles.shape[1] == most_tiles(len(flat), 6, tile_rows, **has_own)
     rows = []
-    for expert, first, end in order.tiles.t().tolist():
+    tiles = order.tiles.t().tolist()
+    if has_own_tiles:
+        assert [expert for expert, _, _ in tiles[:6]] == list(range(6))
+        assert all(first == end for expert, first, end in tiles if expert in (2, 8))
+        # Tiles that are nobody's have no rows either.
+        tiles = sorted(tile for tile in tiles if tile[1] < tile[2])
+    for expert, first, end in tiles:
         if expert < 6:
             assert end == sum(sizes[: expert + 1]) and first < end
             rows += range(first, min(first + tile_rows, end))
@@ -479,7 +520,7 @@ def test_plans() -> None:
     sizes = sizes_of(make_mixture(128, 8, 32, 16))
     kinds = [type(choose_plan(sizes, n, 2)).__name__ for n in (1, 8, 64, 100_000)]
     assert kinds[0] == "Few" and set(kinds[1:]) == {"Tiles"}
-    for plan in [*PLANS, *FP8_PLANS]:
+    for plan in [*PLANS, *FP8_PLANS, *(plan for plan, *_ in PERSISTENT)]:
         assert from_json(as_json(plan)) == plan
     packed = Sizes(128, 8, 256, 128, "int4")
     plans = [choose_plan(packed, n, 2) for n in (1, 20, 300, 100_000)]

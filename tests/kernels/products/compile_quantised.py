@@ -11,6 +11,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from baton.kernels.experts import fp8_experts_gluon
+from baton.kernels.experts.tiles import Persistent
 from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
 from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
@@ -39,8 +41,10 @@ POINTERS = {
     "groups": "*i32",
     "parts": "*fp32",
     "turns": "*i32",
+    "pairs": "*i32",
+    "tiles": "*i32",
 }
-NUMBERS = ("num_rows", "room", "num_ahead")  # which nothing is known of
+NUMBERS = ("num_rows", "room", "num_ahead", "num_tiles", "num_experts", "num_chosen")  # any
 
 
 def compiled(kernel, constants, types, options, source=ASTSource):  # type: ignore[no-untyped-def]
@@ -184,6 +188,24 @@ def int4_streamed(
     assert "ldmatrix.sync.aligned.m8n8.x4" in ptx, "words are not where wgmma takes them"
 
 
+def persistent_experts(plan: Persistent, is_gated: bool, is_blocked: bool) -> None:
+    constants = {
+        "IS_GATED": is_gated,
+        "IS_BLOCKED": is_blocked,
+        "GROUPS": 16,
+        "ROWS": plan.rows,
+        "STAGES": plan.gated if is_gated else plan.down,
+        "PDL": True,
+    }
+    types = {"vectors": "*fp8e4nv" if is_gated else boxes(plan.rows), "matrix": boxes(128)}
+    types |= {"shares": "*i32", "out": "*fp8e4nv"} if is_gated else {"shares": "*fp32"}
+    options = {"num_warps": 4, "maxnreg": fp8_experts_gluon._REGISTERS}
+    ptx = compiled(fp8_experts_gluon._experts, constants, types, options, GluonASTSource)
+    assert f"wgmma.mma_async.sync.aligned.m64n{plan.rows}k32.f32.e4m3.e4m3" in ptx
+    filled = ptx[ptx.index("cp.async.bulk.tensor") :]
+    assert "griddepcontrol.wait" in filled, "the weight waits for what is in front"
+
+
 CASES = [
     lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
     lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
@@ -206,6 +228,8 @@ CASES = [
     lambda: int4_streamed(Int4Stages(256, 2, 1, 4, 3, 8), 64, is_gated=True),
     lambda: int4_streamed(Int4Stages(128, 1, 2, 4, 3, 8), 64),
     lambda: int4_streamed(Int4Stages(64, 2, 4, 3, 2), 16, "fp16"),
+    lambda: persistent_experts(Persistent(16, 6, 11), True, False),
+    lambda: persistent_experts(Persistent(32, 5, 10), False, True),
 ]
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """The module of that name in this folder; None: `device` cannot run it, or this Triton has
-    another Gluon."""
+    """The module below this folder, as "products.name"; None: `device` cannot run it, or this
+    Triton has another Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     try:
