@@ -91,7 +91,10 @@ FORMATS = {
         _gptq(32, sym=False, checkpoint_format="gptq_v2"), 32, is_symmetric=False
     ),
     "gptq, groups of 64, its head": Format(
-        _gptq(64, lm_head=True), 64, scale_dtype=_BF16, has_head=True
+        *(_gptq(64, lm_head=True, sym=False), 64),
+        is_symmetric=False,
+        scale_dtype=_BF16,
+        has_head=True,
     ),
     "gptq, channel": Format(_gptq(-1), -1),
     "awq": Format(_awq(128), 128, is_symmetric=False),

@@ -144,7 +144,8 @@ def read_int4(
 
     def part(piece: Piece) -> Tensor:
         found = read(module + piece.suffix, piece.part(outputs, inputs, int4.group_size))
-        return _unpacked(found, piece)
+        first = outputs.start % piece.outputs  # its first word may begin with others' outputs
+        return _unpacked(found, piece)[first : first + outputs.stop - outputs.start]
 
     scale, numbers = part(layout.scales), part(layout.numbers)
     if int4.has_zeros:

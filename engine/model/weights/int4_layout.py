@@ -37,7 +37,7 @@ class Piece:
         return sizes if self.has_outputs_first else (sizes[1], sizes[0])
 
     def part(self, outputs: slice, inputs: slice, group_size: int | None) -> tuple[slice, slice]:
-        """What has these outputs and inputs, which `unit` divides."""
+        """What has these outputs, in whole words, and these inputs, which `unit` divides."""
         each = self.inputs or group_size
         if each is None:
             columns = slice(0, 1)
@@ -105,7 +105,7 @@ class Int4:
 
     @property
     def unit(self) -> int:
-        """What divides the inputs of a part, and NUMBERS_OF_WORD its outputs."""
+        """What divides the inputs of a part."""
         return self.group_size or NUMBERS_OF_WORD
 
     @property

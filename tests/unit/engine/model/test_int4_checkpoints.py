@@ -159,6 +159,17 @@ def test_each_rank_has_its_part(tmp_path: Path, name: str, stays_quantised: bool
     close(torch.cat([part["1.qkv"][192:] for part in parts]), qkv[384:])
 
 
+def test_a_rank_s_part_of_a_head_may_begin_within_a_word(tmp_path: Path) -> None:
+    """Of 328 tokens each of two ranks has 164: 20 words of zeros and a half."""
+    sizes = ALIGNED | {"vocab_size": 328}
+    theirs = write_int4_checkpoint(tmp_path, "gptq, groups of 64, its head", **sizes)
+    parts = []
+    for rank in range(2):
+        model = loaded(tmp_path, placement_of(tmp_path, communicator=rank_of(rank, 2)))
+        parts.append(model.lm_head.weight)
+    assert torch.equal(torch.cat(parts), theirs.state_dict()["lm_head.weight"])
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
