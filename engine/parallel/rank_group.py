@@ -185,7 +185,7 @@ class RankGroup:
     ) -> tuple[int, list[bytes]]:
         """As `order`, but wait for the answers; from any thread but the watch's.
 
-        Raises what a rank was lost by.
+        Raises what a rank was lost by, or EngineFailed once they are let go.
         """
         found: list[bytes] = []
         is_done = threading.Event()
@@ -196,7 +196,8 @@ class RankGroup:
 
         number = self.order(kind, payloads, done, fds)
         while not is_done.wait(_LOOK_S):
-            self.check()
+            if self._is_over.is_set():
+                raise self._error or EngineFailed("the ranks have ended")
         return number, found
 
     def configure(self, payloads: Sequence[bytes]) -> None:

@@ -157,6 +157,25 @@ def test_a_rank_that_ends_is_lost(world: World) -> None:
         world.followers.order_and_wait(MessageKind.EXPORT_POOL, [b"", b""])
 
 
+def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
+    """As a thread that reads an adapter while the engine ends: the process waits for its end."""
+    world = World()
+    told: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            world.followers.order_and_wait(MessageKind.READ_ADAPTER, [b"", b""])
+        except BatonError as error:
+            told.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    for rank in world.ranks:
+        assert rank.receive() is not None
+    world.close()
+    assert told.get(timeout=5).message == "the ranks have ended"
+    assert world.lost.empty()
+
+
 def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
     """What ended the engine is sent already; a second word for it would be another one."""
     world = World()
