@@ -263,14 +263,15 @@ class RankGroup:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             selector.register(self._wake, selectors.EVENT_READ)
+            looked_s = time.monotonic()
             while not self._is_over.is_set():
-                asked_s = time.monotonic()
                 for key, _ in selector.select(self._look_s):
                     if key.data is not None:
                         self._receive(key.data)
-                if time.monotonic() - asked_s > self._look_s + BEAT_S:  # we stood still ourselves
-                    self._heard.clear()
-                self._look()
+                before_s, looked_s = looked_s, time.monotonic()
+                if looked_s - before_s > self._look_s + BEAT_S:  # we stood still ourselves
+                    self._forgive(looked_s)
+                self._look(looked_s)
 
     def _receive(self, rank: int) -> None:
         try:
@@ -309,7 +310,15 @@ class RankGroup:
             del self._orders[message.order]
             order.on_done([order.answers[each] for each in self._channels])
 
-    def _look(self) -> None:
+    def _forgive(self, now_s: float) -> None:
+        """Count the silence of all ranks anew."""
+        self._heard.clear()
+        for looked in self._looked.values():
+            looked.since_s = now_s
+        starting = self._starting
+        starting.update(dict.fromkeys(starting, now_s))
+
+    def _look(self, now_s: float) -> None:
         """Find a rank that has taken nothing for too long, though there is something to take.
 
         Until it serves it takes nothing, but shows signs of life where it does not wait for others.
@@ -317,7 +326,7 @@ class RankGroup:
         those that stand still the first is to blame.
         """
         standing: list[tuple[int, float, int]] = []  # stage, since when, rank
-        now_s, num_sent, starting = time.monotonic(), self._num_sent, self._starting
+        num_sent, starting = self._num_sent, self._starting
         for rank, looked in self._looked.items():
             stage = rank // self._stage_size
             found = self._progress.read(rank)

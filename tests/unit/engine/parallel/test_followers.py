@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
 from baton.engine.model.communicator import Communicator
-from baton.engine.parallel import rank_processes
+from baton.engine.parallel import rank_group, rank_processes
 from baton.engine.parallel.pipeline_runner import ResultSender
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from baton.engine.parallel.rank_group import RankGroup, RankProgress, pack_failure
@@ -30,13 +31,15 @@ HANDLES = [b"", bytes(range(256))]
 class World:
     """RankGroup over two channels; `lost` and `lines` get what is reported of them."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, timeout_s: float = TIMEOUT_S, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
         self.ranks = [RankChannel(theirs) for _, theirs in pairs]
         self.lost: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         ours = [RankChannel(ours) for ours, _ in pairs]
-        self.followers = RankGroup(ours, TIMEOUT_S, START_TIMEOUT_S, self.lost.put, self.lines.put)
+        self.followers = RankGroup(ours, timeout_s, start_timeout_s, self.lost.put, self.lines.put)
 
     def configured(self) -> list[RankMessage]:
         """Start both ranks; what they get."""
@@ -252,6 +255,27 @@ def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
     assert isinstance(found, EngineFailed)
     assert found.message.startswith("rank 2 has not answered")
     progress.close()
+
+
+@pytest.mark.parametrize("is_serving", [True, False])
+def test_the_time_that_rank_0_stands_still_is_nobody_s(
+    monkeypatch: pytest.MonkeyPatch, is_serving: bool
+) -> None:
+    """A host that was frozen goes on where it was: the ranks have had no time to take anything."""
+    world, frozen_s = World(60.0, 60.0), 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + frozen_s)
+    monkeypatch.setattr(rank_group, "time", clock)
+    progress = world.serving() if is_serving else world.connecting()
+    if is_serving:
+        world.followers.send(MessageKind.STEP, b"step")
+    for seconds in (0.0, 1000.0):
+        frozen_s = seconds
+        for line in (b"one", b"two"):  # behind the second it has looked at them
+            world.ranks[0].send(MessageKind.LINE, line)
+            world.lines.get(timeout=5)
+    assert world.lost.empty()
+    progress.close()
+    world.close()
 
 
 def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
