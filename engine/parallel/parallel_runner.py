@@ -55,6 +55,7 @@ class _ParallelStep:
         return self.mine.number
 
     def has_completed(self) -> bool:
+        self.followers.check()  # a device that waits for a lost rank is never done
         try:
             return self.mine.has_completed()
         except EngineFailed as error:

@@ -18,6 +18,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
 from baton.engine.model.communicator import Communicator
 from baton.engine.parallel import rank_group, rank_processes
+from baton.engine.parallel.parallel_runner import ParallelRunner
 from baton.engine.parallel.pipeline_runner import ResultSender
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from baton.engine.parallel.rank_group import RankGroup, RankProgress, pack_failure
@@ -158,6 +159,24 @@ def test_a_rank_that_ends_is_lost(world: World) -> None:
     assert world.lost.get(timeout=5).message == "rank 1 ended"
     with pytest.raises(EngineFailed, match="rank 1 ended"):
         world.followers.order_and_wait(MessageKind.EXPORT_POOL, [b"", b""])
+
+
+def test_a_step_whose_device_waits_for_a_lost_rank_is_not_waited_for(world: World) -> None:
+    """On a GPU a sum that a rank has no part in never ends."""
+
+    class Runner:
+        def launch(self, batch: object) -> Runner:
+            return self
+
+        def has_completed(self) -> bool:
+            return False
+
+    step = ParallelRunner(Runner(), world.followers).launch([])  # type: ignore[arg-type]
+    assert not step.has_completed()
+    world.ranks[0].close()
+    world.lost.get(timeout=5)
+    with pytest.raises(EngineFailed, match="rank 1 ended"):
+        step.has_completed()
 
 
 def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
