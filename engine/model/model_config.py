@@ -209,8 +209,8 @@ def _check_heads(config: ModelConfig, fields: Fields) -> None:
 def _architecture_name(fields: Fields, known: Mapping[str, Architecture]) -> str:
     names = fields.get("architectures", [])
     for name in names if isinstance(names, list) else []:
-        if name in known:
-            return str(name)
+        if isinstance(name, str) and name in known:
+            return name
     raise fields.error(
         f"architecture {names!r} is not supported",
         hint=f"supported are: {', '.join(known)}",

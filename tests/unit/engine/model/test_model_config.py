@@ -81,6 +81,7 @@ def test_old_rope_scaling(tmp_path: Path, type_field: str) -> None:
     [
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
         ({"architectures": None}, "not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "not supported"),
         ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"hidden_act": "gelu"}, "gelu"),
