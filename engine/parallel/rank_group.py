@@ -282,7 +282,7 @@ class RankGroup:
         if message is None:
             self._lose(EngineFailed(f"{self._name(rank)} ended"))
             return
-        if rank in self._starting:
+        if rank in self._starting and message.kind is not MessageKind.TAKEN:
             self._starting[rank] = time.monotonic()
         if message.kind is MessageKind.ANSWER:
             self._starting.pop(rank, None)  # loaded: it waits for the others

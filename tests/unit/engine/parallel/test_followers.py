@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import msgspec
@@ -307,6 +308,20 @@ def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
         two.send(MessageKind.LOADING)
     assert world.lost.empty()
     check_hung(world, rank=2)
+    for message in messages:
+        os.close(message.fds[0])
+
+
+def test_to_say_that_it_lives_is_not_to_come_further(world: World) -> None:
+    """A rank of another host says so from its first moment on, whatever it waits for."""
+    messages, until_s = world.configured(), time.monotonic() + 5 * START_TIMEOUT_S
+    while world.lost.empty() and time.monotonic() < until_s:
+        for rank in world.ranks:
+            with suppress(OSError):  # it was lost meanwhile
+                rank.send(MessageKind.TAKEN, bytes(8))
+        time.sleep(START_TIMEOUT_S / 20)
+    assert not world.lost.empty(), "they may go on for ever"
+    check_hung(world, rank=1)
     for message in messages:
         os.close(message.fds[0])
 
