@@ -54,7 +54,8 @@ _PROGRESS_S = 0.5  # between two reports while loading
 
 def main(build_handlers: BuildHandlers = lambda runner, channel, here: {}) -> int:
     """Run until rank 0 is gone; returns the exit code. `build_handlers` are for further orders."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's, which ends rank 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor's, which ends rank 0
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     here = None
     if len(sys.argv) > 2:

@@ -78,7 +78,8 @@ def main(plan: RolePlan) -> int:
     # A pull's thread wants the interpreter for some microseconds, many times a copy; the loop's
     # thread would keep it for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us in order
+    for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor's, which ends us in order
+        signal.signal(number, signal.SIG_IGN)
     set_up_logging(plan.name.value, as_json=False)  # until the configuration has come
     frames = FrameSocket(socket.socket(fileno=int(sys.argv[1])))
     try:

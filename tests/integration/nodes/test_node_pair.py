@@ -387,7 +387,8 @@ def test_a_node_whose_port_is_taken_says_so_and_takes_another(
 async def test_sigterm_lets_what_runs_finish(
     crowded: tuple[NodeProcess, int], redis_url: str, reference: ModelRunner
 ) -> None:
-    """Of two engines each drains by itself, and then the node ends."""
+    """Of two engines each drains by itself, and then the node ends. All processes of the node get
+    the signal, as systemd and timeout(1) send it."""
     node, _ = crowded
     found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
     ours = [member for member in found if member.name in ("n.0", "n.1")]
@@ -402,7 +403,7 @@ async def test_sigterm_lets_what_runs_finish(
         )
         await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
         await busy.until(lambda: request.key in busy.heard)
-        node.process.send_signal(signal.SIGTERM)
+        os.killpg(node.process.pid, signal.SIGTERM)
         await idle.until(lambda: idle.ended is not None)
         await busy.until(lambda: busy.heartbeat.is_draining)
         await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
