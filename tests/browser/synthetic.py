@@ -84,7 +84,7 @@ class SyntheticGateway:
         self._random = random.Random(7)
         self._num_calls = 0
         self.num_gateways, self.is_shared = 1, True
-        roster = EngineRoster(self.table, lambda: list(self.members.values()), self.clock)
+        roster = EngineRoster(self.table, lambda: list(self.members.values()))
         self.feed = SnapshotFeed(self.window, roster, self._about, targets, self.clock, self._scope)
 
     def _about(self) -> dict[str, Any]:

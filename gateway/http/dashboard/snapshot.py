@@ -72,7 +72,7 @@ class SnapshotFeed:
         self._scope = scope
         self._clock = clock
         self._number = 0
-        self._previous_unix_s, self._now_unix_s = 0.0, clock.unix_ns() / 1e9
+        self._previous_unix_s, self._now_unix_s = 0.0, self._window.now_unix_s
         self._made: dict[tuple[View, bool], bytes] = {}
         self._ticked = asyncio.Event()
 
@@ -85,9 +85,9 @@ class SnapshotFeed:
 
     def tick(self) -> None:
         """What was made is old now; viewers are woken."""
-        self._roster.look()
+        self._previous_unix_s, self._now_unix_s = self._now_unix_s, self._window.now_unix_s
+        self._roster.look(self._now_unix_s)
         self._number += 1
-        self._previous_unix_s, self._now_unix_s = self._now_unix_s, self._clock.unix_ns() / 1e9
         self._made.clear()
         self._ticked.set()
         self._ticked = asyncio.Event()
@@ -238,12 +238,10 @@ class EngineRoster:
 
     _table: EngineTable
     _members: Callable[[], Sequence[Member]]
-    _clock: Clock
     _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
 
-    def look(self) -> None:
+    def look(self, now_unix_s: float) -> None:
         """Take over the state of the directory and the links."""
-        now_unix_s = self._clock.unix_ns() / 1e9
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
             self._seen.setdefault(incarnation, _Seen(member, "", now_unix_s))

@@ -120,6 +120,11 @@ class TelemetryWindow:
         """The monotonic clock in microseconds: whole, so that a reader can give it back exactly."""
         return microseconds(self._clock.monotonic_s())
 
+    @property
+    def now_unix_s(self) -> float:
+        """It keeps step with the window where the time of day is set anew."""
+        return self.to_unix_s(self.now_us())
+
     def to_unix_s(self, monotonic_us: int) -> float:
         return (monotonic_us + self._unix_offset_us) / 1e6
 

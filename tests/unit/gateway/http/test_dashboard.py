@@ -49,7 +49,7 @@ class Cluster:
         self.clock = FakeClock()
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: list[Member] = []
-        self.roster = EngineRoster(self.table, lambda: self.members, self.clock)
+        self.roster = EngineRoster(self.table, lambda: self.members)
         self.feed = SnapshotFeed(
             TelemetryWindow(self.clock),
             self.roster,
@@ -75,7 +75,7 @@ class Cluster:
         self.table.remove(incarnation * 32)
 
     def states(self) -> dict[str, tuple[str, int]]:
-        self.roster.look()
+        self.roster.look(self.clock.unix_ns() / 1e9)
         return {row["name"]: (row["state"], row["restarts"]) for row in self.roster.rows()}
 
     def tick(self) -> None:
@@ -167,7 +167,7 @@ def test_what_an_engine_did_lately_ends_with_its_link(cluster: Cluster, state: s
 def test_an_idle_engine_s_whole_pool_is_free(cluster: Cluster) -> None:
     """Two of its blocks are no request's (Member.num_blocks has them): the page divides by pool."""
     cluster.join("a", "1", load=replace(IDLE, free_blocks=98))
-    cluster.roster.look()
+    cluster.states()
     [row] = cluster.roster.rows()
     assert row["free_blocks"] == row["pool_blocks"] == row["num_blocks"] - 2
     assert "free_blocks / engine.pool_blocks" in static_files()["js/cluster.js"].body.decode()
@@ -178,7 +178,7 @@ def test_an_idle_engine_s_whole_pool_is_free(cluster: Cluster) -> None:
 def test_two_engines_of_one_name_are_two(cluster: Cluster) -> None:
     cluster.join("same", "1")
     cluster.join("same", "2")
-    cluster.roster.look()
+    cluster.states()
     assert [row["incarnation"][0] for row in cluster.roster.rows()] == ["1", "2"]
 
 
@@ -197,6 +197,34 @@ async def test_first_all_then_what_is_new_then_all_for_the_slow(cluster: Cluster
     cluster.tick()
     cluster.tick()
     assert (await anext(updates)).kind == "snapshot"
+    await updates.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("step_s", [7200, -7200])
+async def test_a_time_of_day_that_is_set_anew_holds_nothing_up(
+    cluster: Cluster, step_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.join("a", "1")
+    cluster.tick()
+    cluster.leave("1")
+    for _ in range(9):
+        cluster.tick()
+    unix_ns = cluster.clock.unix_ns
+    monkeypatch.setattr(cluster.clock, "unix_ns", lambda: unix_ns() + step_s * 10**9)
+    updates = cluster.feed.follow(View(TARGETS))
+    before = json.loads((await anext(updates)).data)
+    cluster.tick()
+    cluster.tick()
+    assert (await anext(updates)).kind == "snapshot"
+    cluster.tick()
+    update = await anext(updates)
+    assert update.kind == "update"
+    now = json.loads(update.data)
+    assert now["now_unix_s"] == before["now_unix_s"] + 3
+    assert now["series"]["t_unix_s"][-1] == before["series"]["t_unix_s"][-1] + 3
+    assert len(now["series"]["t_unix_s"]) == 5, "a second that is new, and four once more"
+    [engine] = now["engines"]
+    assert now["now_unix_s"] - engine["since_unix_s"] == 11
     await updates.aclose()  # type: ignore[attr-defined]
 
 
