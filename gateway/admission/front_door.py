@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunningCall:
     """A running call. `chunks` may be iterated once."""
 
@@ -58,6 +58,7 @@ class RunningCall:
     _clock: Clock
     _feed: CallFeed
     _ends: LoopPacing
+    _last: OutputChunk | None = None  # of all samples, once it is given out
 
     @property
     def call_id(self) -> str:
@@ -92,9 +93,17 @@ class RunningCall:
                 raise public_error(error) from error
             if chunk.result is not None:
                 await self._ends.take()
+                if num_open == 1:
+                    self._last = chunk
             yield chunk
             self._delivered(chunk)
             num_open -= chunk.result is not None
+
+    def left(self) -> None:
+        """The client went away: it may have the call's last chunk before its front knows that it is
+        written."""
+        if self._last is not None and self._last.sample_index not in self.record.results:
+            self._delivered(self._last)
 
     def _delivered(self, chunk: OutputChunk) -> None:
         now_s = self._clock.monotonic_s()
@@ -307,10 +316,15 @@ class FrontDoor:
                 sessions = self._make_sessions(request, record, router, queue, deadline_s)
                 record.call_id = sessions[0].call_id
                 self._feed.call_began(record)
+                call = RunningCall(record, request, queue, self._clock, self._feed, self._ends)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
-                    yield RunningCall(record, request, queue, self._clock, self._feed, self._ends)
+                    yield call
+                except asyncio.CancelledError:
+                    if queue.error is None:
+                        call.left()
+                    raise
                 finally:
                     queue.push = None  # which has the call, and the call the queue
                     for session in sessions:

@@ -53,6 +53,8 @@ from baton.gateway.process.server import Gateway, serve
 from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
+from baton.gateway.security.caller import INFER, Caller
+from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
@@ -191,6 +193,37 @@ async def test_prompts_as_ids_and_requests_that_end_on_the_prefill_node(world: W
     assert result.text == expected_text(PROMPT, 1)
     assert (result.decode_node, result.transport) == (None, None)
     await until_cancelled(decode_node_of(world), time.monotonic())
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+async def test_who_leaves_with_all_that_came_has_cancelled_nothing(
+    world: World, num_samples: int
+) -> None:
+    """A client may have the last chunk, and be gone, before its front knows that it is written."""
+    wire = inference_pb2.GenerateRequest(text=PROMPT, n=num_samples)
+    wire.sampling.max_tokens = 3
+    records: list[CallRecord] = []
+    is_written = asyncio.Event()
+
+    async def front() -> None:
+        caller = Caller("", frozenset({INFER}), "grpc")
+        async with world.gateway._door.generate(wire, caller) as call:
+            records.append(call.record)
+            async for chunk in call.chunks():
+                if chunk.result is not None:
+                    is_written.set()
+                    await asyncio.Event().wait()
+
+    task = asyncio.create_task(front())
+    await is_written.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    [record] = records
+    if num_samples == 1:
+        assert record.error is None and record.num_delivered_tokens == 3
+    else:
+        assert isinstance(record.error, Cancelled), "the other sample is still to come"
 
 
 async def test_stop_strings_end_at_the_gateway(world: World) -> None:
