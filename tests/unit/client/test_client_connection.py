@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.client.channel import target_of
+from baton.client.channel import open_channel, target_of
 from baton.core.errors import InvalidRequest
 
 
@@ -38,6 +40,17 @@ def test_an_address_without_a_port_is_told_at_once(address: str) -> None:
         with pytest.raises(InvalidRequest, match="HOST:PORT") as caught:
             kind(address)
         assert caught.value.param == "address"
+
+
+def test_a_gateway_that_was_away_for_long_is_found_soon() -> None:
+    """gRPC's own limit is two minutes between two tries, in which every call fails at once."""
+
+    class Driver:
+        def insecure_channel(self, target: str, options: Any) -> dict[str, int]:
+            return dict(options)
+
+    options = open_channel(Driver(), "h:1", tls=False, ca_file=None)
+    assert options["grpc.max_reconnect_backoff_ms"] <= 2000
 
 
 def test_the_http_side_is_another() -> None:
