@@ -25,13 +25,17 @@ def target_of(address: str) -> str:
 
     Raises InvalidRequest for what has no port, and for an HTTP address.
     """
+    if not isinstance(address, str):
+        raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
     target = address.removeprefix("grpc://")
     scheme, separator, _ = target.partition("://")
     if separator and scheme.lower() in ("http", "https"):
         raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", "address")
     host, _, port = target.rpartition(":")
     is_name = scheme in _SCHEMES if separator else target.startswith("unix:")
-    if not is_name and (separator or not (host and port.isdecimal() and port.isascii())):
+    is_number = port.isdecimal() and port.isascii() and len(port) <= 5
+    # gRPC dials a port beyond 65535 modulo 65536.
+    if not is_name and (separator or not (host and is_number and int(port) < 1 << 16)):
         raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
     return target
 
@@ -51,6 +55,6 @@ def metadata_of(api_key: str | None) -> tuple[tuple[str, str], ...]:
     """Of each call. Raises InvalidRequest for a key that cannot be one."""
     if api_key is None:
         return ()
-    if not (api_key.isascii() and api_key.isprintable()):
+    if not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("an API key is printable ASCII", "api_key")
     return (("authorization", f"Bearer {api_key}"),)

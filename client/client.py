@@ -46,7 +46,7 @@ class Connection:
 
     def _start(self, prompt: str | None, params: GenerateParams) -> tuple[Any, Collector]:
         request, timeout_s = messages.build_request(prompt, params)
-        collector = Collector()
+        collector = Collector(request.n or 1)
         return self._call("Generate", request, timeout_s), collector
 
     def _call(self, method: str, request: Message, timeout_s: float | None) -> Any:
@@ -84,19 +84,25 @@ class Generation(RunningStream, Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """The first sample's whole result; reads what is left first. Raises typed errors."""
-        for _ in self:
-            pass
+        """The first sample's whole result; until it is there, reads what is left first. Raises
+        typed errors."""
+        if self._collector.result is None:
+            self._read_rest()
         if self._collector.result is None:
             raise BatonError("the stream ended without a result")
         return self._collector.result
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """All samples' results; reads what is left of the stream first. Raises typed errors."""
+        """All samples' results; until they are there, reads what is left first. Raises typed
+        errors."""
+        if not self._collector.is_whole:
+            self._read_rest()
+        return self._collector.results
+
+    def _read_rest(self) -> None:
         for _ in self:
             pass
-        return self._collector.results
 
     def __next__(self) -> Chunk:
         try:

@@ -225,10 +225,16 @@ class _Sample:
 class Collector:
     """Adds up one stream of one or several samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_samples: int = 1) -> None:
         self.id = ""
+        self._num_samples = num_samples
         self._sent_s = time.monotonic()
         self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all samples are finished."""
+        return len(self.results) == self._num_samples
 
     @property
     def results(self) -> tuple[Result, ...]:

@@ -57,7 +57,9 @@ def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
 
 
 def abort_call(ids: Sequence[str]) -> Call[int]:
-    return "Abort", inference_pb2.AbortRequest(ids=ids), lambda answer: int(answer.num_aborted)
+    request = inference_pb2.AbortRequest()
+    set_field(request, "ids", ids)
+    return "Abort", request, lambda answer: int(answer.num_aborted)
 
 
 def model_info_call() -> Call[ModelInfo]:

@@ -33,6 +33,9 @@ def test_an_address_as_baton_prints_it() -> None:
         "ftp://h:1",
         "grpcs://h:1",
         "h:\u0663",
+        "h:65536",
+        "grpc://h:" + "9" * 5000,
+        "h:1 ",
     ],
 )
 def test_an_address_without_a_port_is_told_at_once(address: str) -> None:
@@ -40,6 +43,17 @@ def test_an_address_without_a_port_is_told_at_once(address: str) -> None:
         with pytest.raises(InvalidRequest, match="HOST:PORT") as caught:
             kind(address)
         assert caught.value.param == "address"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [({"address": None}, "address"), ({"address": 50051}, "address"), ({"api_key": 5}, "api_key")],
+)
+def test_what_is_no_text_is_told_at_once(given: Any, param: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidRequest) as caught:
+            kind(**{"address": "127.0.0.1:50051", **given})
+        assert caught.value.param == param
 
 
 def test_a_gateway_that_was_away_for_long_is_found_soon() -> None:

@@ -14,9 +14,10 @@ import pytest
 from baton.client import AsyncClient, Client, FinishReason
 from baton.client.client import Generation
 from baton.client.messages import Collector, GenerateParams, build_request
-from baton.client.unary_calls import translate
+from baton.client.unary_calls import abort_call, detokenize_call, tokenize_call, translate
 from baton.core.errors import (
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
@@ -262,9 +263,51 @@ def test_failures_become_typed_errors(
     assert (type(translated), translated.message, translated.param) == (error, message, param)
 
 
+@pytest.mark.parametrize(
+    ("call", "given", "param"),
+    [
+        (tokenize_call, None, "text"),
+        (detokenize_call, [-1], "ids"),
+        (detokenize_call, 1, "ids"),
+        (abort_call, (["a", "b"],), "ids"),
+        (abort_call, (1,), "ids"),
+    ],
+)
+def test_what_other_calls_cannot_say(call: Any, given: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        call(given)
+    assert caught.value.param == param
+
+
 def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
     with pytest.raises(BatonError, match="without a result"):
         _ = Generation(iter(()), Collector()).result
+
+
+class Left(Failure, grpc.RpcError):
+    """A call of two samples that its client has cancelled: it is its own error, as gRPC's are."""
+
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.CANCELLED)
+        self._indices = iter(range(2))
+
+    def __next__(self) -> inference_pb2.GenerateChunk:
+        for index in self._indices:
+            chunk = inference_pb2.GenerateChunk(id="g", text="a", sample_index=index)
+            chunk.finish_reason = common_pb2.FINISH_REASON_STOP
+            return chunk
+        raise self
+
+
+def test_what_came_whole_outlives_the_call() -> None:
+    generation = Generation(Left(), Collector(num_samples=2))
+    next(generation)
+    next(generation)
+    assert generation.result.text == "a"
+    assert len(generation.results) == 2
+    generation = Generation(Left(), Collector(num_samples=3))
+    with pytest.raises(Cancelled):
+        _ = generation.results
 
 
 def test_both_clients_can_do_the_same() -> None:
