@@ -215,6 +215,8 @@ class StartupFailed(BatonError, code="startup_failed"):
     def __init__(self, message: str, *, param: str | None = None, hint: str = "") -> None:
         super().__init__(message, param=param)
         self.hint = hint
+        if hint:
+            self.add_note(f"try: {hint}")  # for who sees a traceback
 
 
 def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:

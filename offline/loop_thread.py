@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ..core.errors import BatonError
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,13 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises; if the caller is interrupted meanwhile, it is cancelled."""
+        """What it returns or raises; if the caller is interrupted meanwhile, it is cancelled.
+
+        Raises BatonError in a process that was forked off: threads stay behind.
+        """
+        if not self._thread.is_alive():
+            work.close()
+            raise BatonError("a fork cannot use its parent's LLM: make one in this process")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -61,7 +69,10 @@ class LoopThread:
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Cancel what runs, call `last` once it has ended, and wait for the thread's end; in the
-        thread itself, where the garbage collector may call this, nobody waits."""
+        thread itself, where the garbage collector may call this, nobody waits. A process that was
+        forked off has nothing to end."""
+        if not self._thread.is_alive():
+            return
         if threading.current_thread() is self._thread:
             ending = self._loop.create_task(_end_others(last))
             ending.add_done_callback(lambda _: self._loop.stop())

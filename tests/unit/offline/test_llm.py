@@ -8,6 +8,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -386,6 +388,42 @@ def test_a_closed_one_says_so_to_a_chat() -> None:
     llm.close()
     with pytest.raises(BatonError, match="closed"):
         llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+
+
+def test_what_to_do_about_a_failed_start_is_in_its_traceback() -> None:
+    with pytest.raises(StartupFailed) as caught:
+        LLM("nowhere")
+    assert caught.value.__notes__ == [f"try: {caught.value.hint}"]
+
+
+_FORKED = """
+import os, signal, sys
+from baton.core.errors import BatonError
+from baton.offline.loop_thread import LoopThread
+
+async def work():
+    return 5
+
+thread = LoopThread("own")
+if (pid := os.fork()) == 0:
+    signal.alarm(10)  # else whoever hangs stays behind
+    try:
+        thread.run(work())
+    except BatonError as error:
+        assert "fork" in str(error)
+    else:
+        sys.exit("ran")
+    thread.close(lambda: os._exit(3))
+    sys.exit()
+assert os.waitpid(pid, 0)[1] == 0
+assert thread.run(work()) == 5
+thread.close()
+"""
+
+
+def test_a_process_that_is_forked_off_is_told_and_can_end() -> None:
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKED], timeout=60, check=False)
+    assert ran.returncode == 0
 
 
 def test_one_that_its_own_thread_collects_leaves_nothing_open() -> None:
