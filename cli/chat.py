@@ -30,6 +30,7 @@ from ..core.errors import (
     BatonError,
     Cancelled,
     ContextLengthExceeded,
+    InvalidRequest,
     PermissionDenied,
     StartupFailed,
     Unauthenticated,
@@ -307,7 +308,13 @@ def _talk(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)
 
-    with Client(address, api_key=api_key, ca_file=ca_file) as client:
+    try:
+        client = Client(address, api_key=api_key, ca_file=ca_file)
+    except InvalidRequest as error:
+        raise StartupFailed(error.message) from error
+    except OSError as error:
+        raise StartupFailed(f"--ca-file {ca_file}: {error.strerror}") from error
+    with client:
         try:
             info = client.model_info()
         except (Unauthenticated, PermissionDenied) as error:

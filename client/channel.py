@@ -42,11 +42,13 @@ def target_of(address: str) -> str:
 
 def open_channel(driver: Any, address: str, *, tls: bool, ca_file: str | Path | None) -> Any:
     """A channel of `driver`, which is grpc or grpc.aio; arguments: see Client. Raises as
-    `target_of`."""
+    `target_of`, for a `ca_file` that has no certificate, and OSError."""
     target = target_of(address)
     if not tls and ca_file is None:
         return driver.insecure_channel(target, _CHANNEL_OPTIONS)
     roots = None if ca_file is None else Path(ca_file).read_bytes()
+    if roots is not None and b"-----BEGIN " not in roots:
+        raise InvalidRequest(f"{ca_file} has no certificate in PEM", "ca_file")
     credentials = grpc.ssl_channel_credentials(roots)  # type: ignore[no-untyped-call]
     return driver.secure_channel(target, credentials, _CHANNEL_OPTIONS)
 

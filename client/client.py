@@ -38,7 +38,7 @@ class Connection:
         ca_file: str | Path | None = None,
         timeout_s: float | None = 60.0,
     ) -> None:
-        """Raises InvalidRequest for an address, a key or a timeout that cannot be one."""
+        """Raises InvalidRequest for an address, a key, a CA or a timeout that cannot be one."""
         self._timeout_s = messages.timeout_of(timeout_s)
         self._metadata = metadata_of(api_key)
         self._channel = open_channel(self._grpc, address, tls=tls, ca_file=ca_file)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,8 @@ from ...core.membership import Role
 SERVER = "server"
 ROLES = (GATEWAY, *(role.value for role in Role))
 _TIMEOUT_S = 30.0
+_MAX_DAYS = 36500
+_NAME = re.compile(r"[\w.*-]+", re.ASCII)
 
 _CONFIG = """\
 [req]
@@ -53,6 +56,10 @@ def run(folder: Path, hosts: Sequence[str], days: int) -> int:
 
 def make_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 90) -> None:
     """Fill an empty or new folder; raises StartupFailed."""
+    if not 1 <= days <= _MAX_DAYS:
+        raise StartupFailed(f"--days is 1 to {_MAX_DAYS}, not {days}")
+    for name in hosts:
+        _alt_name(name)  # before anything is there
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -129,8 +136,11 @@ def _openssl(arguments: Sequence[str]) -> None:
 
 
 def _alt_name(name: str) -> str:
-    """As a certificate writes it: an address or a DNS name."""
+    """As a certificate writes it: an address or a DNS name; raises StartupFailed."""
     try:
         return f"IP:{ipaddress.ip_address(name)}"
     except ValueError:
-        return f"DNS:{name}"
+        if _NAME.fullmatch(name):
+            return f"DNS:{name}"
+    hint = "names behind commas, without ports"
+    raise StartupFailed(f"--hosts: {name!r} is no name or address", hint=hint)

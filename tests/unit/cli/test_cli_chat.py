@@ -280,6 +280,24 @@ def test_a_chat_that_is_to_end_ends() -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "ca", "words"),
+    [
+        ("nowhere", None, "'nowhere' is not HOST:PORT"),
+        ("http://a:1", None, "gRPC port"),
+        ("a:1", "missing", "--ca-file .*missing: No such file"),
+        ("a:1", "junk", "junk has no certificate in PEM"),
+    ],
+)
+def test_where_no_gateway_can_be_is_no_traceback(
+    address: str, ca: str | None, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "junk").write_text("no certificate")
+    ca_file = None if ca is None else str(tmp_path / ca)
+    with pytest.raises(StartupFailed, match=words):
+        chat.run(address, ca_file, UpConfig(), EngineConfig(), {}, is_completion=True)
+
+
+@pytest.mark.parametrize(
     ("error", "what", "hint"),
     [
         (Unauthenticated("the API key is wrong"), "the gateway at a:1 refuses", "BATON_API_KEY"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,15 @@ def test_what_is_no_text_is_told_at_once(given: Any, param: str) -> None:
         with pytest.raises(InvalidRequest) as caught:
             kind(**{"address": "127.0.0.1:50051", **given})
         assert caught.value.param == param
+
+
+def test_a_ca_is_pem(tmp_path: Path) -> None:
+    """gRPC would say at each call that the gateway is unavailable."""
+    (tmp_path / "ca.crt").write_bytes(b"\x30\x82")
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidRequest, match="PEM") as caught:
+            kind("127.0.0.1:1", ca_file=tmp_path / "ca.crt")
+        assert caught.value.param == "ca_file"
 
 
 def test_a_gateway_that_was_away_for_long_is_found_soon() -> None:

@@ -8,6 +8,7 @@ import shutil
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -69,6 +70,25 @@ def handshake(server: ssl.SSLContext, ca: Path, name: str = "localhost") -> byte
     seen = client.getpeercert(binary_form=True)
     assert seen is not None
     return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"days": 0}, "--days"),
+        ({"days": 10_000_000}, "--days"),
+        ({"hosts": ("",)}, "--hosts"),
+        ({"hosts": ("gpu-1 gpu-2",)}, "--hosts"),
+        ({"hosts": ("gpu-1:8000",)}, "--hosts"),
+        ({"hosts": ("10.0.0.9:8000",)}, "--hosts"),
+    ],
+)
+def test_what_no_certificate_can_say_is_named_before_any_is_made(
+    options: Any, flag: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupFailed, match=flag):
+        make_certificates(tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_server_certificate_is_for_the_names_that_were_asked_for(certs: Path) -> None:
