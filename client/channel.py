@@ -12,6 +12,7 @@ from ..core.errors import InvalidRequest
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own: gateways may share a port
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.keepalive_time_ms", 15000),
     ("grpc.http2.ping_timeout_ms", 5000),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.client import AsyncClient, Client
 from baton.client.channel import open_channel, target_of
 from baton.core.errors import InvalidRequest
+from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,31 @@ def test_what_is_no_text_is_told_at_once(given: Any, param: str) -> None:
         with pytest.raises(InvalidRequest) as caught:
             kind(**{"address": "127.0.0.1:50051", **given})
         assert caught.value.param == param
+
+
+class Peers(inference_pb2_grpc.InferenceServicer):
+    """Answers, and notes whom."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        self.seen.append(context.peer())
+        return inference_pb2.TokenizeResponse()
+
+
+async def test_each_client_has_a_connection_of_its_own() -> None:
+    """Which of the gateways that share a port has it, the kernel chooses by connections."""
+    server, peers = grpc.aio.server(), Peers()
+    inference_pb2_grpc.add_InferenceServicer_to_server(peers, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with AsyncClient(address) as first, AsyncClient(address) as second:
+        for client in (first, second, first):
+            await client.tokenize("x")
+    await server.stop(None)
+    a, b, again = peers.seen
+    assert a == again != b
 
 
 def test_a_ca_is_pem(tmp_path: Path) -> None:
