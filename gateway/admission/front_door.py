@@ -231,9 +231,9 @@ class FrontDoor:
         caller.check_scope(INFER)
         return self._sessions.abort(names, caller.tenant)
 
-    def turned_away(self, front: str, error: BatonError) -> None:
-        """Count a call that no known caller made."""
-        self._feed.call_refused(Caller("", frozenset(), front), error)
+    def turned_away(self, caller: Caller, error: BatonError) -> None:
+        """Count a call that a front refused before it came here."""
+        self._feed.call_refused(caller, error)
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:

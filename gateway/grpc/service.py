@@ -22,7 +22,7 @@ from ...proto import codec
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.front_door import FrontDoor
 from ..request.output_chunk import OutputChunk, RequestResult
-from ..security.caller import Caller
+from ..security.caller import Caller, anyone
 from ..security.gate import Gate
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def caller_of(context: Context, gate: Gate, door: FrontDoor) -> Caller:
         shown = [v for k, v in metadata if k == "authorization"]
         return gate.caller(shown, "grpc", context.peer())
     except Unauthenticated as error:
-        door.turned_away("grpc", error)
+        door.turned_away(anyone("grpc"), error)
         raise
 
 

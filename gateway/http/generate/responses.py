@@ -37,7 +37,7 @@ from ..protocol.answers import (
     answer,
     json_text,
 )
-from ..protocol.app_state import APP_STATE, caller_of
+from ..protocol.app_state import APP_STATE, AT_DOOR, caller_of
 from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
 from ..protocol.event_stream import EventStream, TextEvent
 
@@ -193,6 +193,7 @@ class Response(ABC):
 
     @asynccontextmanager
     async def _generate(self, prompt_index: int) -> AsyncIterator[RunningCall]:
+        self._request[AT_DOOR] = True
         with renaming(self.names_of(prompt_index)):
             async with self.app[APP_STATE].door.generate(
                 self.prompts[prompt_index],

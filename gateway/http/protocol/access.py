@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ....core.config import GatewayConfig
-from ....core.errors import PermissionDenied, Unauthenticated
+from ....core.errors import BatonError, PermissionDenied, Unauthenticated
 from ...security.browser_sessions import COOKIE, BrowserSessions
 from ...security.caller import ADMIN, INFER, METRICS, Caller, anyone
 from ...security.gate import Gate
-from .app_state import APP_STATE, CALLER
+from .app_state import APP_STATE, AT_DOOR, CALLER
 from .connections import check_head
 from .errors import Handler, Refusal
 
@@ -43,6 +43,7 @@ _SCOPE_OF = {  # by the path's first part; a route that is not listed here is an
     "start_profile": ADMIN,
     "stop_profile": ADMIN,
 }
+_CALLS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 _ADMIN_PATHS = frozenset({"v1/load_lora_adapter", "v1/unload_lora_adapter"})
 
 
@@ -116,9 +117,14 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
         if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
             return web.Response(status=303, headers={"Location": LOGIN_PATH})
         if _scope(request) == INFER:  # others are no calls: a scrape, a page, a probe
-            request.app[APP_STATE].door.turned_away("http", error)
+            request.app[APP_STATE].door.turned_away(anyone("http"), error)
         raise
-    return await handler(request)
+    try:
+        return await handler(request)
+    except BatonError as error:
+        if request.path in _CALLS and AT_DOOR not in request:
+            request.app[APP_STATE].door.turned_away(request[CALLER], error)
+        raise
 
 
 def _scope(request: web.Request) -> str | None:

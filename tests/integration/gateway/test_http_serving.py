@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -121,6 +122,24 @@ def events_of(text: str) -> list[Any]:
     lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+async def test_what_is_refused_is_counted_once_wherever_it_is_found_out(world: World) -> None:
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+    for path in paths:
+        assert (await world.post(path, {"model": 5}))[0] == 400
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1, "logit_bias": {"100000": 1}}
+    assert (await world.post("/v1/completions", body))[0] == 400
+    assert (await world.post("/v1/completions", {**body, "model": "other"}))[0] == 404
+    assert (await world.post("/tokenize", {"prompt": 5}))[0] == 400, "which is no call"
+    async with world.http.get("/metrics") as answer:
+        lines = [line for line in (await answer.text()).splitlines() if "rejections_total{" in line]
+    counted = dict(re.findall(r'reason="(\w+)"} (\d+)', "\n".join(lines)))
+    assert {reason: int(number) for reason, number in counted.items() if number != "0"} == {
+        "invalid_value": len(paths),
+        "invalid_token_id": 1,
+        "model_not_found": 1,
+    }
 
 
 async def test_a_whole_completion(world: World) -> None:

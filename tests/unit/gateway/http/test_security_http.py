@@ -20,7 +20,7 @@ from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check
 from baton.gateway.http.protocol.app_state import APP_STATE, caller_of
 from baton.gateway.http.protocol.errors import Refusal, answering
 from baton.gateway.security.browser_sessions import COOKIE, BrowserSessions
-from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES
+from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES, Caller
 from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import KeyRing, add_key, digest_of
 
@@ -48,8 +48,8 @@ class Door:
         self.turned: list[str] = []
         self.door = self  # Parts.door
 
-    def turned_away(self, front: str, error: BatonError) -> None:
-        self.turned.append(f"{front} {error.code}")
+    def turned_away(self, caller: Caller, error: BatonError) -> None:
+        self.turned.append(f"{caller.front} {error.code}")
 
 
 async def ask(
