@@ -203,6 +203,30 @@ def test_no_traffic_and_an_engine_that_goes(
     assert page.locator(".card").count() == 5
 
 
+def test_many_engines_leave_room_for_the_rest_of_the_page(
+    serve: Callable[..., PageServer], open_page: Callable[..., Any]
+) -> None:
+    gateway = SyntheticGateway()
+    sources = [gateway.add_engine(f"prefill-{i}", Role.PREFILL) for i in range(12)]
+    links = frozenset(member.incarnation for member in sources)
+    for i in range(24):
+        gateway.add_engine(f"decode-{i}", Role.DECODE, links)
+    gateway.live_through(30, 5)
+    page = open_page(serve(gateway, 5).url)
+    page.wait_for_selector(".card.decode")
+    panel = page.locator(".cluster-panel").bounding_box()
+    assert panel["height"] < 1000
+    for kind in ("gateway", "prefill", "decode"):
+        card = page.locator(f".card.{kind}").first.bounding_box()
+        assert card["y"] + card["height"] < panel["y"] + panel["height"], f"{kind} is not seen"
+    links_of_one = page.locator(".card.decode .links").first.locator("li")
+    assert links_of_one.count() == 7
+    assert links_of_one.last.inner_text() == "and 6 more"
+    assert page.locator(".edge.kv").count() == 12 * 24
+    page.locator(".card.decode").last.scroll_into_view_if_needed()
+    assert page.evaluate("document.querySelector('.cluster-panel').scrollTop") > 0
+
+
 def test_hostile_names_are_text(
     serve: Callable[..., PageServer], open_page: Callable[..., Any]
 ) -> None:

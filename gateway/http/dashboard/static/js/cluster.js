@@ -13,6 +13,10 @@ const STATES = {
   gone: ["Gone", "gone"],
 };
 
+const MANY_CARDS = 6; // of a column
+const MOST_LINKS = 6; // of a card
+const MORE = ""; // no engine's name
+
 const ROLES = { prefill: "Prefill", decode: "Decode" };
 
 /** "cuda:0,1" as people say it. */
@@ -92,14 +96,21 @@ function updateEngine(card, engine, state) {
   if (engine.role === "decode") updateLinks(parts.links, engine, state);
 }
 
-/** What the arrows show, as text. */
+/** What the arrows show, as text: those that passed most, and how many there are beside. */
 function updateLinks(list, engine, state) {
   const sources = new Map(state.engines.map((e) => [e.incarnation, e.name]));
   const linked = engine.links.map((incarnation) => sources.get(incarnation)).filter(Boolean);
   const passed = new Map(state.transfers.filter((t) => t.puller === engine.name).map((t) => [t.source, t]));
-  keyed(list, [...new Set([...linked, ...passed.keys()])].sort(), (name) => name,
+  const bytesOf = (name) => passed.get(name)?.bytes ?? 0;
+  const names = [...new Set([...linked, ...passed.keys()])].sort().sort((a, b) => bytesOf(b) - bytesOf(a));
+  const rest = names.length - MOST_LINKS;
+  keyed(list, rest > 0 ? [...names.slice(0, MOST_LINKS), MORE] : names, (name) => name,
     () => element("li", {}, element("span"), element("span", { class: "link-rate" })),
     (item, name) => {
+      if (name === MORE) {
+        setText(item.children[0], `and ${count(rest)} more`);
+        return;
+      }
       const edge = passed.get(name);
       setText(item.children[0], `from ${name}`);
       setText(item.children[1], edge
@@ -154,6 +165,8 @@ export class Cluster {
       keyed(this.cards[role], engines, (e) => e.incarnation,
         () => makeCard(role, FACTS[role]), (card, engine) => updateEngine(card, engine, state));
     }
+    const longest = Math.max(...[this.gateways, ...Object.values(this.cards)].map((cards) => cards.children.length));
+    setAttribute(this.place, "data-many", longest > MANY_CARDS);
     drawEdges(this.edges, this.place, state);
   }
 }
