@@ -9,9 +9,10 @@ const uPlot = globalThis.uPlot;
 export class StackChart {
   /**
    * `parts`: [{name, column, token}], the lowest first; `format`: a value's text; `legend`: from
-   * the state, the parts' values of the whole window; `headline`: from the state, what to say first.
+   * the state, the parts' values of the whole window; `headline`: from the state, what to say first;
+   * `least`: what the value axis spans where values are smaller.
    */
-  constructor(figure, { title, note, parts, format, legend, headline = null }) {
+  constructor(figure, { title, note, parts, format, legend, headline = null, least = 0 }) {
     this.parts = parts;
     this.format = format;
     this.ofWindow = legend;
@@ -25,7 +26,7 @@ export class StackChart {
         const { token } = parts[parts.length - 1 - i];
         return { stroke: () => colour(token), fill: () => colour(token), width: 0, paths: bars, points: { show: false } };
       }),
-      scale: { range: (u) => [0, niceCeiling(Math.max(0, ...u.data[1]))] },
+      scale: { range: (u) => [0, niceCeiling(Math.max(least, ...u.data[1]))] },
       axisFormat: format,
     });
     this.chart.onHover = () => this.#showValues();
