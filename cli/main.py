@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from ..core import flags
 from ..core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.engine_config import EngineConfig
+from ..core.version import version
 from .launch import reporting, run_reporting
 
 _Commands = Any  # argparse has no public name for what add_subparsers returns
@@ -26,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton", description="Serve large language models, prefill and decode apart."
     )
+    parser.add_argument("--version", action="version", version=f"baton {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
         *(_add_up, _add_demo, _add_generate, _add_run_batch, _add_bench, _add_chat),

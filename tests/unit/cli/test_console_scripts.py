@@ -13,6 +13,8 @@ from typing import NoReturn
 import pytest
 
 from baton import __main__ as scripts
+from baton.cli.main import build_parser
+from baton.core.version import version
 
 SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
     "project"
@@ -85,6 +87,13 @@ def prints():
 sys.modules["baton.played"] = types.SimpleNamespace(prints=prints)
 sys.exit(scripts._call(".played", "prints"))
 """
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"baton {version()}\n"
 
 
 @pytest.mark.parametrize("flush", [True, False])
