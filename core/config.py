@@ -164,7 +164,7 @@ class GatewayConfig:
         "refuse what would wait longer than this for its prefill; default: only what would wait "
         "past its deadline",
     )
-    max_request_s: float = flag(600.0, "deadline of requests that come without one")
+    max_request_s: float = flag(600.0, "longest deadline, and that of requests without one")
     shutdown_timeout_s: float = flag(
         5.0,
         "how long requests in flight may take to end at SIGTERM or Ctrl-C; a second one ends them",
@@ -222,6 +222,9 @@ class GatewayConfig:
             raise StartupFailed("--response-store-mib and --response-store-s must not be negative")
         if self.num_gateways < 1:
             raise StartupFailed("--num-gateways must be at least 1")
+        for name in ("max_request_s", "heartbeat_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"--{name.replace('_', '-')} must be more than 0")
         if self.log_prompts and not self.log_json:
             raise StartupFailed("--log-prompts goes with --log-json")
         if not 0 <= self.otlp_traces_ratio <= 1:

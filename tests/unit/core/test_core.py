@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.cli.launch import gateway_parser, node_parser
 from baton.cli.main import build_parser
 from baton.core import errors, flags
-from baton.core.config import ClusterConfig, NodeConfig
+from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
 from baton.core.metrics import Slo, TokenTimes, goodput_rps, percentile
@@ -212,6 +212,14 @@ WRONG_OF_RANKS = [
 def test_what_no_rank_can_run_with_is_refused_by_its_flag(name: str, value: float) -> None:
     with pytest.raises(errors.StartupFailed, match=f"--{name.replace('_', '-')} must be"):
         EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_request_s", "heartbeat_timeout_s"])
+def test_no_time_at_all_is_not_endless(name: str) -> None:
+    """Every request would fail, or every node be lost, at once."""
+    for value in (0.0, -1.0):
+        with pytest.raises(errors.StartupFailed, match=f"--{name.replace('_', '-')} must be"):
+            GatewayConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_disk_without_a_name_is_refused() -> None:
