@@ -326,9 +326,9 @@ def fall_silent(world: World, window: RemoteWindow, lost: set[str], offset: int 
 
 
 def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) -> None:
+    world.proxy.at_once_bytes = BLOCK_BYTES // 4  # of connections that are made from here on
     with world.window() as window:
         world.proxy.delay_s = 0.06
-        world.proxy.at_once_bytes = BLOCK_BYTES // 4
         outcome, took_s = pull(window, world.pairs())
         assert outcome is PullOutcome.OK
         assert took_s > 1.2
@@ -336,9 +336,9 @@ def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) ->
 
 def test_a_cancelled_pull_does_not_wait_for_a_slow_source(world: World) -> None:
     """Its blocks are nobody's until it ends; what was queued behind it goes on."""
+    world.proxy.at_once_bytes = BLOCK_BYTES // 16  # of connections that are made from here on
     with world.window() as window:
         world.proxy.delay_s = 0.15
-        world.proxy.at_once_bytes = BLOCK_BYTES // 16
         outcomes: queue.Queue[PullOutcome] = queue.Queue()
         slow = window.start_pull(world.pairs(), outcomes.put)
         window.start_pull(world.pairs(), outcomes.put)
