@@ -13,7 +13,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable, public_error
+from ...core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Unavailable,
+    public_error,
+)
 from ...core.ports import Clock, Entropy
 from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
@@ -45,6 +52,7 @@ from .queue_limit import QueueLimit
 
 log = logging.getLogger(__name__)
 
+_NOT_READ = "the client has not read all by the request's deadline"
 _LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
 
 
@@ -310,8 +318,10 @@ class FrontDoor:
         """The sessions of a valid call, and its record from beginning to end."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(None) as patience:
-                # The write of a stuck reader never ends: after a failure it is left behind.
+            allowed_s = deadline_s - self._clock.monotonic_s() + _LAST_WRITE_S
+            async with asyncio.timeout(allowed_s) as patience:
+                # The write of a stuck reader never ends: after a failure it is left behind, and
+                # behind the deadline, which sessions that are over do not see pass.
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
                 sessions = self._make_sessions(request, record, router, queue, deadline_s)
                 record.call_id = sessions[0].call_id
@@ -333,7 +343,7 @@ class FrontDoor:
                     record.num_computed_tokens = sum(one.num_outputs for one in sessions)
                     self._end(record, queue.error, sessions[0])
         except TimeoutError:
-            raise public_error(queue.error or Cancelled("the stream was ended")) from None
+            raise public_error(queue.error or DeadlineExceeded(_NOT_READ)) from None
 
     def _end(self, record: CallRecord, error: BatonError | None, first: Session) -> None:
         if len(record.results) < record.num_samples:

@@ -523,6 +523,27 @@ async def test_a_reader_that_is_too_slow_is_cut_off(world: World) -> None:
     await until(lambda: len(world.gateway._sessions) == 0)
 
 
+async def test_a_reader_that_stops_keeps_its_place_until_its_deadline(world: World) -> None:
+    """Also where all of its tokens are there, so few that it is not too slow."""
+    world.decode.num_blocks, sessions = 10_000, world.gateway._sessions
+    world.gateway._door._max_request_s = 1.0
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.connect(("127.0.0.1", world.gateway.http_port))
+        body = json.dumps(
+            PLAIN | {"prompt": [PROMPT] * 6, "max_tokens": 250, "stream": True, "logprobs": 20}
+        ).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            "Content-Type: application/json\r\n\r\n"
+        )
+        plain.sendall(head.encode() + body)
+        await until(lambda: sessions._num_admitted == 6)
+        await until(lambda: len(sessions) == 0)
+        assert sessions._num_admitted and not world.decode.cancelled
+        await asyncio.wait_for(sessions.wait_idle(), 10)
+
+
 async def test_abort_over_grpc_ends_a_stream_over_http(world: World) -> None:
     world.decode.token_s = 0.02
     body = PLAIN | {"max_tokens": 200, "stream": True}
