@@ -1,6 +1,7 @@
 """What connections of the HTTP front may cost, and how bytes that are no HTTP are answered.
 
     accepted ── HEAD_S to send what it wants, else closed ── requests, IDLE_S apart at most
+    nothing of what waits for it taken for UNREAD_S: closed, by the kernel
     one of more than there may be: 503 and closed, whatever it wanted
     FIN while it waits for an answer: HalfClosed          FIN otherwise: closed
 Knows no route: what stands in a request is judged behind this.
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 HEAD_S = 10.0  # from the connection to the end of its first request's head
 IDLE_S = 75.0  # from an answer to the end of the next head: longer than proxies keep connections
+UNREAD_S = 60.0  # in which a client takes something of what waits for it
 MAX_CONNECTIONS = 8192
 MAX_HEAD_BYTES = 64 << 10  # of all headers
 MAX_HEADER_BYTES = 8190  # of one
@@ -127,8 +129,9 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        descriptor = transport.get_extra_info("socket").fileno()
-        self._is_taken = self._connections.take(descriptor)
+        plain = transport.get_extra_info("socket")
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
+        self._is_taken = self._connections.take(plain.fileno())
         loop = asyncio.get_running_loop()
         if self._is_taken:
             self._head_timer = loop.call_later(HEAD_S, self._close_silent)

@@ -52,6 +52,7 @@ def _shorten(config: dict[str, Any]) -> None:
     """Take what is no field of GatewayConfig out, and into effect."""
     connections.HEAD_S = config.pop("head_s", connections.HEAD_S)
     connections.IDLE_S = config.pop("idle_s", connections.IDLE_S)
+    connections.UNREAD_S = config.pop("unread_s", connections.UNREAD_S)
     body.MAX_BODY_S = config.pop("body_s", body.MAX_BODY_S)
     if max_files := config.pop("max_files", None):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
