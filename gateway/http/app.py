@@ -99,7 +99,9 @@ class HttpServer:
         """Raises StartupFailed where the port is taken or the host is not ours."""
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
-        connections = Connections(self._runner.server, _CONNECTION_OPTIONS, self._on_refused)
+        connections = Connections(
+            self._runner.server, _CONNECTION_OPTIONS, self._on_refused, self._tls
+        )
         try:
             self.port = await self._listen(connections, self.port, "--http-port", self._shares_port)
             if self.own_port is not None:
@@ -118,7 +120,6 @@ class HttpServer:
                 connections,
                 self._host,
                 port,
-                ssl=self._tls,
                 backlog=_BACKLOG,
                 reuse_port=is_shared or None,
             )

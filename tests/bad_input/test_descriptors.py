@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import socket
+import ssl
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import grpc
 import pytest
-from bad_input.cases.fronts import GOOD, Answer, Target, read_answer, running
+from bad_input.cases.fronts import GOOD, Answer, Target, read_answer, read_to_end, running
+
+from baton.cli.host.certs import make_certificates
 
 _MAX_FILES = 192
 _GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -22,6 +26,16 @@ _GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def poor(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Target]:
     config = {"model": str(model_dir), "max_files": _MAX_FILES, "head_s": 60.0}
     with running(tmp_path_factory.mktemp("poor"), config) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def poor_over_tls(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Target]:
+    folder = tmp_path_factory.mktemp("poor_over_tls")
+    make_certificates(folder)
+    config = {"model": str(model_dir), "max_files": _MAX_FILES}
+    config |= {"tls_cert": str(folder / "server.crt"), "tls_key": str(folder / "server.key")}
+    with running(folder, config) as started:
         yield started
 
 
@@ -64,6 +78,28 @@ def test_too_many_connections_of_http_are_answered(poor: Target) -> None:
     found = re.search(r"baton_http_connections_refused_total\{.*\} (\d+)", metrics)
     assert found is not None and int(found[1]) >= 31
     poor.check_serves()
+
+
+def test_connections_that_never_shake_hands_are_counted(poor_over_tls: Target) -> None:
+    """Those that are too many are closed, at once: nothing can be said within TLS yet."""
+    with ExitStack() as stack:
+        silent = [stack.enter_context(poor_over_tls.connect()) for _ in range(_MAX_FILES)]
+        assert read_to_end(silent[-1], 5.0) == b""
+        assert poor_over_tls.num_files() < _MAX_FILES - 8, "what is spared is not used up"
+        with pytest.raises(TimeoutError):
+            read_to_end(silent[0], 0.1)
+    began_s = time.monotonic()
+    while not _answers_over_tls(poor_over_tls):
+        assert time.monotonic() - began_s < 5
+
+
+def _answers_over_tls(target: Target) -> bool:
+    context = ssl._create_unverified_context()
+    connection = http.client.HTTPSConnection("localhost", target.http_port, context=context)
+    with closing(connection), suppress(OSError):
+        connection.request("GET", "/live")
+        return connection.getresponse().status == 200
+    return False
 
 
 def test_too_many_connections_of_grpc_leave_room_for_http(poor: Target) -> None:

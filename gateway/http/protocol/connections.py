@@ -1,8 +1,9 @@
 """What connections of the HTTP front may cost, and how bytes that are no HTTP are answered.
 
-    accepted ── HEAD_S to send what it wants, else closed ── requests, IDLE_S apart at most
+    accepted ── HEAD_S to shake hands, over TLS, and HEAD_S to send what it wants, else closed
+             ── requests, IDLE_S apart at most
     nothing of what waits for it taken for UNREAD_S: closed, by the kernel
-    one of more than there may be: 503 and closed, whatever it wanted
+    one of more than there may be: 503 and closed, whatever it wanted; over TLS closed
     FIN while it waits for an answer: HalfClosed          FIN otherwise: closed
 Knows no route: what stands in a request is judged behind this.
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -65,7 +68,7 @@ _REFUSED = _refused()  # whatever the request is: it is not read
 class Connections:
     """The protocol factory of one listening socket; `options` are aiohttp's, of each connection.
 
-    `on_refused` is called for each that is one too many.
+    `on_refused` is called for each that is one too many. `tls`: None for plain text.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Connections:
         server: web.Server,
         options: dict[str, Any],
         on_refused: Callable[[], None] = lambda: None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._server = server
+        self._tls = tls
         self._options = options
         self._on_refused = on_refused
         self._max = min(MAX_CONNECTIONS, descriptors.for_http())
@@ -83,8 +88,9 @@ class Connections:
         self.num_open = 0
         self.num_leaving = 0  # refused, and not closed yet
 
-    def __call__(self) -> asyncio.Protocol:
-        return _Connection(self, self._server, self._options)
+    def __call__(self) -> asyncio.BaseProtocol:
+        connection = _Connection(self, self._server, self._options)
+        return connection if self._tls is None else _OverTls(self, connection, self._tls)
 
     def take(self, descriptor: int) -> bool:
         """Whether one more may be open. If so, give it back."""
@@ -111,6 +117,34 @@ class Connections:
         )
 
 
+class _OverTls(SSLProtocol):
+    """TLS beneath a connection, which takes its place before the handshake: asyncio and uvloop,
+    given the context, would make the connection known behind it."""
+
+    def __init__(
+        self, connections: Connections, connection: _Connection, context: ssl.SSLContext
+    ) -> None:
+        handshake: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": HEAD_S}
+        loop = asyncio.get_running_loop()
+        super().__init__(loop, connection, context, server_side=True, **handshake)
+        self._connections = connections
+        self._is_taken = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        descriptor = transport.get_extra_info("socket").fileno()
+        self._is_taken = self._connections.take(descriptor)
+        if self._is_taken:
+            super().connection_made(transport)
+        else:
+            cast(asyncio.Transport, transport).abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._is_taken:
+            self._is_taken = False
+            self._connections.give_back()
+        super().connection_lost(exc)
+
+
 class _Connection(web.RequestHandler):
     """One client's."""
 
@@ -131,9 +165,10 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         plain = transport.get_extra_info("socket")
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
-        self._is_taken = self._connections.take(plain.fileno())
+        has_place = self.ssl_context is not None  # what is beneath it took one
+        self._is_taken = not has_place and self._connections.take(plain.fileno())
         loop = asyncio.get_running_loop()
-        if self._is_taken:
+        if has_place or self._is_taken:
             self._head_timer = loop.call_later(HEAD_S, self._close_silent)
             return
         stream = cast(asyncio.Transport, transport)
