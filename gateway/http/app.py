@@ -16,6 +16,7 @@ from .dashboard.routes import add_dashboard, feed_of
 from .generate import completions
 from .protocol.access import ACCESS, Access, check_access
 from .protocol.app_state import APP_STATE, AppState
+from .protocol.body import BODIES, Bodies
 from .protocol.connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
 from .protocol.errors import answering, echo_request_id
 from .protocol.event_stream import BURST, Burst
@@ -52,6 +53,7 @@ def build_app(parts: AppState, access: Access) -> web.Application:
     app[APP_STATE] = parts
     app[BURST] = Burst()
     app[ACCESS] = access
+    app[BODIES] = Bodies()
     config = parts.config
     app[CHAT_MODEL] = ChatModel.load(
         parts.door.model, config.tool_call_parser, config.reasoning_parser

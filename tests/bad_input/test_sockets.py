@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
+import select
 import socket
 import struct
 import threading
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from bad_input.cases.fronts import GENERATE, LEAKS, Target, read_answer, read_to_end, running
+from bad_input.cases.fronts import GENERATE, GOOD, LEAKS, Target, read_answer, read_to_end, running
 
 from baton.proto.v1 import inference_pb2
 
@@ -456,6 +458,32 @@ def test_a_body_that_does_not_come(hasty: Target) -> None:
         assert read_answer(login).status == 408
         assert read_to_end(plain) == read_to_end(login) == b""
     hasty.check_serves()
+
+
+def test_large_bodies_are_bounded_together(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> None:
+    """Those that have not come are in memory, too. Small ones are always read."""
+    config = {"model": str(model_dir), "bodies_bytes": 16 * _MIB}
+    body = GOOD | {"user": " " * (3 * _MIB)}  # refused, but once it is parsed
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
+    sent = head + b"Content-Length: %d\r\n\r\n" % len(data) + data[:-1]
+    with running(tmp_path_factory.mktemp("narrow"), config) as narrow:
+        narrow.check_serves()
+        num_files = narrow.num_files()
+        with ExitStack() as stack:
+            clients = [stack.enter_context(narrow.connect()) for _ in range(6)]
+            for client in clients:
+                client.sendall(sent)
+            answered, _, _ = select.select(clients, [], [], 20)
+            answer = read_answer(answered[0])
+            assert (answer.status, answer.code) == (429, "overloaded")
+            narrow.check_serves()
+        _until_files_are_at_most(narrow, num_files)
+        for _ in range(6):
+            answer = narrow.post("/v1/completions", body)
+            assert (answer.status, answer.param) == (400, "user")
 
 
 def test_answers_that_nobody_reads(hasty: Target) -> None:

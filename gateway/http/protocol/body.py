@@ -1,7 +1,8 @@
 """A request's body as a JSON object, or a refusal that names what is wrong with it.
 
 Stricter than json.loads: no name twice in an object, no NaN, infinity or -0, no lone surrogate, no
-BOM, nothing behind the object. Reading stops at the cap, whatever the headers promise.
+BOM, nothing behind the object. Reading stops at the cap, whatever the headers promise, and where
+all bodies that are read or wait to be parsed take too much memory together.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, Overloaded
 from .app_state import APP_STATE
 from .errors import Refusal
 
 MAX_BODY_BYTES = 4 << 20  # gRPC's cap
+MAX_BODIES_BYTES = 512 << 20  # of all that are not parsed yet, but for small ones
 MAX_BODY_S = 30.0
+_SMALL_BYTES = 64 << 10
 _LARGE_BYTES = 256 << 10  # parsed on a thread, one at a time: two would halve the loop's turns
 
 _T = TypeVar("_T")
@@ -31,19 +35,50 @@ _MAX_SHOWN = 64  # characters of a name
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class Bodies:
+    """Those that are not parsed yet, of all calls of a server."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], None]]:
+        """Gives what to call with the number of bytes that came, for each part; it raises Refusal,
+        Overloaded."""
+        num_bytes = 0
+
+        def take(num_more: int) -> None:
+            nonlocal num_bytes
+            num_bytes += num_more
+            self._num_bytes += num_more
+            if num_bytes > MAX_BODY_BYTES:
+                raise _too_large()
+            if num_bytes > _SMALL_BYTES and self._num_bytes > MAX_BODIES_BYTES:
+                raise Overloaded("too many large bodies at once")
+
+        try:
+            yield take
+        finally:
+            self._num_bytes -= num_bytes
+
+
+BODIES = web.AppKey("bodies", Bodies)
+
+
 async def read_object(request: web.Request) -> dict[str, Any]:
     """Once the body is here, and it is the call's turn.
 
-    Raises Refusal (size, type, encoding of the body) or InvalidRequest (its content).
+    Raises Refusal (size, type, encoding of the body), Overloaded, or InvalidRequest (its content).
     """
     _check_headers(request)
-    body = await in_time(_read(request))
     door = request.app[APP_STATE].door
-    await door.arrivals.take()
-    if len(body) > _LARGE_BYTES:
-        async with door.large_bodies:
-            return await asyncio.to_thread(parse_object, body)
-    return parse_object(body)
+    with request.app[BODIES].one() as take:
+        body = await in_time(_read(request, take))
+        await door.arrivals.take()
+        if len(body) > _LARGE_BYTES:
+            async with door.large_bodies:
+                return await asyncio.to_thread(parse_object, body)
+        return parse_object(body)
 
 
 async def in_time(reading: Awaitable[_T]) -> _T:
@@ -73,12 +108,10 @@ def _check_headers(request: web.Request) -> None:
         raise _too_large()
 
 
-async def _read(request: web.Request) -> bytes:
-    parts, num_bytes = [], 0
+async def _read(request: web.Request, take: Callable[[int], None]) -> bytes:
+    parts = []
     async for part in request.content.iter_any():
-        num_bytes += len(part)
-        if num_bytes > MAX_BODY_BYTES:
-            raise _too_large()
+        take(len(part))
         parts.append(part)
     return b"".join(parts)
 

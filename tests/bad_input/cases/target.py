@@ -54,6 +54,7 @@ def _shorten(config: dict[str, Any]) -> None:
     connections.IDLE_S = config.pop("idle_s", connections.IDLE_S)
     connections.UNREAD_S = config.pop("unread_s", connections.UNREAD_S)
     body.MAX_BODY_S = config.pop("body_s", body.MAX_BODY_S)
+    body.MAX_BODIES_BYTES = config.pop("bodies_bytes", body.MAX_BODIES_BYTES)
     if max_files := config.pop("max_files", None):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     connections.MAX_CONNECTIONS = config.pop("max_connections", connections.MAX_CONNECTIONS)
