@@ -332,7 +332,7 @@ class FrontDoor:
                         self._sessions.start(session)
                     yield call
                 except asyncio.CancelledError:
-                    if queue.error is None:
+                    if queue.error is None and not patience.expired():
                         call.left()
                     raise
                 finally:
@@ -341,7 +341,8 @@ class FrontDoor:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))
                     record.num_computed_tokens = sum(one.num_outputs for one in sessions)
-                    self._end(record, queue.error, sessions[0])
+                    unread = DeadlineExceeded(_NOT_READ) if patience.expired() else None
+                    self._end(record, queue.error or unread, sessions[0])
         except TimeoutError:
             raise public_error(queue.error or DeadlineExceeded(_NOT_READ)) from None
 

@@ -206,7 +206,7 @@ class Renewed:
             wanted = {int(address.rpartition(":")[2]): GATEWAY, speaks_at: GATEWAY}
             for port in {*listening(self.pids(name)[1])} - {speaks_at}:
                 wanted[port] = "decode"
-            assert len(wanted) == (3 if role == "prefill" else 2)
+            assert len(wanted) == 3, wanted
             found += [Door(port, role, role_name(role), wants) for port, wants in wanted.items()]
         return found
 
