@@ -24,7 +24,7 @@ from .parameters import (
 from .text_parameters import EARLY_STOPPING, stop_strings, text_like, token_biases, token_ids
 from .token_ids import column
 
-MOST_OUTPUTS = 8  # of a prompt
+MOST_OUTPUTS = 16  # of a prompt
 
 
 class ConstraintKind(enum.Enum):
@@ -89,7 +89,7 @@ class SamplingParams:
     )
     seed: int = parameter(0, SEED, "the result shows which was used", absent="drawn")
     stop: tuple[str, ...] = parameter(
-        (), stop_strings(4, 256), "ends the output in front of the first match"
+        (), stop_strings(16, 256), "ends the output in front of the first match"
     )
     stop_token_ids: tuple[int, ...] = parameter(
         (), token_ids(256), "ends the output behind the id, whose text is left out"
@@ -148,7 +148,7 @@ class SamplingParams:
     )
     best_of: int = parameter(
         1,
-        between(1, 16),
+        between(1, MOST_OUTPUTS),
         "as many samples are made, the `n` likeliest are the answer, at the end; with "
         "`use_beam_search`: how many beams there are",
         absent="`n`",
@@ -165,7 +165,7 @@ class SamplingParams:
         "become better, `never` once none can",
     )
     num_beam_groups: int = parameter(
-        1, between(1, 16), "the beams are divided into so many, each a search of its own"
+        1, between(1, MOST_OUTPUTS), "the beams are divided into so many, each a search of its own"
     )
     diversity_penalty: float = parameter(
         0.0,
