@@ -5,7 +5,7 @@
                           other kernels write or read; only constants may be loaded earlier
 
 A product lets the next in behind its own wait. So a kernel that is launched right behind one may
-read what the product reads without waiting, beside it; it waits before it ends (lora_triton.py).
+read what the product reads without waiting, beside it; it waits before it writes (lora_triton.py).
 
 Between small kernels this hides most of the launch, which else costs about as much as the kernel.
 """

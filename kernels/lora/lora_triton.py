@@ -69,8 +69,10 @@ def _shrink(
         )
         total = tl.dot(taken, weight, total, input_precision="ieee")
     out = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
+    # Expand, which waits for this, reads the product; and what the product has used for itself
+    # alone may be where this is written: to torch it was free once the product was launched.
+    wait_for_previous(PDL)
     tl.store(out + rank[None, :], total, mask=is_row[:, None])
-    wait_for_previous(PDL)  # expand, which waits for this, reads the product
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from baton.kernels.lora import lora_triton
 from baton.kernels.lora.lora import (
     BLOCK_ROWS,
     NO_SLOT,
@@ -86,6 +87,30 @@ def test_gated_products_of_all_rows(slots: list[int], dtype: torch.dtype) -> Non
     limit = 3e-6 if dtype == torch.float32 else 2e-2
     difference = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
     assert difference < limit, f"{difference:.2e}"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="interprets what waits for the product in front")
+def test_shrink_writes_nothing_before_the_product_in_front_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs beside it, and may get the memory that the product still uses and torch has back."""
+    place = Place(0, 40, 40, (65,))
+    bank = torch.randn(len(RANKS), max(RANKS), 105)
+    ours = adapters(TritonAdapters, bank)
+    ours.plan(np.array([2], np.int32))
+    given: list[torch.Tensor] = []
+
+    def empty(*shape: object, **options: object) -> torch.Tensor:
+        given.append(torch.zeros(*shape, **options))  # type: ignore[arg-type]
+        return given[-1]
+
+    def wait(_: object) -> None:
+        assert not given[0].any(), "the product still uses it"
+        given[0].fill_(torch.nan)
+
+    monkeypatch.setattr(lora_triton, "wait_for_previous", wait)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert ours.shrink(torch.randn(1, 40), place).isfinite().all()
 
 
 def test_rows_are_in_blocks_of_one_adapter() -> None:
