@@ -144,7 +144,9 @@ def _score(
     largest = tl.max(logit, axis=0)
     best_score = tl.max(score, axis=0)
     best_logit = tl.sum(tl.where(is_best, logit, 0.0), axis=0)
-    total = tl.sum(tl.where(mask, tl.exp(logit - largest), 0.0), axis=0)
+    # A chunk may have no token that is possible, and so nothing to be relative to.
+    is_impossible = logit == float("-inf")
+    total = tl.sum(tl.where(is_impossible, 0.0, tl.exp(logit - largest)), axis=0)
     # Among NaN the best may lie behind the end, and the next step would look that id up.
     best_id = tl.minimum(rank * width + chunk * CHUNK + best, vocab_size - 1).to(tl.float32)
     target = partial + row * RANKS * tl.num_programs(1) + chunk

@@ -242,6 +242,21 @@ def test_what_is_no_number_on_one_rank_is_none_on_all() -> None:
     assert all(0 <= token_id < 90 for token_id in ids.tolist())
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered")  # by numpy
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_where_all_tokens_of_a_chunk_are_impossible_the_others_have_probabilities(
+    num_ranks: int,
+) -> None:
+    logits = randn(4, 4099) * 4
+    logits[0, 2048:] = logits[1, :2100] = logits[2, 1:] = logits[3] = -math.inf
+    rows = [drawn(0.0, 0), drawn(1.0, 5), drawn(2.0, 7), drawn(0.0, 0)]
+    found = sampled(logits, rows) if num_ranks == 1 else sampled_by_ranks(logits, rows, num_ranks)
+    expected_ids, expected_logprobs = sampling.sample(logits, rows)
+    assert found[0][:3].tolist() == expected_ids[:3].tolist()
+    torch.testing.assert_close(found[1], expected_logprobs, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert expected_logprobs.isnan().tolist() == [False, False, False, True]
+
+
 @pytest.mark.parametrize("vocab_size", [50, 4096, 10_000 if HAS_GPU else 5000])
 def test_samples_as_the_reference_does(vocab_size: int) -> None:
     generator = random.Random(vocab_size)
