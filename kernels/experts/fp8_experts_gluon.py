@@ -152,8 +152,8 @@ def _run(done, first, count, tiles, num_experts, num_tiles, per_tile):
     row = gl.load(tiles + num_tiles + tile)
     end = gl.load(tiles + 2 * num_tiles + tile)
     length = gl.where(is_own, gl.minimum(count - done, per_tile - at), 1)
-    # A program's first block is on its way before anybody knows whether it has rows.
-    needed = gl.where(row < end, length, gl.where(done == 0, 1, 0))
+    # The first of its own blocks is on its way before anybody knows whether it has rows.
+    needed = gl.where(row < end, length, gl.where(is_own & (done == 0), 1, 0))
     return at, gl.load(tiles + tile), row, end, length, needed
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,6 +309,45 @@ def test_persistent_programs_give_the_bits_of_tiles(
         expected = compute_experts(x, some, None, plan.tiles)
         for _ in range(20):  # programs wait for each other's stages: a race is not there each time
             assert torch.equal(compute_experts(x, some, None, plan), expected)
+
+
+@pytest.mark.parametrize(("first", "num_local"), [(0, 5), (1, 3)])
+@pytest.mark.parametrize("num_programs", [2, 7, 50])  # the most have no block of an own tile
+def test_persistent_programs_have_each_block_with_rows_once(
+    num_programs: int, first: int, num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And beside these, of experts that there are, each its first one at most."""
+    experts = pytest.importorskip("baton.kernels.experts.fp8_experts_gluon")
+    whole, per_tile = make_mixture(5, 2), 2
+    values = whole.gate_up.values[first : first + num_local]
+    mixture = dataclasses.replace(whole, gate_up=ExpertWeights(values), first=first)
+    logits = torch.randn(1, 40, 5, device=DEVICE)
+    logits[:, :, 1] += 9  # several tiles
+    logits[:, :, 2] = -9  # no row
+    _, order = choose_and_order(logits, mixture, None, 16, has_own_tiles=True)
+    num_tiles, tiles = order.tiles.shape[1], order.tiles.flatten().tolist()
+    found = []
+    language = SimpleNamespace(
+        num_programs=lambda _: num_programs,
+        where=lambda condition, one, other: one if condition else other,
+        minimum=min,
+        load=tiles.__getitem__,
+    )
+    monkeypatch.setattr(experts, "gl", language)
+    sizes = (num_local, num_tiles, per_tile)
+    for program in range(num_programs):
+        language.program_id = {0: program}.__getitem__
+        start, count, whole_count = experts._share.fn(*sizes)
+        done = 0
+        while done < whole_count:
+            at, expert, row, end, length, needed = experts._run.fn(done, start, count, 0, *sizes)
+            assert not needed or expert < num_local
+            assert row < end or needed == (done == 0 and count > 0)
+            found += [(row, block) for block in range(at, at + needed) if row < end]
+            done += length
+        assert done == whole_count
+    wanted = [row for row, end in zip(*order.tiles[1:].tolist(), strict=True) if row < end]
+    assert sorted(found) == sorted(itertools.product(wanted, range(per_tile)))
 
 
 INT4 = Cut(64, 128, 3, 4, is_turned=True)
