@@ -21,6 +21,7 @@ from ..gateway.http.chat import chat
 from ..gateway.http.chat.chat_model import CHAT_MODEL, ChatModel
 from ..gateway.http.generate import completions
 from ..gateway.http.protocol.app_state import APP_STATE, CALLER, AppState
+from ..gateway.http.protocol.body import BODIES, Bodies
 from ..gateway.http.protocol.errors import Handler, answering
 from ..gateway.http.protocol.event_stream import BURST, Burst
 from ..gateway.http.turns import responses
@@ -44,6 +45,7 @@ def batch_app(calls: LocalCalls, config: GatewayConfig) -> web.Application:
     app = web.Application(middlewares=[answering, _as_nobody])
     app[APP_STATE] = cast(AppState, SimpleNamespace(door=calls))
     app[BURST] = Burst()
+    app[BODIES] = Bodies()
     app[CHAT_MODEL] = ChatModel.load(calls.model, config.tool_call_parser, config.reasoning_parser)
     app[RESPONSE_STORE] = ResponseStore(SystemClock(), max_bytes=0, ttl_s=0.0)
     for routes in (completions.ROUTES, chat.ROUTES, responses.ROUTES):
