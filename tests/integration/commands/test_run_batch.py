@@ -158,7 +158,8 @@ def test_a_run_with_an_engine_of_its_own_goes_on(
     requests: Path, expected: dict[str, str], number: signal.Signals
 ) -> None:
     results = requests.with_name("out.jsonl")
-    process = subprocess.Popen(command(requests, results), stderr=subprocess.PIPE)
+    with requests.with_name("log").open("wb") as log:  # a pipe that nobody reads holds it up
+        process = subprocess.Popen(command(requests, results), stderr=log)
     while len(lines_of(results)) < 6:
         assert process.poll() is None
         time.sleep(0.05)
