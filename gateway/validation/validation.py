@@ -159,11 +159,15 @@ def complete_request(
     """Check the lengths and fill in the defaults of what `wire` does not have.
 
     `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
-    is smaller. Raises ContextLengthExceeded, PromptTooLarge.
+    is smaller. Raises ContextLengthExceeded, PromptTooLarge, InvalidRequest: a tokenizer may have
+    tokens that the model does not have.
     """
     prompt, sampling = column(prompt_token_ids), request.sampling
     if not prompt:
         raise _empty_prompt()
+    if wire.text and (largest := int(np.max(prompt))) >= limits.vocab_size:
+        message = f"prompt has token {largest}; the vocabulary has {limits.vocab_size} ids"
+        raise InvalidRequest(message, "prompt", "invalid_token_id")
     given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
     max_tokens = _fitting_max_tokens(len(prompt), given, limits)
     if sampling.min_tokens > max_tokens:

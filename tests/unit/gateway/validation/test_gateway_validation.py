@@ -125,6 +125,12 @@ def test_a_text_of_no_tokens() -> None:
         complete_request(check_request(wire(), LIMITS), wire(), (), LIMITS, drawn_seed=1)
 
 
+def test_a_text_with_a_token_of_the_tokenizer_alone() -> None:
+    with pytest.raises(InvalidRequest, match="token 100") as caught:
+        complete_request(check_request(wire(), LIMITS), wire(), (5, 100), LIMITS, drawn_seed=1)
+    assert (caught.value.code, caught.value.param) == ("invalid_token_id", "prompt")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
