@@ -7,7 +7,6 @@ import sys
 import time
 
 from ..core.engine_config import EngineConfig
-from ..core.model_dir import eos_token_ids
 from ..core.ports import SystemEntropy
 from ..core.process.event_loop import interruptible
 from ..core.request.request import SAMPLING, Request, SamplingParams
@@ -33,7 +32,7 @@ async def run(
         from ..engine.local import LocalEngine  # takes long, too
 
         local = LocalEngine.load(config, report)
-    tokenizer = load_tokenizer(local.model_dir, eos_token_ids(local.model_dir))
+    tokenizer = load_tokenizer(local.model_dir, local.runner.eos_token_ids)
     requests = [
         Request(SystemEntropy().new_id(), 0, await tokenizer.encode(prompt), sampling)
         for prompt in prompts

@@ -56,10 +56,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+def eos_token_ids(model_dir: Path, vocab_size: int) -> tuple[int, ...]:
     """The ids that end a generation: generation_config.json's, or else config.json's.
 
-    Empty if neither names one. Raises StartupFailed on anything but an id or a list of ids.
+    Empty if neither names one that the vocabulary has: others cannot come. Raises StartupFailed on
+    anything but an id or a list of ids.
     """
     for file_name in ("generation_config.json", "config.json"):
         path = model_dir / file_name
@@ -69,5 +70,5 @@ def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and i >= 0 for i in ids):
             raise StartupFailed(f"eos_token_id in {path} is not a token id or a list of them")
-        return tuple(ids)
+        return tuple(i for i in ids if i < vocab_size)
     return ()

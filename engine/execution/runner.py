@@ -57,7 +57,7 @@ class ModelRunner(StepRunner):
         torch.set_num_threads(config.num_threads or 1)
         self.model_dir = resolve_model_dir(config.model)
         self.model_config = read_model_config(self.model_dir, config.quantization)
-        self.eos_token_ids = eos_token_ids(self.model_dir)
+        self.eos_token_ids = eos_token_ids(self.model_dir, self.model_config.vocab_size)
         self.max_model_len = choose_max_model_len(config, self.model_config)
         self._config = config
         self._count: CudaStepCount | None = None

@@ -32,7 +32,8 @@ class ServedModel:
         """Read the model directory's JSON files; raises StartupFailed saying what is wrong."""
         model_dir = resolve_model_dir(config.model)
         name = config.served_model_name or model_dir.resolve().name
-        eos_ids = eos_token_ids(model_dir)
+        limits = _read_limits(model_dir, name)
+        eos_ids = eos_token_ids(model_dir, limits.vocab_size)
         tokenizer = (
             NoTokenizer()
             if config.skip_tokenizer_init
@@ -42,7 +43,6 @@ class ServedModel:
                 refuses_special=config.special_tokens_in_prompts == "refuse",
             )
         )
-        limits = _read_limits(model_dir, name)
         constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
 

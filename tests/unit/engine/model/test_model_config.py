@@ -15,9 +15,10 @@ from baton.core.model_dir import eos_token_ids, resolve_model_dir
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.rope_config import Llama3Scaling, RopeConfig
 
+VOCAB = 1000
 OLD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1000,
+    "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 300,
     "num_hidden_layers": 3,
@@ -147,14 +148,19 @@ def test_resolve_says_what_to_do_instead(tmp_path: Path) -> None:
 
 def test_eos_ids_come_from_generation_config_first(tmp_path: Path) -> None:
     write(tmp_path, eos_token_id=5)
-    assert eos_token_ids(tmp_path) == (5,)
+    assert eos_token_ids(tmp_path, VOCAB) == (5,)
     generation = tmp_path / "generation_config.json"
     generation.write_text('{"eos_token_id": [7, 9]}')
-    assert eos_token_ids(tmp_path) == (7, 9)
+    assert eos_token_ids(tmp_path, VOCAB) == (7, 9)
     generation.write_text('{"eos_token_id": null}')
-    assert eos_token_ids(tmp_path) == (5,)
-    assert eos_token_ids(write(tmp_path)) == ()
+    assert eos_token_ids(tmp_path, VOCAB) == (5,)
+    assert eos_token_ids(write(tmp_path), VOCAB) == ()
     for wrong in ('"2"', "[1, -1]", "true", "1.5"):
         generation.write_text(f'{{"eos_token_id": {wrong}}}')
         with pytest.raises(StartupFailed, match="eos_token_id"):
-            eos_token_ids(tmp_path)
+            eos_token_ids(tmp_path, VOCAB)
+
+
+def test_eos_ids_that_the_vocabulary_lacks_end_nothing(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=[5, VOCAB - 1, VOCAB])
+    assert eos_token_ids(tmp_path, VOCAB) == (5, VOCAB - 1)
