@@ -113,7 +113,8 @@ class LiveSequences:
             self._runner.copy_blocks(copies)
 
     def masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
-        """Which tokens those may be given that are constrained; what cannot go on ends here."""
+        """Which tokens those may be given that are constrained; what cannot go on ends here, and
+        drafts that a grammar cannot be followed behind are left out."""
         found: dict[Sequence, Row[Mask]] = {}
         sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
         samples = [(one, one.constrained) for one in sampled if one.constrained is not None]
@@ -125,8 +126,11 @@ class LiveSequences:
         for (sequence, _), mask in zip(samples, masks, strict=True):
             if isinstance(mask, InvalidRequest):
                 self.fail(sequence, mask, output)
-            else:
-                found[sequence] = mask
+                continue
+            found[sequence] = mask
+            if len(mask) <= len(sequence.draft_token_ids):
+                sequence.draft_token_ids = sequence.draft_token_ids[: len(mask) - 1]
+                schedule.fit_drafts()
         return found
 
     def finish_reason(

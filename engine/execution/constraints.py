@@ -41,6 +41,10 @@ class Constrained:
         """The same grammar from its beginning, for another sample."""
         return Constrained(self.grammar)
 
+    def begin_again(self) -> None:
+        """Its matcher has given up on tokens that are not output: follow these alone, anew."""
+        self.num_followed, self._matcher = 0, None
+
     def catch_up(self, output_token_ids: Sequence[int]) -> LLMatcher:
         """The matcher behind all these tokens. Raises InvalidRequest where they do not fit."""
         if self._matcher is None:
@@ -66,8 +70,8 @@ class Constraints:
         return Constrained(self._grammars.compile(constraint))
 
     def masks(self, samples: Sequence[Sample]) -> list[list[Mask] | InvalidRequest]:
-        """What each sample can be followed by, and behind each of its drafts, which fit; or why it
-        fails. Several are computed at once."""
+        """What each sample can be followed by, and behind each of its drafts, which fit, as far as
+        the grammar's limits let it follow them; or why it fails. Several are computed at once."""
         results: list[list[Mask] | InvalidRequest] = []
         masks = np.zeros((len(samples), self._num_words), np.int32)
         rows: list[tuple[LLMatcher, int]] = []
@@ -82,7 +86,10 @@ class Constraints:
             if matcher.is_error() or not masks[row].any():
                 results[row] = cannot_go_on(matcher)
             elif drafts := samples[row][2]:
-                results[row] = [masks[row], *self._behind(matcher, drafts)]
+                behind = self._behind(matcher, drafts)
+                results[row] = [masks[row], *behind]
+                if len(behind) < len(drafts):
+                    samples[row][0].begin_again()
         return results
 
     def num_fitting(self, sample: Sample) -> int:
@@ -92,11 +99,13 @@ class Constraints:
         return constrained.catch_up(output_token_ids).validate_tokens(list(drafts))
 
     def _behind(self, matcher: LLMatcher, drafts: Sequence[int]) -> list[Mask]:
-        """Masks behind each of them. The matcher is where it was."""
+        """Masks behind each of them, up to where the matcher gives up; else it is where it was."""
         masks = np.zeros((len(drafts), self._num_words), np.int32)
-        for draft, mask in zip(drafts, masks, strict=True):
-            accept(matcher, [draft])
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        for number, (draft, mask) in enumerate(zip(drafts, masks, strict=True)):
+            if matcher.consume_tokens([draft]):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error() or not mask.any():
+                return [*masks[:number]]
         matcher.rollback(len(drafts))
         return [*masks]
 

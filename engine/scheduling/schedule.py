@@ -98,6 +98,13 @@ class Schedule:
         self.clear = [one for one in self.clear if one.state is SequenceState.RUNNING]
         self.others = [s for s in self.others if s.sequence.state is SequenceState.RUNNING]
 
+    def fit_drafts(self) -> None:
+        """Leave out tokens of sequences that have fewer drafts than when they were planned."""
+        self.others = [
+            ScheduledSequence(one, min(num_tokens, one.num_unlaunched_tokens))
+            for one, num_tokens in self.others
+        ]
+
     def limit_prompts(self, num_tokens: int) -> None:
         """Let the step have no more tokens of prompts than these, though it had room for more."""
         if num_tokens < self.num_budget_tokens + self.num_spare_tokens:

@@ -17,6 +17,7 @@ from effort import examples
 from engines.generation import outputs_of
 from engines.integrity import check_integrity
 from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
+from fakes.proposer import FakeProposer
 from fakes.runner import FakeRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,11 +38,17 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.local import LocalEngine
+from baton.engine.speculation.proposer import Context, Proposer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 REGEX = Constraint(ConstraintKind.REGEX, "[0-9]{3}-[a-f]{2,9}")
 CHOICE = Constraint.choice(["yes", "no", "perhaps"])
 GRAMMAR = Constraint(ConstraintKind.GRAMMAR, 'start: "(" start ")" | /[a-z]{1,3}/')
+AMBIGUOUS = Constraint(  # which a matcher follows for a few tokens
+    ConstraintKind.GRAMMAR,
+    "start: a0\n"
+    + "\n".join(f'a{i}: "x" | "y" | a{i} a{(i + 1) % 12} | a{i} a{i} a{i}' for i in range(12)),
+)
 PERSON = {
     "type": "object",
     "properties": {
@@ -275,6 +282,7 @@ def run(
     runs_ahead: bool = False,
     num_blocks: int = 400,
     max_num_batched_tokens: int = 512,
+    proposer: Proposer | None = None,
 ) -> Outcome:
     runner = FakeRunner(num_blocks, 4, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead)
     limits = EngineLimits(num_blocks, 4, 256, max_num_batched_tokens=max_num_batched_tokens)
@@ -285,6 +293,7 @@ def run(
         fingerprint="toy",
         eos_token_ids=(EOS_ID,),
         grammars=grammars,
+        proposer=proposer,
     )
     outcome = Outcome()
     for request in requests:
@@ -391,6 +400,25 @@ def test_what_cannot_go_on_fails_alone(grammars: Grammars) -> None:
         assert {error.code for error in outcome.errors.values()} == {"invalid_schema"}
         expected = run(grammars, others)
         assert outcome.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_drafts_behind_which_a_grammar_gives_up(grammars: Grammars, runs_ahead: bool) -> None:
+    """Its request fails where it would without them, and no other does."""
+    requests = [ask([1], AMBIGUOUS, 1, min_tokens=60), ask([1, 2], None, 2)]
+    plain = run(grammars, requests)
+    (error,) = plain.errors.values()
+    assert isinstance(error, InvalidRequest) and len(plain.tokens) == 2
+
+    def oracle(context: Context) -> list[int]:
+        known = plain.tokens[context.sequence.key]
+        return [*known[context.sequence.num_outputs :], *b"xxxx"]
+
+    for seed in range(3):
+        proposer = FakeProposer(oracle, rate=0.9, seed=seed)
+        found = run(grammars, requests, runs_ahead=runs_ahead, proposer=proposer)
+        assert (found.tokens, found.reasons) == (plain.tokens, plain.reasons)
+        assert [*map(str, found.errors.values())] == [str(error)]
 
 
 def test_what_cannot_be_compiled_is_refused_at_the_door(grammars: Grammars) -> None:
