@@ -44,6 +44,10 @@ def _call(module: str, name: str) -> int:
         print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:  # as Python 3.11 passes on what a class's __set_name__ raises
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        return 130
     except BrokenPipeError:
         if not _has_no_reader(_STDOUT):
             raise

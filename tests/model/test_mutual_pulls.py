@@ -14,7 +14,7 @@ from fakes.handoff.mutual_pulls import search
         (4, 0, 104),
         (3, 0, 50),
         pytest.param(3, 1, 1400, marks=pytest.mark.slow),
-        pytest.param(4, 1, 3100, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(4, 1, 3000, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
 def test_no_story_of_two_fetches_ends_badly(
@@ -33,7 +33,7 @@ def test_no_story_of_two_fetches_ends_badly(
         (4, 0, 152),
         (3, 0, 31),
         pytest.param(3, 1, 570, marks=pytest.mark.slow),
-        pytest.param(4, 1, 5200, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(4, 1, 5000, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
 def test_requests_that_move_both_ways_at_once_wait_for_nobody_s_memory(

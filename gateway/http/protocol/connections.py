@@ -19,6 +19,7 @@ asyncio reads no more from such a connection, so the RST is looked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -174,7 +175,8 @@ class _Connection(web.RequestHandler):
         stream = cast(asyncio.Transport, transport)
         stream.write(_REFUSED)
         if stream.can_write_eof():
-            stream.write_eof()
+            with contextlib.suppress(OSError):  # it has gone already
+                stream.write_eof()
         if self._connections.num_leaving >= _MAX_LEAVING:
             self.force_close()
             return

@@ -23,7 +23,7 @@ from aiohttp import web
 async def completions(request):
     body = await request.json()
     assert body["model"] == "m" and "tbt_target_ms" not in body
-    response = web.StreamResponse()
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for count in range(1, body["max_tokens"] + 1):
         event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": count}}

@@ -179,7 +179,7 @@ async def test_a_taken_port_is_two_lines() -> None:
         )
         with pytest.raises(StartupFailed) as caught:
             await deployment.__aenter__()
-    assert caught.value.message.startswith("gateway: the gateway cannot listen on 127.0.0.1:")
+    assert caught.value.message.startswith("the gateway cannot listen on 127.0.0.1:")
     assert "--http-port" in caught.value.hint
     assert not deployment.children
 

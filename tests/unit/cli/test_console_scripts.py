@@ -36,8 +36,12 @@ def test_an_interrupt_while_it_is_imported_is_no_traceback(
     def interrupted(*_: str) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"{module}.import_module", interrupted)
-    assert run() == 130
+    def interrupted_in_a_class(*_: str) -> NoReturn:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    for how in (interrupted, interrupted_in_a_class):
+        monkeypatch.setattr(f"{module}.import_module", how)
+        assert run() == 130
 
 
 _INTERRUPTED = """
