@@ -11,8 +11,8 @@ from ....core.errors import InvalidRequest
 from ....core.request.json_fields import BOOLEAN, FieldKind
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
+from ..generate.generated_answer import GeneratedAnswer, Sample, prompt_logprobs
 from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
-from ..generate.responses import Response, Sample, prompt_logprobs
 from ..protocol.answers import ChatCompletion, ChatCompletionChunk
 from ..protocol.app_state import APP_STATE
 from .chat_model import CHAT_MODEL, Prepared, constraint_behind, prepare
@@ -58,7 +58,7 @@ def _check(found: Mapping[str, Any]) -> None:
         raise InvalidRequest(message, "max_tokens", "invalid_value")
 
 
-class Chat(Response):
+class Chat(GeneratedAnswer):
     id_prefix = "chatcmpl-"
     answer_type = ChatCompletion
     chunk_type = ChatCompletionChunk

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....core.request.request import FinishReason, TokenLogprobs
 from ...request.output_chunk import OutputChunk, RequestResult
-from ..generate.responses import Sample, TokenOf
+from ..generate.generated_answer import Sample, TokenOf
 from ..protocol.answers import (
     ChatChoice,
     ChatDelta,

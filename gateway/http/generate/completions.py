@@ -20,8 +20,8 @@ from ...text.token_text import TokenText
 from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs, json_text
 from ..protocol.app_state import APP_STATE
 from ..protocol.event_stream import TextEvent
+from .generated_answer import GeneratedAnswer, Sample, TokenOf, prompt_logprobs
 from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
-from .responses import Response, Sample, TokenOf, prompt_logprobs
 from .structured import constraint_of
 
 ROUTES = web.RouteTableDef()
@@ -218,7 +218,7 @@ def _by_text(token: str, score: TokenLogprobs, token_of: TokenOf) -> dict[str, f
     return found
 
 
-class _Completions(Response):
+class _Completions(GeneratedAnswer):
     id_prefix = "cmpl-"
     answer_type = chunk_type = Completion
 

@@ -13,8 +13,8 @@ from ...admission.text_calls import tokenize
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import CHAT_MODEL, prepare
 from ..chat.reasoning import followed
+from ..generate.generated_answer import renaming
 from ..generate.request_fields import read_body
-from ..generate.responses import renaming
 from ..protocol.answers import answer
 from ..protocol.app_state import APP_STATE, caller_of
 from . import message_blocks as blocks

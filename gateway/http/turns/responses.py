@@ -14,8 +14,8 @@ from ....core.request.request import FinishReason, SamplingParams
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message
+from ..generate.generated_answer import renaming
 from ..generate.request_fields import read_fields
-from ..generate.responses import renaming
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import caller_of
 from ..protocol.body import read_object

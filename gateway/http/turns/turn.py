@@ -23,7 +23,7 @@ from ...request.output_chunk import OutputChunk, RequestResult, merged
 from ..chat.chat import Chat
 from ..chat.chat_sample import ChatSample, Reasoning
 from ..chat.tool_call_parsers import Content, Delta, ToolDelta
-from ..generate.responses import Sample
+from ..generate.generated_answer import Sample
 from ..protocol.answers import answer, json_text
 from ..protocol.errors import NUM_EVENTS
 

@@ -26,7 +26,7 @@ from baton.gateway.http.generate.completions import (
     TextOffsets,
     completion_logprobs,
 )
-from baton.gateway.http.generate.responses import prompt_logprobs
+from baton.gateway.http.generate.generated_answer import prompt_logprobs
 from baton.gateway.http.protocol.answers import json_text
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult, merged
 from baton.gateway.text.token_text import TokenText

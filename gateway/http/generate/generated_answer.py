@@ -101,7 +101,7 @@ class TokenCounts:
         return Usage(num_prompt, num_output, num_prompt + num_output, details)
 
 
-class Response(ABC):
+class GeneratedAnswer(ABC):
     """One answer while it comes about; each endpoint has its own way of writing.
 
     `prompts`: what to run, at the same time. `names`: our names of fields, and the client's.
