@@ -162,7 +162,7 @@ class LLM:
 
         rendered = self._thread.run(render())
         requests: list[_Asked] = [
-            (prompt.text, {**one.as_params(), "add_special_tokens": False}, prompt.special_at)
+            (prompt.text, {"add_special_tokens": False, **one.as_params()}, prompt.special_at)
             for prompt, one in zip(rendered, params, strict=True)
         ]
         return self._run(requests, use_tqdm)

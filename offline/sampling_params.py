@@ -38,6 +38,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    tbt_target_ms: float = 0.0
+    speculative: bool = True
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False

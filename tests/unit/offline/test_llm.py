@@ -31,7 +31,7 @@ from baton.core.errors import (
     InvalidRequest,
     StartupFailed,
 )
-from baton.core.request.request import Request
+from baton.core.request.request import OPTIONS, SAMPLING, ConstraintKind, Request
 from baton.core.request.request import SamplingParams as EngineSampling
 from baton.engine.local import LocalEngine
 from baton.offline.loop_thread import LoopThread
@@ -240,6 +240,11 @@ def test_the_package_has_what_it_names() -> None:
     with pytest.raises(AttributeError):
         _ = baton.nothing
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_every_parameter_of_a_request_is_one_here() -> None:
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == {*SAMPLING, *OPTIONS} | {kind.value for kind in ConstraintKind}
 
 
 def test_beam_search_finds_the_engines_beams(llm: LLM, local: LocalEngine) -> None:
