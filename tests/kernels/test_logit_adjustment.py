@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from baton.core.request.request import SamplingParams, token_key
+from baton.core.request.request import SAMPLING, SamplingParams, token_key
 from baton.engine.execution.constraints import TokenCounts
-from baton.kernels.sampling.logit_adjustment import adjust_logits
+from baton.kernels.sampling.logit_adjustment import adjust_logits, filter_scaled
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling import sample, token_logprobs
 from baton.kernels.sampling.top_logprobs import candidates, top_logprobs
@@ -270,6 +271,16 @@ def test_a_mask_comes_behind_everything_else() -> None:
         ids, logprobs = sample(logits, [row])
         assert ids.tolist() == [2]
         assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 2]), abs=1e-6)
+
+
+def test_what_filters_is_asked_for() -> None:
+    """Rows that need no more than noise are not filtered at all."""
+    logits = random_logits(8, 1)
+    for name, one in SAMPLING.items():
+        if (kind := one.field.schema.get("type")) in ("number", "integer"):
+            params = replace(SamplingParams(), **{name: 0.5 if kind == "number" else 3})
+            filter_scaled(filtered := logits.clone(), [params])
+            assert params.needs_more_than_noise == (not torch.equal(filtered, logits)), name
 
 
 def test_candidates_are_the_likeliest_behind_all_changes() -> None:
