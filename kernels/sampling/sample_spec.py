@@ -35,7 +35,7 @@ class SampleSpec(NamedTuple):
     """
 
     params: SamplingParams
-    key: int  # core.sampling.token_key of the position that is sampled; 0 where none is drawn
+    key: int  # request.token_key of the position that is sampled; 0 where none is drawn
     forbidden_ids: Sequence[int] = ()
     counts: Counts | None = None
     fork_keys: tuple[int, ...] = ()

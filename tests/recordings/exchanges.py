@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -149,8 +149,3 @@ def of_generating(request: bytes) -> bool:
     line = request.partition(b"\r\n")[0]
     paths = (b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/v1/messages")
     return line.startswith(b"POST") and line.split()[1].partition(b"?")[0] in paths
-
-
-def ids_in(requests: Sequence[str]) -> set[bytes]:
-    """The ids that requests have."""
-    return {found[0] for request in requests for found in _ID.finditer(request.encode())}

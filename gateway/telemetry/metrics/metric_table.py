@@ -1,4 +1,4 @@
-"""Every metric that a gateway exports, once: name, kind, labels, meaning. the tables of
+"""Every metric that a gateway exports, once: name, kind, labels, meaning. The tables of
 docs/metrics.md are made from it.
 
 Names are without the prefix. Where vLLM has a metric of the same meaning, ours has its name, so

@@ -50,7 +50,7 @@ class PlayedChannel:
 
     def flush(self) -> None: ...
 
-    def receive(self, max_chunks: int = 1) -> tuple[list[bytes], bool]:
+    def receive(self) -> tuple[list[bytes], bool]:
         """One thing at a time."""
         if not self._waiting:
             return [], False

@@ -38,8 +38,6 @@ UNIX, TCP, TLS = "unix", "tcp", "tls"
 WAYS = (UNIX, TCP, TLS)
 SILENCE_S = 20.0
 
-Payloads = Callable[[], Sequence[bytes]]
-
 
 def step(index: int, text: str = "r") -> bytes:
     """A step with one plain token."""
