@@ -97,7 +97,6 @@ class PlayedEngine:
     ) -> None:
         self.name = name
         self._cluster = cluster
-        self._setup = setup
         self._links = sources if setup.role is Role.DECODE else frozenset[str]()
         self._device: Device = setup.device or PlayedDevice(setup.cost or cost)
         blocks = setup.blocks or Blocks(_BLOCK_SIZE, _NUM_BLOCKS)

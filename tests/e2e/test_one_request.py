@@ -58,11 +58,10 @@ def trace(folder: Path) -> tuple[Files, Files]:
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
             )
-            wanted = [r"-c$", r"gateway", r"prefill_node\.engine_main", r"decode_node\.engine_main"]
-            return _collect(folder, wanted)
+            return _collect(folder)
 
 
-def _collect(folder: Path, wanted: list[str]) -> tuple[Files, Files]:
+def _collect(folder: Path) -> tuple[Files, Files]:
     deadline_s = time.monotonic() + 10
     while len(traces := [json.loads(p.read_text()) for p in folder.glob("*.json")]) < 6:
         assert time.monotonic() < deadline_s, [one["command"] for one in traces]

@@ -13,11 +13,10 @@ from baton.engine.model.stages import Stages
 
 
 class ThreadGroup:
-    """What the ranks of one engine share. `num_operations` counts the collective ones."""
+    """What the ranks of one engine share."""
 
     def __init__(self, size: int, timeout_s: float = 20.0) -> None:
         self.size = size
-        self.num_operations = 0
         self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._given: list[Tensor | None] = [None] * size
 
@@ -31,7 +30,6 @@ class ThreadGroup:
         parts = [part for part in self._given if part is not None]
         assert len({part.shape for part in parts}) == 1, "ranks disagree about what they do"
         self._meet()
-        self.num_operations += rank == 0
         return parts
 
     def _meet(self) -> None:

@@ -31,7 +31,6 @@ from baton.kernels.sampling.sampling import sample, token_logprobs
 from baton.kernels.sampling.top_logprobs import candidates, top_logprobs
 
 VOCAB_SIZE = 60
-allowed_ids = st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1)
 ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)
 
 

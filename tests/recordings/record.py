@@ -36,7 +36,6 @@ from baton.cluster.redis_server import RedisServer
 
 CLIENTS = Path(__file__).parent / "clients"
 MAX_MODEL_LEN = 65_536
-KEY = "none"
 
 
 class Proxy:

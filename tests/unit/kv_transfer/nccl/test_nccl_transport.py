@@ -34,12 +34,11 @@ from baton.kv_transfer.network.stream import Deadline
 from baton.kv_transfer.network.tcp import HostBlockBytes
 from baton.kv_transfer.window.block_pairs import Ids
 from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
-from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool
+from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import PullOutcome
 
 SOURCE = "5" * 32
 BLOCK_BYTES, NUM_BLOCKS, NUM_ROWS = 768, 12, 4
-KEY = secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass
