@@ -174,15 +174,6 @@ def test_no_folder_is_full() -> None:
     assert not full, f"more than {MAX_FILES}: some go into a folder of their own"
 
 
-def test_only_wire_modules_of_kv_transfer_import_proto() -> None:
-    users = {
-        path.name
-        for path in (ROOT / "kv_transfer").rglob("*.py")
-        if any(target[0] == "proto" for target in imports_of(path))
-    }
-    assert users <= {"wire.py"}
-
-
 def test_package_list_is_complete() -> None:
     declared = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
