@@ -65,7 +65,7 @@ def result_of(text: str) -> Result:
 
 @dataclass
 class FakeGeneration:
-    """Yields texts, then ends well or by `error`. `at_end` is called before it ends."""
+    """Yields texts, then ends well or by `error`, behind a Ctrl-C if it `sends_ctrl_c`."""
 
     texts: Sequence[str]
     error: BatonError | None = None
