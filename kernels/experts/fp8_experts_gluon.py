@@ -143,8 +143,8 @@ def _share(num_experts, num_tiles, per_tile):
 
 @gluon.jit
 def _run(done, first, count, tiles, num_experts, num_tiles, per_tile):
-    """The next blocks of one tile, behind `done` of them: tile, first block within it, its expert,
-    first row and end of rows; how many blocks, and how many of these are to be computed."""
+    """The next blocks of one tile, behind `done` of them: the first one's place within the tile;
+    the tile's expert, first row and end of rows; how many they are, and how many to compute."""
     is_own = done < count
     further = num_experts * per_tile + gl.program_id(0) + (done - count) * gl.num_programs(0)
     block = gl.where(is_own, first + done, further)
@@ -191,9 +191,7 @@ def _fill(
     row_of_first = (first // per_tile * HALVES * per_tile + first % per_tile) * _GROUP
     for step in range(early):
         mbarrier.expect(full.index(step), num_bytes)
-        _ask_weight(
-            matrix, row_of_first, step * _GROUP, num_outputs, full, ws, step, HALVES, step >= 0
-        )
+        _ask_weight(matrix, row_of_first, step * _GROUP, num_outputs, full, ws, step, HALVES, True)
     wait_for_previous(PDL)
     let_next_in(PDL)
     done = 0
