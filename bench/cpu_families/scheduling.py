@@ -78,7 +78,7 @@ class HostRunner:
         metadata = metadata_of(batch, torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
         join_tables(metadata.block_tables)
-        divide(seq_lens, 8)
+        divide(seq_lens, 8, is_8bit=False)
         return HostStep(partial(self.results, len(batch), rows))
 
     def results(self, num_slices: int, rows: SampledRows) -> list[SampledToken | None]:

@@ -91,10 +91,8 @@ def few_plans(weights: str) -> list[Few]:
     """The candidates for single pairs; of FP8 as many bytes are in flight with more inputs."""
     if weights == "int4":
         return []
-    sizes = [(2, 512), (4, 1024), (4, 256), (8, 1024)]
-    if weights:
-        sizes = [(2, 1024), (4, 1024), (4, 2048), (4, 512)]
-    outputs = ((1, 1), (2, 2), (4, 4))
+    sizes = [(2, 1024), (4, 1024), (4, 2048), (8, 1024)]
+    outputs = ((2, 2), (4, 2), (4, 4), (8, 4))
     return [Few(*of_both, *size) for of_both in outputs for size in sizes]
 
 
@@ -366,7 +364,8 @@ def compile_all(mixtures: list[Sizes], weights: str, tokens: list[int]) -> None:
         # The same kernels as for the whole sizes: multiples of 16, and no narrower steps.
         sizes = replace(whole, hidden=2048, inner=1024)
         plans: list[Plan] = [*few_plans(weights)] if min(tokens) <= _MAX_FEW_TOKENS else []
-        todo += [partial(_compile_plan, sizes, weights, 1, plan) for plan in plans]
+        chosen_alone = replace(whole, num_experts=whole.num_chosen)  # those have constant sizes
+        todo += [partial(_compile_plan, chosen_alone, weights, 1, plan) for plan in plans]
         cut = Cut(128, 128, 3, 4, is_turned=True)
         any_plan = Tiles(16, cut, cut, weights in _QUANTISE)
         todo += [partial(_compile_plan, sizes, weights, count, any_plan) for count in tokens]

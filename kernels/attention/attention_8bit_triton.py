@@ -115,13 +115,13 @@ def load_pairs(
     TYPE: tl.constexpr,
     HAS_PTX: tl.constexpr,
 ):
-    """V at the pointers [keys], its even and its odd dimensions: of TYPE [keys, DIM_PADDED / 2].
+    """V at the pointers [keys], its even and its odd dimensions: of TYPE [DIM_PADDED / 2, keys].
 
     The matrix units want V transposed, and shared memory can be read so in units of 16 bits alone.
     """
     dims = tl.arange(0, DIM_PADDED // 2)
-    at = values.to(tl.pointer_type(tl.int16))[:, None] + dims[None, :]
-    pairs = tl.load(at, mask=is_key[:, None] & (dims < DIM // 2)[None, :], other=0)
+    at = values.to(tl.pointer_type(tl.int16))[None, :] + dims[:, None]
+    pairs = tl.load(at, mask=(dims < DIM // 2)[:, None] & is_key[None, :], other=0)
     one: tl.constexpr = values.dtype.element_ty
     if HAS_PTX:
         even, odd = tl.inline_asm_elementwise(

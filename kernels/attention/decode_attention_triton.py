@@ -51,11 +51,12 @@ class TritonDecode:
     ) -> None:
         self._rows_each, self._places = rows_each, 0
         self._kv_heads, self._block_size = pool.shape[3:5]
+        self._is_8bit = is_8bit(pool)
         max_blocks = max_num_seqs * -(-max_model_len // self._block_size)  # no table has more
         # In a graph each row of padding is a sequence of its own.
         max_num_seqs *= rows_each
         max_blocks += max_num_seqs
-        most = max_shares(max_num_seqs, self._kv_heads)
+        most = max_shares(max_num_seqs, self._kv_heads, is_8bit=self._is_8bit)
         # Fixed places: a CUDA graph reads them again at every replay. They lie behind each other,
         # the longest last: a step's plan is one copy.
         seqs = max_num_seqs + 1
@@ -80,7 +81,7 @@ class TritonDecode:
         n, lens = len(seq_lens), np.array(seq_lens, np.int32)
         self._places = n if num_graph_decodes is None else num_graph_decodes
         tables, indices = join_tables(block_tables)
-        found, found_indptr = divide(lens, self._kv_heads)
+        found, found_indptr = divide(lens, self._kv_heads, is_8bit=self._is_8bit)
         plan = np.zeros(self._ends[-1] + len(indices), np.int32)
         parts = np.split(plan, self._ends)
         starts = np.cumsum([0, *query_lens]) if query_lens else np.arange(n + 1)
@@ -101,7 +102,7 @@ class TritonDecode:
         """
         _, heads, dim = q.shape
         places, device = self._places, q.device
-        shares = max_shares(places, self._kv_heads)
+        shares = max_shares(places, self._kv_heads, is_8bit=self._is_8bit)
         rows_each = self._rows_each
         each = (shares, rows_each * heads)
         partial = torch.empty((*each, dim), dtype=torch.float32, device=device)
@@ -130,14 +131,14 @@ class TritonDecode:
             KV_HEADS=self._kv_heads,
             GROUP=group,
             ROWS_EACH=rows_each,
-            GROUP_PADDED=max(16, triton.next_power_of_2(rows_each * group)),
+            GROUP_PADDED=max(8, triton.next_power_of_2(rows_each * group)),
             BLOCK_SIZE=self._block_size,
             PIECE=piece_elements(layer_pool),
             DIM=dim,
             DIM_PADDED=dim_padded,
             TILE_KEYS=TILE_KEYS,
             PRECISION=dot_precision(q),
-            IS_8BIT=is_8bit(layer_pool),
+            IS_8BIT=self._is_8bit,
             HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
             num_stages=_STAGES,
@@ -220,9 +221,10 @@ def _attend_share(
         row_end = tl.load(seq_lens + sequence) - num_rows + 1 + rows // GROUP
         if HAS_WINDOW:
             begin = tl.maximum(begin, tl.min(row_end, axis=0) - window)
+    # Keys and dimensions are the rows of both products: queries would fill half of their tiles.
     queries = tl.load(
-        q + row[:, None] * q_stride + head[:, None] * DIM + dims[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
+        q + row[None, :] * q_stride + head[None, :] * DIM + dims[:, None],
+        mask=is_row[None, :] & is_dim[:, None],
         other=0.0,
     )
     if IS_8BIT:
@@ -231,7 +233,7 @@ def _attend_share(
     table = indices + tl.load(tables + sequence)
     best = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PADDED,), tl.float32)
-    acc = tl.zeros((GROUP_PADDED, DIM_PADDED // 2 if IS_8BIT else DIM_PADDED), tl.float32)
+    acc = tl.zeros((DIM_PADDED // 2 if IS_8BIT else DIM_PADDED, GROUP_PADDED), tl.float32)
     acc_odd = acc
     for first in range(begin, end, TILE_KEYS):
         positions = first + tl.arange(0, TILE_KEYS)
@@ -243,42 +245,45 @@ def _attend_share(
         k = tl.load(at, mask=mask, other=0.0)
         if IS_8BIT:
             k = as_type(k, queries.dtype, HAS_PTX)
-        scores = tl.dot(queries, k.T, input_precision=PRECISION)
+        scores = tl.dot(k, queries, input_precision=PRECISION)
         if IS_8BIT:
             k_scale, v_scale = load_scales(
                 keys, positions, is_key, KV_HEADS, BLOCK_SIZE, PIECE, DIM
             )
             log_scale, inverse = log2_and_inverse(v_scale, HAS_PTX)
-            scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
+            scores = scores * (scale * k_scale)[:, None] + log_scale[:, None]
         else:
             scores *= scale
         if ROWS_EACH == 1:
-            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            scores = tl.where(is_key[:, None], scores, float("-inf"))
         else:
-            is_seen = is_key[None, :] & (positions[None, :] < row_end[:, None])
+            is_seen = is_key[:, None] & (positions[:, None] < row_end[None, :])
             if HAS_WINDOW:
-                is_seen &= positions[None, :] >= row_end[:, None] - window
+                is_seen &= positions[:, None] >= row_end[None, :] - window
             scores = tl.where(is_seen, scores, float("-inf"))
-        larger = tl.maximum(best, tl.max(scores, axis=1) - (HALF_ROOM if IS_8BIT else 0))
+        larger = tl.maximum(best, tl.max(scores, axis=0) - (HALF_ROOM if IS_8BIT else 0))
         if ROWS_EACH > 1:  # a row may have seen nothing yet
             larger = tl.where(larger > float("-inf"), larger, -1e30)
-        weights = tl.exp2(scores - larger[:, None])
+        weights = tl.exp2(scores - larger[None, :])
         fade = tl.exp2(best - larger)
-        acc = acc * fade[:, None]
+        acc = acc * fade[None, :]
         if IS_8BIT:
-            total = total * fade + tl.sum(weights * inverse[None, :], axis=1)
+            total = total * fade + tl.sum(weights * inverse[:, None], axis=0)
             values = keys + KV_HEADS * PIECE + positions % BLOCK_SIZE * DIM
             even, odd = load_pairs(values, is_key, DIM, DIM_PADDED, queries.dtype, HAS_PTX)
-            acc = tl.dot(weights.to(even.dtype), even, acc, input_precision=PRECISION)
-            acc_odd = acc_odd * fade[:, None]
-            acc_odd = tl.dot(weights.to(odd.dtype), odd, acc_odd, input_precision=PRECISION)
+            acc = tl.dot(even, weights.to(even.dtype), acc, input_precision=PRECISION)
+            acc_odd = acc_odd * fade[None, :]
+            acc_odd = tl.dot(odd, weights.to(odd.dtype), acc_odd, input_precision=PRECISION)
         else:
-            total = total * fade + tl.sum(weights, axis=1)
-            v = tl.load(at + KV_HEADS * PIECE, mask=mask, other=0.0)
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            total = total * fade + tl.sum(weights, axis=0)
+            values = keys + KV_HEADS * PIECE + positions % BLOCK_SIZE * DIM
+            mask = is_dim[:, None] & is_key[None, :]
+            v = tl.load(values[None, :] + dims[:, None], mask=mask, other=0.0)
+            acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=PRECISION)
         best = larger
+    acc = acc.T
     if IS_8BIT:
-        acc = tl.interleave(acc, acc_odd)
+        acc = tl.interleave(acc, acc_odd.T)
     share_sum = tl.where(total > 0, total, 1.0)  # outside the window a share is nothing
     result = acc / share_sum[:, None]
     mask = is_row[:, None] & is_dim[None, :]

@@ -15,16 +15,23 @@ from numpy.typing import NDArray
 
 TILE_KEYS = 64
 _PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
+# Those of 8 bits are bound by what they compute, too: they are to fill rounds of all that it holds.
+_RESIDENT_8BIT = 8 * 132
+_ROUNDS_8BIT = 3
+_SHORT = 4 * TILE_KEYS  # still shorter shares take longer to join than rounds to fill
 
 Int32s = NDArray[Any]
 
 
-def max_shares(num_seqs: int, kv_heads: int) -> int:
+def max_shares(num_seqs: int, kv_heads: int, *, is_8bit: bool) -> int:
     """Of any step with so many sequences."""
-    return num_seqs + -(-_PROGRAMS_WANTED // kv_heads)
+    wanted = -(-(_RESIDENT_8BIT if is_8bit else _PROGRAMS_WANTED) // kv_heads)
+    return max(num_seqs + wanted, _ROUNDS_8BIT * wanted if is_8bit else 0)
 
 
-def divide(seq_lens: Sequence[int] | Int32s, kv_heads: int) -> tuple[Int32s, Int32s]:
+def divide(
+    seq_lens: Sequence[int] | Int32s, kv_heads: int, *, is_8bit: bool
+) -> tuple[Int32s, Int32s]:
     """Divide the keys of a step: (shares [shares, 4]: place, sequence, first key, end; indptr
     [seqs + 1]).
 
@@ -36,8 +43,11 @@ def divide(seq_lens: Sequence[int] | Int32s, kv_heads: int) -> tuple[Int32s, Int
     if not len(seq_lens):
         return np.empty((0, 4), np.int32), np.zeros(1, np.int32)
     lens = np.asarray(seq_lens, np.int64)
-    wanted = max_shares(len(lens), kv_heads) - len(lens)
-    most = max(TILE_KEYS, -(-int(lens.sum()) // wanted))
+    total = int(lens.sum())
+    most = -(-total // (max_shares(len(lens), kv_heads, is_8bit=is_8bit) - len(lens)))
+    if is_8bit:
+        most = max(most, min(_SHORT, -(-total * kv_heads // _RESIDENT_8BIT)))
+    most = max(TILE_KEYS, most)
     counts = -(-lens // most)
     sizes = -(-lens // counts // TILE_KEYS) * TILE_KEYS  # rounding up may leave a share over
     counts = -(-lens // sizes)

@@ -2,10 +2,11 @@
 
     x ─► gate, up ─ SiLU * up ─► [pairs, inner] ─► down, times the pairs' weights, summed ─► out
 
-Bound by reading the weights of the experts that were chosen: thousands of small programs keep
-enough loads in flight. Two tokens with the same expert read it twice, the second time perhaps from
-the L2 cache. Weights in FP8 become floats in registers, activations stay as they are. Sums are in
-float32, in an order that no other token changes.
+Bound by reading the weights of the experts that were chosen: hundreds of programs that ask for all
+their weights at once keep enough loads in flight, those of `down` before its inputs are there. Two
+tokens with the same expert read it twice, the second time perhaps from the L2 cache. Weights in FP8
+become floats in registers, activations stay as they are. Sums are in float32, in an order that no
+other token changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .experts import ExpertWeights, Mixture
 from .routing_triton import Choice
 from .tiles import Few
 
-_PAIR_COLS = 8192  # inputs of all of a token's pairs, that a program has in registers
+_STEP_OF_THREAD = 32  # weights of `down` that a thread takes in a step
+_BYTES_AHEAD = 256  # of a thread, in registers
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -42,9 +44,9 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         gate_up.values if gate_up.scale is None else gate_up.scale,
         choice.chosen,
         gated,
-        hidden,
-        inner,
         *local,
+        HIDDEN=hidden,
+        INNER=inner,
         K=k,
         OUTPUTS=plan.gated,
         COLS=max(least, min(plan.inputs, triton.next_power_of_2(hidden))),
@@ -52,6 +54,9 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         **options,
     )
     out = torch.empty_like(x)
+    cols = 32 * plan.warps * _STEP_OF_THREAD // (padded * plan.down)
+    cols = max(least, min(cols, triton.next_power_of_2(inner)))
+    ahead = _BYTES_AHEAD // (_STEP_OF_THREAD * down.values.element_size())
     _down[(num_tokens, triton.cdiv(hidden, plan.down))](
         gated,
         down.values,
@@ -59,13 +64,14 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         choice.chosen,
         choice.weights,
         out,
-        hidden,
-        inner,
         *local,
+        HIDDEN=hidden,
+        INNER=inner,
         K=k,
         K_PADDED=padded,
         OUTPUTS=plan.down,
-        COLS=max(least, min(plan.inputs, triton.next_power_of_2(inner), _PAIR_COLS // padded)),
+        COLS=cols,
+        AHEAD=min(ahead, triton.cdiv(inner, cols)),  # steps
         SCALING=down.scaling,
         **options,
     )
@@ -79,10 +85,10 @@ def _gated(
     scale,
     chosen,
     out,
-    hidden,
-    inner,
     first_local,
     num_local,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
     K: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLS: tl.constexpr,
@@ -92,42 +98,45 @@ def _gated(
     pair = tl.program_id(0)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     cols = tl.arange(0, COLS)
-    is_output = (outputs < inner)[:, None]
-    let_next_in(PDL)
+    is_output = outputs < INNER
     wait_for_previous(PDL)
-    expert = tl.load(chosen + pair) - first_local
+    let_next_in(PDL)  # it may read what was chosen
+    expert = (tl.load(chosen + pair) - first_local).to(tl.int64)
     if (expert < 0) | (expert >= num_local):
         return
-    vector = x + (pair // K).to(tl.int64) * hidden + cols
-    gate = weights + (expert.to(tl.int64) * 2 * inner + outputs)[:, None] * hidden + cols[None, :]
-    up = gate + inner.to(tl.int64) * hidden
+    vector = x + (pair // K).to(tl.int64) * HIDDEN + cols
+    gate = weights + (expert * 2 * INNER + outputs)[:, None] * HIDDEN + cols[None, :]
+    up = gate + INNER * HIDDEN
     sums = tl.zeros((OUTPUTS, COLS), tl.float32)
     up_sums = tl.zeros((OUTPUTS, COLS), tl.float32)
+    if SCALING == 1:
+        of_outputs = scale + expert * 2 * INNER + outputs
+        gate_scale = tl.load(of_outputs, mask=is_output, other=0.0)
+        up_scale = tl.load(of_outputs + INNER, mask=is_output, other=0.0)
     if SCALING == 2:  # all outputs of a program are of one row of blocks
-        num_blocks = tl.cdiv(hidden, _BLOCK)
-        row = expert * (2 * inner // _BLOCK) + tl.program_id(1) * OUTPUTS // _BLOCK
-        of_gate = scale + (row.to(tl.int64) + tl.arange(0, 1)) * num_blocks
-        of_up = of_gate + inner // _BLOCK * num_blocks
-    for first in range(0, hidden, COLS):
-        is_col = cols < hidden - first
-        mask = is_output & is_col[None, :]
+        num_blocks: tl.constexpr = (HIDDEN + _BLOCK - 1) // _BLOCK
+        row = expert * (2 * INNER // _BLOCK) + tl.program_id(1) * OUTPUTS // _BLOCK
+        of_gate = scale + (row + tl.arange(0, 1)) * num_blocks
+        of_up = of_gate + INNER // _BLOCK * num_blocks
+    for first in tl.static_range(0, HIDDEN, COLS):
+        is_col = cols < HIDDEN - first
+        mask = is_output[:, None] & is_col[None, :]
         some = tl.load(gate + first, mask=mask, other=0.0).to(tl.float32)
         more = tl.load(up + first, mask=mask, other=0.0).to(tl.float32)
         values = tl.load(vector + first, mask=is_col, other=0.0).to(tl.float32)[None, :]
         if SCALING == 2:
-            sums += some * _scaled(values, of_gate, first, hidden, 1, COLS)
-            up_sums += more * _scaled(values, of_up, first, hidden, 1, COLS)
+            sums += some * _scaled(values, of_gate, first, HIDDEN, 1, COLS)
+            up_sums += more * _scaled(values, of_up, first, HIDDEN, 1, COLS)
         else:
             sums += some * values
             up_sums += more * values
     total, up_total = tl.sum(sums, axis=1), tl.sum(up_sums, axis=1)
     if SCALING == 1:
-        of_outputs = scale + expert.to(tl.int64) * 2 * inner + outputs
-        total *= tl.load(of_outputs, mask=outputs < inner, other=0.0)
-        up_total *= tl.load(of_outputs + inner, mask=outputs < inner, other=0.0)
+        total *= gate_scale
+        up_total *= up_scale
     gated = total / (1.0 + tl.exp(-total)) * up_total
-    at = out + pair.to(tl.int64) * inner + outputs
-    tl.store(at, gated.to(out.dtype.element_ty), mask=outputs < inner)
+    at = out + pair.to(tl.int64) * INNER + outputs
+    tl.store(at, gated.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit(do_not_specialize=["first_local", "num_local"])
@@ -138,49 +147,60 @@ def _down(
     chosen,
     shares,
     out,
-    hidden,
-    inner,
     first_local,
     num_local,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLS: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    first_output = tl.program_id(1) * OUTPUTS
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.minimum(outputs, HIDDEN - 1)  # that are there
     places, cols = tl.arange(0, K_PADDED), tl.arange(0, COLS)
     let_next_in(PDL)
-    wait_for_previous(PDL)
-    expert = tl.load(chosen + token * K + places, mask=places < K, other=-1) - first_local
+    # `_gated` lets this in behind its own wait: what was chosen is there, its results are not.
+    pairs = token * K + places
+    expert = (tl.load(chosen + pairs, mask=places < K, other=-1) - first_local).to(tl.int64)
     is_local = (places < K) & (expert >= 0) & (expert < num_local)
-    share = tl.load(shares + token * K + places, mask=is_local, other=0.0)
-    vectors = gated + (token * K + places)[:, None] * inner + cols[None, :]
-    if SCALING == 2:
-        num_blocks = tl.cdiv(inner, _BLOCK)
-        of_experts = scale + expert.to(tl.int64) * tl.cdiv(hidden, _BLOCK) * num_blocks
-    for index in tl.static_range(OUTPUTS):
-        output = first_output + index
-        row = tl.minimum(output, hidden - 1)  # one that is there
-        matrix = weights + (expert.to(tl.int64) * hidden + row)[:, None] * inner + cols[None, :]
-        sums = tl.zeros((K_PADDED, COLS), tl.float32)
-        for first in range(0, inner, COLS):
-            mask = is_local[:, None] & (cols < inner - first)[None, :]
-            values = tl.load(vectors + first, mask=mask, other=0.0).to(tl.float32)
-            if SCALING == 2:
-                of_row = tl.where(is_local, of_experts, scale) + row // _BLOCK * num_blocks
-                values = _scaled(values, of_row, first, inner, K_PADDED, COLS)
-            sums += tl.load(matrix + first, mask=mask, other=0.0).to(tl.float32) * values
-        of_pairs = tl.sum(sums, axis=1) * share
-        if SCALING == 1:
-            at = scale + expert.to(tl.int64) * hidden + row
-            of_pairs *= tl.load(at, mask=is_local, other=0.0)
-        total = tl.sum(of_pairs, axis=0)
-        tl.store(
-            out + token * hidden + output, total.to(out.dtype.element_ty), mask=output < hidden
-        )
+    share = tl.load(shares + pairs, mask=is_local, other=0.0)
+    of_rows = (expert * HIDDEN)[:, None] + rows[None, :]
+    matrix = weights + of_rows[:, :, None] * INNER + cols[None, None, :]
+    if SCALING == 1:
+        factor = share[:, None] * tl.load(scale + of_rows, mask=is_local[:, None], other=0.0)
+    else:
+        factor = share[:, None]
+    row = expert * tl.cdiv(HIDDEN, _BLOCK) + tl.program_id(1) * OUTPUTS // _BLOCK
+    of_blocks = scale + tl.where(is_local, row, 0) * tl.cdiv(INNER, _BLOCK)
+    read = ()
+    for index in tl.static_range(AHEAD):
+        mask = is_local[:, None] & (cols < INNER - index * COLS)[None, :]
+        some = tl.load(matrix + index * COLS, mask=mask[:, None, :], other=0.0)
+        read = read + (some,)  # noqa: RUF005 - Triton knows no starred tuples
+    wait_for_previous(PDL)
+    vectors = gated + pairs[:, None] * INNER + cols[None, :]
+    sums = tl.zeros((K_PADDED, OUTPUTS, COLS), tl.float32)
+    for index in tl.static_range(AHEAD):
+        mask = is_local[:, None] & (cols < INNER - index * COLS)[None, :]
+        values = tl.load(vectors + index * COLS, mask=mask, other=0.0).to(tl.float32)
+        if SCALING == 2:
+            values = _scaled(values, of_blocks, index * COLS, INNER, K_PADDED, COLS)
+        sums += read[index].to(tl.float32) * values[:, None, :]
+    for first in range(AHEAD * COLS, INNER, COLS):
+        mask = is_local[:, None] & (cols < INNER - first)[None, :]
+        values = tl.load(vectors + first, mask=mask, other=0.0).to(tl.float32)
+        if SCALING == 2:
+            values = _scaled(values, of_blocks, first, INNER, K_PADDED, COLS)
+        some = tl.load(matrix + first, mask=mask[:, None, :], other=0.0)
+        sums += some.to(tl.float32) * values[:, None, :]
+    total = tl.sum(tl.sum(sums, axis=2) * factor, axis=0)
+    at = out + token * HIDDEN + outputs
+    tl.store(at, total.to(out.dtype.element_ty), mask=outputs < HIDDEN)
 
 
 @triton.jit

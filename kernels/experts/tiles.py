@@ -40,12 +40,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """Outputs of a program in the two products, and inputs of a step of its loop."""
+    """Outputs of a program in the two products, and inputs of a step of the gated one's."""
 
     gated: int
     down: int
     warps: int = 4
-    inputs: int = 1024
+    inputs: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _table() -> Mapping[str, list[tuple[int, Plan]]]:
 # float32 is for tests: whatever fits into any GPU.
 _EXACT = Tiles(16, Cut(32, 32, 2, 4), Cut(32, 32, 2, 4))
 _DEFAULTS: list[tuple[int, Plan]] = [
-    (4, Few(1, 2)),
+    (4, Few(4, 2)),
     (256, Tiles(16, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
     (512, Tiles(32, Cut(64, 128, 3, 4), Cut(128, 128, 3, 4))),
     (1024, Tiles(64, Cut(128, 64, 3, 8), Cut(128, 64, 4, 4))),
@@ -149,7 +149,7 @@ _DEFAULTS: list[tuple[int, Plan]] = [
 ]
 _TURNED = Cut(128, 128, 4, 4, is_turned=True)
 _FP8_DEFAULTS: list[tuple[int, Plan]] = [
-    (4, Few(1, 2, 4, 2048)),
+    (4, Few(4, 4)),
     (16, Tiles(16, _TURNED, _TURNED)),
     (256, Tiles(16, _TURNED, _TURNED, has_fp8_rows=True)),
     (512, Tiles(32, _TURNED, _TURNED, has_fp8_rows=True)),

@@ -432,10 +432,11 @@ def test_rows_of_drafts(
 @given(
     lens=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 200_000)), min_size=1, max_size=70),
     kv_heads=st.sampled_from([1, 2, 8, 32]),
+    is_8bit=st.booleans(),
 )
-def test_keys_are_divided_evenly(lens: list[int], kv_heads: int) -> None:
-    shares, indptr = divide(lens, kv_heads)
-    assert len(shares) <= max_shares(len(lens), kv_heads)
+def test_keys_are_divided_evenly(lens: list[int], kv_heads: int, is_8bit: bool) -> None:
+    shares, indptr = divide(lens, kv_heads, is_8bit=is_8bit)
+    assert len(shares) <= max_shares(len(lens), kv_heads, is_8bit=is_8bit)
     sizes = []
     by_place = shares[np.argsort(shares[:, 0])]
     assert (by_place[:, 0] == np.arange(len(shares))).all()

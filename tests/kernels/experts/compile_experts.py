@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
-from baton.kernels.experts.few_tokens_triton import _down, _gated
+from baton.kernels.experts.few_tokens_triton import _BYTES_AHEAD, _STEP_OF_THREAD, _down, _gated
 from baton.kernels.experts.grouped_triton import _grouped_product, _sum_pairs
 from baton.kernels.experts.int4_experts_triton import _int4_grouped_product
 from baton.kernels.experts.router_logits_triton import _logits, _logits_of_few
@@ -121,10 +121,15 @@ def int4_case(rows: int, cut: Cut, is_gated: bool, group_size: int = 128) -> Cas
     )
 
 
-def few_cases(plan: Few, scaling: int) -> list[Case]:
-    shared = {"K": 8, "SCALING": scaling}
-    gated = {**shared, "OUTPUTS": plan.gated, "COLS": min(2048, plan.inputs)}
-    down = {**shared, "OUTPUTS": plan.down, "K_PADDED": 8, "COLS": min(1024, plan.inputs)}
+def few_cases(plan: Few, sizes: Sizes, scaling: int) -> list[Case]:
+    shared = {"K": sizes.num_chosen, "HIDDEN": sizes.hidden, "INNER": sizes.inner}
+    shared["SCALING"] = scaling
+    gated = {**shared, "OUTPUTS": plan.gated, "COLS": plan.inputs}
+    padded, itemsize = triton.next_power_of_2(sizes.num_chosen), 1 if scaling else 2
+    cols = 32 * plan.warps * _STEP_OF_THREAD // (padded * plan.down)
+    down = {**shared, "OUTPUTS": plan.down, "K_PADDED": padded, "COLS": cols}
+    ahead = _BYTES_AHEAD // (_STEP_OF_THREAD * itemsize)
+    down["AHEAD"] = min(ahead, triton.cdiv(sizes.inner, cols))
     types = {"weights": "*fp8e4nv", "scale": "*fp32"} if scaling else {}
     return [
         Case(f"gated {plan}, {SCALINGS[scaling]}", _gated, gated, plan.warps, types=types),
@@ -186,14 +191,14 @@ MIXTURES = (Sizes(128, 8, 2048, 768), Sizes(8, 2, 4096, 14_336))
 
 if __name__ == "__main__":
     plans = {
-        (choose_plan(replace(sizes, weights=name), 2**n, 2), scaling)
+        (choose_plan(replace(sizes, weights=name), 2**n, 2), sizes, scaling)
         for sizes in MIXTURES
         for n in range(15)
         for scaling, name in enumerate(SCALINGS)
     }
     products = {
         (plan.rows, replace(cut, group=1), is_gated, scaling, plan.has_fp8_rows)
-        for plan, scaling in plans
+        for plan, _, scaling in plans
         if isinstance(plan, Tiles)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))
     }
@@ -208,7 +213,7 @@ if __name__ == "__main__":
     cases = [product_case(*product) for product in sorted(products, key=str)]
     cases += [int4_case(*product) for product in sorted(packed, key=str)]
     cases.append(int4_case(16, Cut(64, 128, 4, 4), True, 32))
-    for few, scaling in plans:
-        cases += few_cases(few, scaling) if isinstance(few, Few) else []
+    for few, sizes, scaling in plans:
+        cases += few_cases(few, sizes, scaling) if isinstance(few, Few) else []
     with ThreadPoolExecutor(2) as pool:
         sys.exit(0 if all(list(pool.map(is_good, cases + routing_cases()))) else 1)

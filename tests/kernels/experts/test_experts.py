@@ -127,6 +127,13 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = 2e-
     torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
 
 
+@pytest.mark.parametrize("inner", [40, 96])  # 3 and 6 steps of 16, of which 2 are read ahead
+def test_few_tokens_whose_down_is_read_in_many_steps(inner: int) -> None:
+    mixture = make_mixture(6, 3, 40, inner)
+    x = torch.randn(2, 40, device=DEVICE)
+    assert_close(compute_experts(x, mixture, None, Few(8, 64)), expected_of(x, mixture))
+
+
 NUMBERS = [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)]  # of experts, chosen ones, tokens
 
 
