@@ -32,7 +32,7 @@ def adjust(config: EngineConfig) -> EngineConfig:
     if is_chosen or config.tbt_target_ms is not None:
         return config
     # Or decodes would take turns, and a prompt beside as many as can run would get on by a token.
-    max_num_seqs = config.max_num_seqs or seqs_for_pool(config.num_kv_blocks, config.block_size)
+    max_num_seqs = config.max_num_seqs or seqs_for_pool(config.num_kv_blocks, config.kv_block_size)
     budget = max(MAX_NUM_BATCHED_TOKENS, max_num_seqs + MIN_PROMPT_TOKENS)
     return dataclasses.replace(config, max_num_batched_tokens=budget)
 

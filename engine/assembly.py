@@ -23,7 +23,7 @@ from .speculation.proposers import make_proposer
 def limits_of(config: EngineConfig, runner: ModelRunner) -> EngineLimits:
     return EngineLimits(
         num_blocks=runner.kv.num_blocks,
-        block_size=config.block_size,
+        block_size=config.kv_block_size,
         max_model_len=runner.max_model_len,
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -49,7 +49,7 @@ class LocalEngine(Assembly):
                 ranks.followers.check()  # the cause of it, if a rank was lost
             raise
         num_blocks = runner.kv.num_blocks - NUM_RESERVED_BLOCKS
-        tokens = num_blocks * config.block_size
+        tokens = num_blocks * config.kv_block_size
         report(f"{runner.model_dir.name}: {num_blocks} KV blocks = {tokens} tokens")
         return cls(config, runner, ranks)
 

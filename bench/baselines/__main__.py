@@ -77,10 +77,10 @@ def _measure(argv: Sequence[str], arguments: argparse.Namespace, measured: str) 
         runner.model_config.vocab_size,
     )
     jobs = make_jobs(shape)
-    num_blocks = min(runner.kv.num_blocks, arguments.pool_tokens // config.block_size + 2)
-    num_few = min(num_blocks, arguments.tight_tokens // config.block_size + 2)
+    num_blocks = min(runner.kv.num_blocks, arguments.pool_tokens // config.kv_block_size + 2)
+    num_few = min(num_blocks, arguments.tight_tokens // config.kv_block_size + 2)
     player, tight = (
-        Player(runner, num, config.block_size, shape.max_len, arguments.chunk_tokens)
+        Player(runner, num, config.kv_block_size, shape.max_len, arguments.chunk_tokens)
         for num in (num_blocks, num_few)
     )
     warm_up(player, jobs, SCHEMES[-1])
@@ -100,10 +100,10 @@ def _measure(argv: Sequence[str], arguments: argparse.Namespace, measured: str) 
         "clock": "wall" if is_gpu else "CPU time of the process",
         "model": _GPU_SHAPE if arguments.gpu else runner.model_dir.name,
         "shape": asdict(shape),
-        "pool_tokens": (num_blocks - 2) * config.block_size,
+        "pool_tokens": (num_blocks - 2) * config.kv_block_size,
         "chunk_tokens": arguments.chunk_tokens,
         **_means(jobs),
-        "chats": _means(chats) | {"pool_tokens": (num_few - 2) * config.block_size},
+        "chats": _means(chats) | {"pool_tokens": (num_few - 2) * config.kv_block_size},
         "rate_per_s": rate_per_s,
         "tbt_ms": arguments.tbt_ms,
         "schemes": rows,
@@ -141,7 +141,7 @@ def _pairs(
     jobs = make_jobs(replace(shape, num_requests=2 * shape.num_requests))
     pair = PairShape(
         num_blocks,
-        config.block_size,
+        config.kv_block_size,
         arguments.chunk_tokens,
         arguments.tbt_ms / 1000,
         runner.eos_token_ids[0],

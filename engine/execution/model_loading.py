@@ -120,7 +120,7 @@ def _expert_loads(
     experts = model_config.experts
     if experts is None:
         return None
-    first_slot = NUM_RESERVED_BLOCKS * config.block_size
+    first_slot = NUM_RESERVED_BLOCKS * config.kv_block_size
     return ExpertLoads(len(experts.layers), experts.num_experts, first_slot, placement.device)
 
 

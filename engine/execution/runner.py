@@ -91,7 +91,7 @@ class ModelRunner(StepRunner):
         layout = KvLayout(
             num_layers=len(self.layers),
             num_kv_heads=self.heads.num_kv_heads,
-            block_size=config.block_size,
+            block_size=config.kv_block_size,
             head_dim=self.model_config.head_dim,
             dtype=choose_kv_dtype(config, self.model_config, self._placement),
         )

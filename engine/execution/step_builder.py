@@ -79,7 +79,7 @@ class StepBuilder:
         """Over a pool of so many blocks."""
         self._choose_max_num_seqs(num_blocks)
         kv = CpuKvMemory(layout, num_blocks)
-        size, drafting, draft_steps = self.config.block_size, self.drafting, None
+        size, drafting, draft_steps = self.config.kv_block_size, self.drafting, None
         steps = CpuSteps(self.model, self._attention(kv.tensor), size, self.adapters)
         if drafting is None:
             return BuiltSteps(kv, steps, None)
@@ -165,7 +165,7 @@ class StepBuilder:
         own = GpuSteps(
             self.model,
             self._attention(pool),
-            config.block_size,
+            config.kv_block_size,
             max_num_seqs,
             of_prompts if max_num_seqs > 1 else 0,
             config.max_drafts,
@@ -174,7 +174,7 @@ class StepBuilder:
         if self.drafting is None or isinstance(self.drafting, Decoder):
             return own
         attention = self._attention(pool, self.draft_model, config.max_drafts)
-        size, most = config.block_size, max(most_step_tokens(config), own.most_graph_tokens)
+        size, most = config.kv_block_size, max(most_step_tokens(config), own.most_graph_tokens)
         new = partial(GpuSteps, attention=attention, block_size=size, max_num_seqs=max_num_seqs)
         behind = partial(new, max_drafts=config.max_drafts, sampled=own.sampled)
         own.head = HeadSteps(self.model, self.drafting, size, most, behind, new)
@@ -186,7 +186,7 @@ class StepBuilder:
 
         if not isinstance(self.drafting, Decoder):
             return None
-        attention, size = self._attention(pool, self.draft_model), self.config.block_size
+        attention, size = self._attention(pool, self.draft_model), self.config.kv_block_size
         return GpuSteps(self.drafting, attention, size, self.max_num_seqs, 0, MOST_ROWS - 1)
 
     def _attention(
@@ -217,7 +217,7 @@ class StepBuilder:
     def _choose_max_num_seqs(self, num_blocks: int | None) -> None:
         """All ranks choose alike: their pools have equally many blocks."""
         config = self.config
-        self.max_num_seqs = config.max_num_seqs or seqs_for_pool(num_blocks, config.block_size)
+        self.max_num_seqs = config.max_num_seqs or seqs_for_pool(num_blocks, config.kv_block_size)
 
 
 def _largest_batch(
@@ -244,7 +244,7 @@ def _largest_batch(
         SequenceSlice(
             [0] * length,
             0,
-            [PADDING_BLOCK] * -(-length // config.block_size),
+            [PADDING_BLOCK] * -(-length // config.kv_block_size),
             dearest,
             prompt_targets=[0] * (length - 1),
             num_prompt_top=20,
