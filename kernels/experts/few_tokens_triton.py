@@ -11,8 +11,6 @@ other token changes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -179,7 +177,7 @@ def _down(
         factor = share[:, None]
     row = expert * tl.cdiv(HIDDEN, _BLOCK) + tl.program_id(1) * OUTPUTS // _BLOCK
     of_blocks = scale + tl.where(is_local, row, 0) * tl.cdiv(INNER, _BLOCK)
-    read: Any = ()
+    read = ()
     for index in tl.static_range(AHEAD):
         mask = is_local[:, None] & (cols < INNER - index * COLS)[None, :]
         some = tl.load(matrix + index * COLS, mask=mask[:, None, :], other=0.0)
