@@ -228,7 +228,8 @@ def test_torch_computes_what_is_stored(lens: str, kv_dtype: torch.dtype) -> None
         backend = TorchAttention(step.pool)
         backend.plan(step.metadata)
         backend.run(1, step.qkv, step.rope)
-    assert difference(step.by_torch(), step.expected()) < 4e-6
+    # Triton stores on a GPU, and may round what lies in the middle the other way.
+    assert difference(step.by_torch(), step.expected()) < (5e-5 if HAS_GPU else 4e-6)
 
 
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
@@ -259,7 +260,7 @@ def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype
         differing &= torchs != 2 * stored
     num_k, num_v = differing[:, 1].flatten(2).sum((0, 2)).tolist()
     assert num_k < 0.01 * k.numel()
-    assert num_v <= (0 if HAS_GPU else 0.01 * v.numel())  # it rounds others otherwise, too
+    assert num_v < 0.01 * v.numel()
 
 
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)

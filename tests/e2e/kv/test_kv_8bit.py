@@ -75,11 +75,11 @@ def test_tokens_after_a_hand_off_and_from_the_cache(kind: str) -> None:
         cold = [client.generate(prompt_token_ids=p, **params).result for p in prompts()]
         streams = [client.generate(prompt_token_ids=p, **params) for p in prompts()]
         warm = [stream.result for stream in streams]
-    block_bytes = 6 * 2 * 2 * 16 * (64 + 4)
+    block_bytes = 6 * 2 * 2 * 32 * (64 + 4)
     for prompt, first, second, tokens in zip(prompts(), cold, warm, expected, strict=True):
         assert list(first.token_ids) == list(second.token_ids) == tokens
-        assert first.transfer_bytes == math.ceil(len(prompt) / 16) * block_bytes
-        assert (second.cached_tokens > 0) == (len(prompt) > 16)
+        assert first.transfer_bytes == math.ceil(len(prompt) / 32) * block_bytes
+        assert (second.cached_tokens > 0) == (len(prompt) > 32)
 
 
 @pytest.mark.parametrize("kind", ONE_IS_SLOW)
@@ -94,7 +94,7 @@ def test_preemption_changes_no_token(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 def perplexity(kind: str, ids: list[int]) -> float:
     """Of the bundled model on a text."""
-    runner = ModelRunner(EngineConfig(device="cpu", kv_cache_dtype=kind))
+    runner = ModelRunner(EngineConfig(device="cpu", kv_cache_dtype=kind, block_size=16))
     table = range(2, 2 + len(ids) // 16)
     launched = runner.launch([SequenceSlice(ids, 0, table, None, prompt_targets=ids[1:])])
     launched.collect()

@@ -102,7 +102,7 @@ def test_a_rank_comes_once(config: EngineConfig, head: Head) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"block_size": 32}, "--block-size: 32 on the host of rank 1, 16 on that of rank 0"),
+        ({"block_size": 32}, "--block-size: 32 on the host of rank 1, None on that of rank 0"),
         ({"nnodes": 1}, "--nnodes: 1 on the host of rank 1, 3 on"),
         ({"seed": 5}, "--seed: 5 on"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype: int8 on"),
