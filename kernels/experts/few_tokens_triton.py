@@ -181,7 +181,7 @@ def _down(
     for index in tl.static_range(AHEAD):
         mask = is_local[:, None] & (cols < INNER - index * COLS)[None, :]
         some = tl.load(matrix + index * COLS, mask=mask[:, None, :], other=0.0)
-        read = read + (some,)  # noqa: RUF005 - Triton knows no starred tuples
+        read = read + (some,)  # type: ignore[assignment]  # noqa: RUF005 - it knows no star
     wait_for_previous(PDL)
     vectors = gated + pairs[:, None] * INNER + cols[None, :]
     sums = tl.zeros((K_PADDED, OUTPUTS, COLS), tl.float32)
