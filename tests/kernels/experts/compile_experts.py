@@ -150,13 +150,13 @@ def routing_cases() -> list[Case]:
         name = f"logits {tokens} x {experts}{', quantising' if quantises else ''}"
         cases.append(Case(name, _logits, constants | {"QUANTISES": quantises}, 4, 4, types))
     flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True}
-    for tokens, is_ordered in itertools.product((1, 4, 16, 32), (False, True)):
+    for tokens, is_ordered in itertools.product((1, 4, 8, 16, 32), (False, True)):
         sizes = {"K": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
         constants = sizes | flags | {"K_PADDED": 8, "PARTS": 4, "IS_ORDERED": is_ordered}
         name = f"choose {tokens}{', ordered' if is_ordered else ''}"
         warps = min(16, max(tokens, 4 if is_ordered else 1))
         cases.append(Case(name, _choose, constants, warps, types={"weights": "*fp32"}))
-        if is_ordered:
+        if is_ordered and tokens >= 8:  # fewer are ordered where they are chosen
             cases.append(Case(f"order {tokens}", _order, sizes | {"COUNT_BLOCK": 32}, warps))
     return cases
 
