@@ -37,9 +37,13 @@ from .decode_shares import TILE_KEYS, divide, max_shares
 # A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
 _WARPS = 2
 _STAGES = 3
+_REGISTERS_8BIT = 128  # of a thread: decode_shares.py reckons with 8 programs at once
 _JOINS_AT_MOST = 2048  # programs
 _JOINED_AT_ONCE = tl.constexpr(32)
 _ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16 bytes
+# Numbers of a share: what `divide` gives, its table's first index, and how many its sequence has.
+_SHARE_SIZE = 8
+_OF_SHARE = tl.constexpr(_SHARE_SIZE)
 
 
 class TritonDecode:
@@ -61,13 +65,11 @@ class TritonDecode:
         # the longest last: a step's plan is one copy.
         seqs = max_num_seqs + 1
         self._ends = np.cumsum(
-            [-(-size // _ALIGNED) * _ALIGNED for size in (seqs,) * 4 + (4 * most,)]
+            [-(-size // _ALIGNED) * _ALIGNED for size in (seqs,) * 3 + (_SHARE_SIZE * most,)]
         )
         self._plan = pool.new_zeros(int(self._ends[-1]) + max_blocks, dtype=torch.int32)
         parts = self._plan.tensor_split([*map(int, self._ends)])
-        self._starts, self._tables, self._seq_lens, self._indptr, self._shares, self._indices = (
-            parts
-        )
+        self._starts, self._seq_lens, self._indptr, self._shares, self._indices = parts
 
     def plan(
         self,
@@ -86,12 +88,14 @@ class TritonDecode:
         parts = np.split(plan, self._ends)
         starts = np.cumsum([0, *query_lens]) if query_lens else np.arange(n + 1)
         parts[0][: n + 1] = starts  # behind it they mean nothing
-        parts[1][: n + 1] = tables
-        parts[2][:n] = lens
-        parts[3][: n + 1] = found_indptr
-        parts[3][n + 1 :] = len(found)  # a sequence of no shares
-        parts[4][: found.size] = found.ravel()  # a share of no keys is none
-        parts[5][:] = indices
+        parts[1][:n] = lens
+        parts[2][: n + 1] = found_indptr
+        parts[2][n + 1 :] = len(found)  # a sequence of no shares
+        shares = parts[3][: _SHARE_SIZE * len(found)].reshape(-1, _SHARE_SIZE)
+        shares[:, :4] = found  # behind them a share of no keys is none
+        shares[:, 4] = tables[found[:, 1]]
+        shares[:, 5] = np.diff(found_indptr)[found[:, 1]]
+        parts[4][:] = indices
         upload_into(self._plan, plan)
 
     def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
@@ -114,11 +118,9 @@ class TritonDecode:
         _attend_share[(self._kv_heads, shares)](
             q,
             layer_pool,
-            self._tables,
             self._indices,
             self._seq_lens,
             self._shares,
-            self._indptr,
             self._starts,
             out,
             partial,
@@ -142,6 +144,7 @@ class TritonDecode:
             HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
             num_stages=_STAGES,
+            **({"maxnreg": _REGISTERS_8BIT} if self._is_8bit else {}),
             **launch_options(device),
         )
         # Where there are many sequences most have one share, and nothing to join.
@@ -166,11 +169,9 @@ class TritonDecode:
 def _attend_share(
     q,
     layer_pool,
-    tables,
     indices,
     seq_lens,
     shares,
-    indptr,
     starts,
     out,
     partial,
@@ -195,10 +196,12 @@ def _attend_share(
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
-    wait_for_previous(PDL)
-    kv_head, entry = tl.program_id(0), shares + tl.program_id(1) * 4
+    # What a step was planned with is there before its first kernel begins.
+    kv_head, entry = tl.program_id(0), shares + tl.program_id(1) * _OF_SHARE
     share, sequence = tl.load(entry), tl.load(entry + 1)
     begin, end = tl.load(entry + 2), tl.load(entry + 3)
+    table, num_shares = indices + tl.load(entry + 4), tl.load(entry + 5)
+    wait_for_previous(PDL)
     if begin >= end:
         return
     rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
@@ -230,7 +233,6 @@ def _attend_share(
     if IS_8BIT:
         queries, unit = fit_half(queries)
         scale *= unit
-    table = indices + tl.load(tables + sequence)
     best = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PADDED,), tl.float32)
     acc = tl.zeros((DIM_PADDED // 2 if IS_8BIT else DIM_PADDED, GROUP_PADDED), tl.float32)
@@ -287,7 +289,6 @@ def _attend_share(
     share_sum = tl.where(total > 0, total, 1.0)  # outside the window a share is nothing
     result = acc / share_sum[:, None]
     mask = is_row[:, None] & is_dim[None, :]
-    num_shares = tl.load(indptr + sequence + 1) - tl.load(indptr + sequence)
     if num_shares == 1:  # the share that is the whole is the result
         at = row * KV_HEADS * GROUP + head
         tl.store(out + at[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask)
@@ -313,9 +314,9 @@ def _join_shares(
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
-    wait_for_previous(PDL)
     sequence = tl.program_id(0)
     begin, end = tl.load(indptr + sequence), tl.load(indptr + sequence + 1)
+    wait_for_previous(PDL)
     if end - begin <= 1:
         return
     dims = tl.arange(0, DIM_PADDED)
