@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from ...kernels.experts.experts import Pairs
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import Activations, Fp8Weight, Unscaled, Weight
 from .stages import Stages
@@ -22,7 +23,7 @@ class Sent:
     """A summand that lies no longer here, but where the ranks add it up."""
 
 
-Summand: TypeAlias = Tensor | Unscaled | Sent
+Summand: TypeAlias = Tensor | Unscaled | Pairs | Sent
 
 
 class Communicator:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...kernels.experts.experts import LayerLoads, Mixture
 from ...kernels.products.weights import Activations
+from .communicator import Summand
 from .layers import MLP, FloatLinear, Outputs, Product
 from .model_config import ExpertsConfig
 from .weights.placement import Placement
@@ -76,9 +77,11 @@ class Experts:
             gate = Outputs.whole(f"{prefix}.shared_expert_gate", 1)
             self.shared_gate = FloatLinear([gate], hidden, placement)
 
-    def __call__(self, x: Activations) -> Tensor:
-        """[tokens, hidden] -> this rank's summand of the same shape."""
+    def __call__(self, x: Activations) -> Summand:
+        """[tokens, hidden] -> this rank's summand of the same shape, for the next RMSNorm.add."""
         assert isinstance(x, Tensor), "more than one weight reads it"
+        if self.shared is None and self._placement.communicator.size == 1:
+            return self._ops.experts_summand(x, self.mixture, self._loads)
         out = self._ops.experts(x, self.mixture, self._loads)
         if self.shared is not None:
             # A product of a single output, and a vectorised exponential, round by the number of

@@ -8,11 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..gluon_kernels import gluon_kernels
-from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture
+from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture, Pairs
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .router_logits_triton import router_logits
-from .routing_triton import choose_and_order
+from .routing_triton import Choice, choose_and_order
 from .tiles import Few, Persistent, Plan, Sizes, choose_plan
 
 
@@ -23,11 +23,27 @@ def compute_experts(
 
     A token's result depends on the plan, hence on the number of tokens, and not on the others.
     """
+    products, choice = _products(x, mixture, loads, plan)
+    if choice is None:
+        return products
+    return sum_pairs(products, choice, mixture.first, mixture.num_local)
+
+
+def experts_summand(x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor | Pairs:
+    """The same for `add_rms_norm`, of a mixture that this rank has all experts of."""
+    products, choice = _products(x, mixture, loads, None)
+    return products if choice is None else Pairs(products, mixture.num_chosen)
+
+
+def _products(
+    x: Tensor, mixture: Mixture, loads: LayerLoads | None, plan: Plan | None
+) -> tuple[Tensor, Choice | None]:
+    """Of each pair, and the choice; or their sums, and None."""
     plan = plan or choose_plan(sizes_of(mixture), len(x), x.itemsize)
     if isinstance(plan, Few):
         logits = router_logits(x, mixture.router)
         choice, _ = choose_and_order(logits, mixture, loads, None)
-        return experts_of_few(x, mixture, choice, plan)
+        return experts_of_few(x, mixture, choice, plan), None
     kernels = None
     if isinstance(plan, Persistent):
         kernels = gluon_kernels("experts.fp8_experts_gluon", x.device)
@@ -45,7 +61,7 @@ def compute_experts(
     else:
         gated = kernels.gated_products(quantised, gate_up, order, k, plan)
         products = kernels.down_products(gated, down, order, choice, plan, x.dtype)
-    return sum_pairs(products, choice, mixture.first, mixture.num_local)
+    return products, choice
 
 
 def sizes_of(mixture: Mixture) -> Sizes:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..experts.experts import LayerLoads, Mixture, choose_experts
+from ..experts.experts import LayerLoads, Mixture, Pairs, choose_experts
 from ..products.int4_weights import Int4Weight
 from ..products.weights import Activations, Fp8Weight, Unscaled, Weight, quantise_activations
 
@@ -61,7 +61,7 @@ class Ops:
 
     def add_rms_norm(
         self,
-        x: Tensor | Unscaled,
+        x: Tensor | Unscaled | Pairs,
         residual: Tensor,
         weight: Tensor,
         eps: float,
@@ -113,6 +113,12 @@ class Ops:
             product = self.linear(gated, mixture.down.of(local), None)[: len(tokens)]
             out.index_add_(0, tokens, product * weights[tokens, place, None])
         return out
+
+    def experts_summand(
+        self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
+    ) -> Tensor | Pairs:
+        """`experts`, for `add_rms_norm`, where this rank has all of them."""
+        return self.experts(x, mixture, loads)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from ..experts.experts import LayerLoads, Mixture
-from ..experts.experts_triton import compute_experts
+from ..experts.experts import LayerLoads, Mixture, Pairs
+from ..experts.experts_triton import compute_experts, experts_summand
 from ..gluon_kernels import gluon_kernels
 from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import choose_row, multiply, unscaled
@@ -122,7 +122,7 @@ class TritonOps(Ops):
 
     def add_rms_norm(
         self,
-        x: Tensor | Unscaled,
+        x: Tensor | Unscaled | Pairs,
         residual: Tensor,
         weight: Tensor,
         eps: float,
@@ -153,9 +153,14 @@ class TritonOps(Ops):
     def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
         return compute_experts(x, mixture, loads)
 
+    def experts_summand(
+        self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
+    ) -> Tensor | Pairs:
+        return experts_summand(x, mixture, loads)
+
 
 def _launch_norm(
-    x: Tensor | Unscaled,
+    x: Tensor | Unscaled | Pairs,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -163,12 +168,14 @@ def _launch_norm(
     *,
     has_residual: bool,
 ) -> Activations:
-    x, scales = (x, None) if isinstance(x, Tensor) else (x.data, x)
-    num_tokens, dim = x.shape
+    scales = x if isinstance(x, Unscaled) else None
+    summands = x.num_chosen if isinstance(x, Pairs) else 1
+    x = x if isinstance(x, Tensor) else x.data
+    num_tokens, dim = residual.shape
     block = triton.next_power_of_2(dim)
     out: Activations
     if reader is None:
-        out, way, room = empty_rows(x.shape, x), 0, 0
+        out, way, room = empty_rows(residual.shape, x), 0, 0
         data = scale = out
     else:
         out, way, block = Fp8Rows.empty(num_tokens, reader, x), way_of(reader), max(BLOCK, block)
@@ -187,6 +194,7 @@ def _launch_norm(
         WAY=way,
         HAS_RESIDUAL=has_residual,
         HAS_SCALES=scales is not None,
+        SUMMANDS=summands,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         **launch_options(x.device),
@@ -209,6 +217,7 @@ def _add_rms_norm(
     WAY: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_SCALES: tl.constexpr,  # of_rows and of_outputs are x's
+    SUMMANDS: tl.constexpr,  # rows of x for each other
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -220,7 +229,13 @@ def _add_rms_norm(
         of_output = tl.load(of_outputs + cols, mask=mask, other=0.0)
     let_next_in(PDL)
     wait_for_previous(PDL)
-    value = tl.load(x + row + cols, mask=mask, other=0.0)
+    value = tl.load(x + row * SUMMANDS + cols, mask=mask, other=0.0)
+    if SUMMANDS > 1:
+        total = value.to(tl.float32)
+        for index in tl.static_range(1, SUMMANDS):
+            some = tl.load(x + row * SUMMANDS + index * dim + cols, mask=mask, other=0.0)
+            total += some.to(tl.float32)
+        value = total.to(value.dtype)
     if HAS_SCALES:
         one = tl.load(of_rows + tl.program_id(0)) * of_output
         value = (value.to(tl.float32) * one).to(value.dtype)

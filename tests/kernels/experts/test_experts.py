@@ -24,6 +24,7 @@ from baton.kernels.experts.experts import (
     Int4Experts,
     LayerLoads,
     Mixture,
+    Pairs,
     StackedWeights,
     choose_experts,
 )
@@ -43,6 +44,7 @@ from baton.kernels.experts.tiles import (
     from_json,
 )
 from baton.kernels.layers.ops import Ops
+from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products.weights import (
     BlockScaled,
     quantise_activations,
@@ -125,6 +127,21 @@ def tokens_for(plan: Plan, mixture: Mixture, num_tokens: int) -> torch.Tensor:
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = 2e-5) -> None:
     torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_a_norm_sums_up_what_experts_gave(num_tokens: int) -> None:
+    mixture, ops = make_mixture(5, 3), TritonOps()
+    x, residual = torch.randn(2, num_tokens, 40, device=DEVICE)
+    weight = torch.randn(40, device=DEVICE)
+    summand = ops.experts_summand(x, mixture, None)
+    assert isinstance(summand, Pairs)
+    results = []
+    for each in (summand, ops.experts(x, mixture, None)):
+        added = residual.clone()
+        results.append((ops.add_rms_norm(each, added, weight, 1e-5), added))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("inner", [40, 96])  # 3 and 6 steps of 16, of which 2 are read ahead
