@@ -38,8 +38,7 @@ from .decode_shares import TILE_KEYS, divide, max_shares
 _WARPS = 2
 _STAGES = 3
 _REGISTERS_8BIT = 128  # of a thread: decode_shares.py reckons with 8 programs at once
-_JOINS_AT_MOST = 2048  # programs
-_JOINED_AT_ONCE = tl.constexpr(32)
+_MANY_HEADS = 2048  # of all sequences
 _ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16 bytes
 # Numbers of a share: what `divide` gives, its table's first index, and how many its sequence has.
 _SHARE_SIZE = 8
@@ -147,9 +146,10 @@ class TritonDecode:
             **({"maxnreg": _REGISTERS_8BIT} if self._is_8bit else {}),
             **launch_options(device),
         )
-        # Where there are many sequences most have one share, and nothing to join.
-        heads_each = group if places * heads > _JOINS_AT_MOST else 1
-        _join_shares[(places, heads // heads_each)](
+        # Many sequences have few shares each, if more than one.
+        has_few = places * heads >= _MANY_HEADS
+        heads_each, at_once = (8, 4) if has_few else (1, 32)
+        _join_shares[(places, triton.cdiv(heads, heads_each))](
             partial,
             log_sums,
             self._indptr,
@@ -158,9 +158,10 @@ class TritonDecode:
             ROWS_EACH=rows_each,
             HEADS=heads,
             HEADS_EACH=heads_each,
+            AT_ONCE=at_once,
             DIM=dim,
             DIM_PADDED=dim_padded,
-            num_warps=1,
+            num_warps=4 if has_few else 1,
             **launch_options(device),
         )
 
@@ -309,6 +310,7 @@ def _join_shares(
     ROWS_EACH: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_EACH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PDL: tl.constexpr,
@@ -319,61 +321,34 @@ def _join_shares(
     wait_for_previous(PDL)
     if end - begin <= 1:
         return
-    dims = tl.arange(0, DIM_PADDED)
+    heads, dims = tl.program_id(1) * HEADS_EACH + tl.arange(0, HEADS_EACH), tl.arange(0, DIM_PADDED)
+    is_head, is_dim = heads < HEADS, dims < DIM
     first_row, num_rows = sequence, 1
     if ROWS_EACH > 1:
         first_row = tl.load(starts + sequence)
         num_rows = tl.load(starts + sequence + 1) - first_row
     for row in range(num_rows):
-        for index in tl.static_range(HEADS_EACH):
-            head = tl.program_id(1) * HEADS_EACH + index
-            joined = _joined(
-                partial,
-                log_sums,
-                begin,
-                end,
-                row * HEADS + head,
-                ROWS_EACH * HEADS,
-                DIM,
-                DIM_PADDED,
+        best = tl.full((HEADS_EACH,), float("-inf"), tl.float32)
+        total = tl.zeros((HEADS_EACH,), tl.float32)
+        joined = tl.zeros((HEADS_EACH, DIM_PADDED), tl.float32)
+        for first in range(begin, end, AT_ONCE):
+            shares = first + tl.arange(0, AT_ONCE)
+            is_there = is_head[:, None] & (shares < end)[None, :]
+            at = heads[:, None] + (shares.to(tl.int64) * ROWS_EACH + row)[None, :] * HEADS
+            log_sum = tl.load(log_sums + at, mask=is_there, other=float("-inf"))
+            values = tl.load(
+                partial + at[:, :, None] * DIM + dims[None, None, :],
+                mask=is_there[:, :, None] & is_dim[None, None, :],
+                other=0.0,
             )
-            at = (first_row + row).to(tl.int64) * HEADS + head
-            tl.store(out + at * DIM + dims, joined.to(out.dtype.element_ty), mask=dims < DIM)
-
-
-@triton.jit
-def _joined(
-    partial,
-    log_sums,
-    begin,
-    end,
-    head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-):
-    """One head of a row, float32 [DIM_PADDED], out of the shares from `begin` to `end`, each of
-    which has `HEADS` for all rows."""
-    dims = tl.arange(0, DIM_PADDED)
-    best = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    joined = tl.zeros((DIM_PADDED,), tl.float32)
-    for first in range(begin, end, _JOINED_AT_ONCE):
-        shares = first + tl.arange(0, _JOINED_AT_ONCE)
-        is_share = shares < end
-        at = shares.to(tl.int64) * HEADS + head
-        log_sum = tl.load(log_sums + at, mask=is_share, other=float("-inf"))
-        larger = tl.maximum(best, tl.max(log_sum, axis=0))
-        # As long as all shares lie outside the window there is nothing to weigh them by.
-        finite = tl.where(larger > float("-inf"), larger, 0.0)
-        weights = tl.exp2(log_sum - finite)
-        fade = tl.exp2(best - finite)
-        values = tl.load(
-            partial + at[:, None] * DIM + dims[None, :],
-            mask=is_share[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        )
-        joined = joined * fade + tl.sum(values * weights[:, None], axis=0)
-        total = total * fade + tl.sum(weights, axis=0)
-        best = larger
-    return joined / total
+            larger = tl.maximum(best, tl.max(log_sum, axis=1))
+            # As long as all shares lie outside the window there is nothing to weigh them by.
+            finite = tl.where(larger > float("-inf"), larger, 0.0)
+            weights = tl.exp2(log_sum - finite[:, None])
+            fade = tl.exp2(best - finite)
+            joined = joined * fade[:, None] + tl.sum(values * weights[:, :, None], axis=1)
+            total = total * fade + tl.sum(weights, axis=1)
+            best = larger
+        joined = joined / tl.where(is_head, total, 1.0)[:, None]
+        at = ((first_row + row).to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
+        tl.store(out + at, joined.to(out.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from engines.steps import leading_decodes
 
 from baton.core.request.request import SamplingParams
+from baton.kernels.attention import decode_attention_triton
 from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention.attention_torch import TorchAttention
@@ -384,9 +385,15 @@ def test_sliding_windows(window: int, lens: str) -> None:
     close_to_float32(batch.run(triton_attention(batch, window=window)), expected)
 
 
+@pytest.mark.parametrize("has_many_heads", [False, True])
 @pytest.mark.parametrize("window", [None, pytest.param(24, marks=pytest.mark.slow), 700])
-def test_one_long_sequence_among_short_ones(window: int | None) -> None:
-    """It alone has several shares of keys: more than are joined at once, some behind the window."""
+def test_one_long_sequence_among_short_ones(
+    window: int | None, has_many_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone has several shares of keys: more than are joined at once, some behind the window.
+    Of many heads fewer shares are joined at once, of several together."""
+    most = 0 if has_many_heads else 1 << 30
+    monkeypatch.setattr(decode_attention_triton, "_MANY_HEADS", most)
     batch = Batch((2, 1), 64, [(1, 1), (2300, 1), (64, 1)], torch.float32)
     expected, _ = batch.reference(window)
     close_to_float32(batch.run(triton_attention(batch, window=window)), expected)
@@ -406,7 +413,12 @@ DRAFTS = {
 @pytest.mark.parametrize("heads", [(4, 2), *([(32, 8), (16, 2), (4, 4)] if HAS_GPU else [])])
 @pytest.mark.parametrize("lens", DRAFTS)
 def test_rows_of_drafts(
-    lens: str, heads: tuple[int, int], is_graph: bool, window: int | None, dtype: torch.dtype
+    lens: str,
+    heads: tuple[int, int],
+    is_graph: bool,
+    window: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A decode with drafts has what decodes of their own would have, whatever is beside it."""
     if not HAS_GPU and is_graph == (window is None):
@@ -423,6 +435,7 @@ def test_rows_of_drafts(
         is_graph=is_graph and not has_prompt,
         graph_decodes=num_rows + 3 if is_graph and has_prompt else None,
     )
+    monkeypatch.setattr(decode_attention_triton, "_MANY_HEADS", 0)
     attention = triton_attention(batch, window=window, rows_each=4)
     for _ in range(1 + is_graph):
         close_to_float32(batch.run(attention), expected)
