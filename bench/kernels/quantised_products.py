@@ -6,7 +6,7 @@ python -m baton.bench.kernels.quantised_products [--weights row block int4] [--s
 As in a model: what a product reads comes from a norm, which quantises for FP8, and each has a
 weight of its own, which no cache holds. Times are of both; floor: reading the weight, or its
 operations. What is fastest of each kind goes to the table that products are chosen by
-(way_table.py), in place of what that has of the same kind of weights.
+(way_table.py), in place of what that has of the same kind of weights and as many rows.
 """
 
 from __future__ import annotations
@@ -279,7 +279,8 @@ def main(argv: list[str]) -> int:
     write(arguments.out, {f"tp {arguments.tp}": figures}, where, "kernels.quantised_products")
     if arguments.table.is_file():
         kept = json.loads(arguments.table.read_text())
-        entries = [one for one in kept if one["weight"] not in kinds] + entries
+        again = set(itertools.product(kinds, rows))
+        entries = [one for one in kept if (one["weight"], one["rows"]) not in again] + entries
     lines = ",\n".join(" " + json.dumps(entry) for entry in entries)
     arguments.table.write_text(f"[\n{lines}\n]\n")
     print(f"{len(entries)} rows in {arguments.table}, {time.perf_counter() - begin_s:.0f} s")
