@@ -117,10 +117,14 @@ class Engine:
         )
 
     def lacks_slot(self, request: Request) -> bool:
-        """Whether `reserve` would return None for want of a slot for the request's adapter."""
+        """Whether `reserve` would return None for want of the request's adapter in a slot."""
         if request.adapter is None or self.adapters is None:
             return False
-        return not self.adapters.has_slot(request.adapter_digest)
+        return self.adapters.lacks_slot(request.adapter)
+
+    def unpark(self) -> None:
+        """An adapter has come into host memory: those go on that waited for it."""
+        self._sequences.unpark()
 
     def start(self, reservation: Reservation, token_id: int) -> None:
         """The KV of all known tokens is in place, and `token_id` follows them: go on from there.

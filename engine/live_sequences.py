@@ -170,9 +170,14 @@ class LiveSequences:
         if self._adapters is None or sequence.request.adapter is None:
             return False
         was_parked = self._adapters.leave(sequence)
-        for other in self._adapters.unpark():
-            self._scheduler.add(other)
+        self.unpark()
         return was_parked
+
+    def unpark(self) -> None:
+        """Let those begin that have a slot with their adapter now."""
+        if self._adapters is not None:
+            for other in self._adapters.unpark():
+                self._scheduler.add(other)
 
     def fail(self, sequence: Sequence, error: BatonError, output: StepOutput) -> None:
         """End it with an error, if the scheduler has not ended it yet."""

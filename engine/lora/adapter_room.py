@@ -2,11 +2,13 @@
 
     request ─► slot with its adapter, or one that nobody uses ─► scheduler
           └──► parked, first come, first served ─ a slot's last user leaves ─┘
+                                               └─ its adapter comes, again ──┘
 
 A sequence uses its slot from before it is queued until its end, preempted too, or until it is held,
 so that no step has more adapters than there are slots. Requests without an adapter pass; those with
 one do not pass who is parked, or an adapter that is always asked for would keep its slot for ever.
-Both tiers give up what was used longest ago and is not in use.
+Both tiers give up what was used longest ago and is not in use. Host memory has room for more
+adapters than there are slots, or for as many: so it has some for whoever has the next slot.
 
 Belongs to the engine's thread. Knows no tensor.
 """
@@ -46,8 +48,6 @@ class Adapters(Protocol):
 
 U = TypeVar("U", bound=User)
 
-_FEW_HOLDS = 1024
-
 
 @dataclass(slots=True)
 class _Slot:
@@ -59,19 +59,19 @@ class _Slot:
 
 
 class AdapterRoom(Generic[U]):
-    """`is_wanted`: whether the request of a key, for which an adapter is held, is still open."""
+    """`fetch(adapter)`: see that one that is not in host memory comes by `keep`, or `refuse`; asked
+    again and again. None: nobody can."""
 
     def __init__(self, adapters: Adapters, max_loras: int, max_host_adapters: int) -> None:
         self._adapters = adapters
         self._slots = [_Slot() for _ in range(max_loras)]
         self._max_host_adapters = max_host_adapters
         self._host: dict[str, int] = {}  # by digest, when it was used last
-        self._holds: dict[str, str] = {}  # by request key: its digest
-        self._most_holds = _FEW_HOLDS  # before those that are over are forgotten
+        self._refused: set[Adapter] = set()  # what could not be fetched, until somebody is told
         self._users: dict[U, int] = {}  # their slots
         self.parked: deque[U] = deque()
         self._count = 0
-        self.is_wanted: Callable[[str], bool] = lambda key: False
+        self.fetch: Callable[[Adapter], None] | None = None
 
     # -- host memory ------------------------------------------------------------------------------
 
@@ -83,72 +83,80 @@ class AdapterRoom(Generic[U]):
     def has(self, digest: str) -> bool:
         return digest in self._host
 
-    def hold(self, key: str, digest: str) -> None:
-        """Keep the adapter in host memory for as long as the request is wanted."""
-        if len(self._holds) >= self._most_holds:
-            self._forget_holds()
-        self._holds[key] = digest
-        self._host[digest] = self._now()
-
-    def _forget_holds(self) -> None:
-        """Those of requests that are over."""
-        self._holds = {key: digest for key, digest in self._holds.items() if self.is_wanted(key)}
-        self._most_holds = max(_FEW_HOLDS, 2 * len(self._holds))
+    def has_room_for(self, digest: str) -> bool:
+        """Whether `keep` would take it."""
+        is_full = len(self._host) >= self._max_host_adapters
+        return digest in self._host or not is_full or bool(self._idle_for(digest))
 
     def keep(self, adapter: HostAdapter) -> None:
         """Take an adapter into host memory, in the place of another if need be. Raises Overloaded
         if all that are there are in use."""
-        if adapter.digest not in self._host and len(self._host) >= self._max_host_adapters:
-            self._evict_for(adapter)
-        self._host[adapter.digest] = self._now()
-        self._adapters.keep(adapter)
-
-    def _evict_for(self, adapter: HostAdapter) -> None:
-        self._forget_holds()
-        in_use = {*self._holds.values(), *(one.request.adapter_digest for one in self.parked)}
-        in_use |= {slot.digest for slot in self._slots if slot.num_users}
-        idle = [digest for digest in self._host if digest not in in_use]
-        if not idle:
+        digest = adapter.digest
+        if not self.has_room_for(digest):
             self._adapters.forget(adapter)
             raise Overloaded("all LoRA adapters in host memory are in use: --max-cpu-loras")
-        oldest = min(idle, key=self._host.__getitem__)
-        del self._host[oldest]
-        self._adapters.drop(oldest)
+        if digest not in self._host and len(self._host) >= self._max_host_adapters:
+            oldest = min(self._idle_for(digest), key=self._host.__getitem__)
+            del self._host[oldest]
+            self._adapters.drop(oldest)
+        self._host[digest] = self._now()
+        self._refused = {one for one in self._refused if one.digest != digest}
+        self._adapters.keep(adapter)
+
+    def _idle_for(self, digest: str) -> list[str]:
+        """What may leave host memory for it: nothing that a slot's users have, nor what is waited
+        for, unless it is waited for first."""
+        in_use = {slot.digest for slot in self._slots if slot.num_users}
+        if not self.parked or self.parked[0].request.adapter_digest != digest:
+            in_use |= {one.request.adapter_digest for one in self.parked}
+        return [other for other in self._host if other not in in_use]
+
+    def refuse(self, adapter: Adapter) -> list[U]:
+        """It cannot be fetched: who is parked for it has to end, or else the next who asks."""
+        found = [one for one in self.parked if one.request.adapter == adapter]
+        if not found:
+            self._refused.add(adapter)
+        return found
 
     # -- slots ------------------------------------------------------------------------------------
 
     def check(self, adapter: Adapter) -> None:
-        """Raises Unavailable if it is not in host memory."""
-        if adapter.digest not in self._host:
-            raise Unavailable(f"the LoRA adapter {adapter.name} is not in this engine's memory")
+        """Raises Unavailable if it is not in host memory, and will not come."""
+        may_come = adapter.digest in self._host or self.fetch is not None
+        if adapter in self._refused or not may_come:
+            self._refused.discard(adapter)
+            raise lacks(adapter)
 
     def enter(self, sequence: U) -> bool:
         """Give a new sequence its slot. False: it is parked, until `unpark` returns it."""
-        if self.reserve(sequence):
-            return True
         self.parked.append(sequence)
-        return False
+        return len(self.parked) == 1 and bool(self.unpark())
 
     def reserve(self, sequence: U) -> bool:
         """The same of one that is not parked: it asks again."""
-        return self.has_slot(sequence.request.adapter_digest) and self.take(sequence)
+        return not self.parked and self.take(sequence)
 
-    def has_slot(self, digest: str) -> bool:
-        """Whether one that is not parked would have a slot now."""
-        return not self.parked and self._find(digest) is not None
+    def lacks_slot(self, adapter: Adapter) -> bool:
+        """Whether one that is not parked would have no slot now, or not its adapter for it."""
+        if adapter in self._refused:
+            return False  # `check` says so
+        return bool(self.parked) or self._find(adapter) is None
 
     def take(self, sequence: U) -> bool:
-        """Give a sequence a slot with its adapter, if it has one; False: all are in use."""
-        digest = sequence.request.adapter_digest
-        index = self._find(digest)
+        """Give a sequence a slot with its adapter; False: all are in use, or that has to come."""
+        adapter = sequence.request.adapter
+        assert adapter is not None
+        index = self._find(adapter)
         if index is None:
             return False
-        slot = self._slots[index]
+        slot, digest = self._slots[index], adapter.digest
         if slot.digest != digest:
             self._adapters.load(index, digest)
             slot.digest = digest
         slot.num_users += 1
-        slot.used_at = self._host[digest] = self._now()
+        slot.used_at = self._now()
+        if digest in self._host:
+            self._host[digest] = slot.used_at
         self._users[sequence] = sequence.adapter_slot = index
         return True
 
@@ -170,12 +178,17 @@ class AdapterRoom(Generic[U]):
             found.append(self.parked.popleft())
         return found
 
-    def _find(self, digest: str) -> int | None:
-        """The slot that has it, or else the idle one that was used longest ago."""
+    def _find(self, adapter: Adapter) -> int | None:
+        """The slot that has it, or else the idle one that was used longest ago, if the adapter can
+        be loaded there; where that alone is lacking it is fetched."""
         for index, slot in enumerate(self._slots):
-            if slot.digest == digest:
+            if slot.digest == adapter.digest:
                 return index
         idle = [index for index, slot in enumerate(self._slots) if not slot.num_users]
+        if idle and adapter.digest not in self._host:
+            if self.fetch is not None:
+                self.fetch(adapter)
+            return None
         return min(idle, key=lambda index: self._slots[index].used_at, default=None)
 
     # -- looking in -------------------------------------------------------------------------------
@@ -205,6 +218,11 @@ def refuse_adapter() -> InvalidRequest:
     """Why an engine without a room takes no request with an adapter."""
     text = "this engine serves no LoRA adapters: --enable-lora"
     return InvalidRequest(text, "model", "unsupported_parameter")
+
+
+def lacks(adapter: Adapter) -> Unavailable:
+    """Why a request with it ends."""
+    return Unavailable(f"the LoRA adapter {adapter.name} is not in this engine's memory")
 
 
 def _names(sequences: Iterable[U]) -> list[str]:

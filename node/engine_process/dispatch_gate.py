@@ -4,8 +4,10 @@ compiled, a LoRA adapter read, each on a thread of its own.
     dispatch ──► what it names is here ──────────────────► role
             └──► not here ──► thread ──► Gated ─► inbox ─► role
     LoadAdapter ──► read on a thread ──► Gated ─► inbox ─► AdapterLoaded
+    AdapterRoom.fetch ──► read on a thread ──► Gated ─► inbox ─► room
 The role sees a dispatch late, as if it had come late: one that was cancelled until then finds its
-tombstone. What has lost its gateway it never sees; what cannot be compiled or read fails there.
+tombstone. What has lost its gateway it never sees; what cannot be compiled or read fails there. For
+room in host memory no dispatch waits here: its request does in the engine, until it has its turn.
 """
 
 from __future__ import annotations
@@ -18,23 +20,24 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ...constraints.grammars import Grammar, Grammars
-from ...core.errors import BatonError
+from ...core.errors import BatonError, Overloaded
+from ...core.request.request import Adapter
 from ...engine.lora.adapter_files import HostAdapter
-from ...engine.lora.adapter_room import AdapterRoom, refuse_adapter
+from ...engine.lora.adapter_room import AdapterRoom, lacks, refuse_adapter
 from ...engine.scheduling.sequence import Sequence
 from ...proto import codec
 from ...proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
 
-_Message: TypeAlias = node_pb2.Dispatch | node_pb2.LoadAdapter
+_Message: TypeAlias = node_pb2.Dispatch | node_pb2.LoadAdapter | Adapter
 _Found: TypeAlias = Grammar | HostAdapter | BatonError
 
 
 @dataclass(slots=True)
 class Gated:
-    """What a dispatch, or an order of `gateway`, waited for, or why there is none. `is_read`: that
-    was its adapter, behind which nothing comes."""
+    """What a dispatch, or an order of `gateway`, waited for, or why there is none; or an adapter
+    that the room asked for. `is_read`: that was its adapter, behind which nothing comes."""
 
     gateway: str
     message: _Message
@@ -57,19 +60,20 @@ class DispatchGate:
         grammars: Grammars,
         room: AdapterRoom[Sequence] | None,
         reader: Reader | None,
-        is_wanted: Callable[[str], bool],
+        end: Callable[[str, BatonError], None],
         put: Callable[[Gated], None],
         send: Callable[[str, node_pb2.NodeMessage], None],
     ) -> None:
-        """`room` and `reader`: None where no adapters are served; `is_wanted`: whether a request,
-        by its key, is open; `send`: to a gateway."""
+        """`room` and `reader`: None where no adapters are served; `end`: a request, by its key, for
+        want of its adapter; `send`: to a gateway."""
         self._grammars, self._room, self._reader = grammars, room, reader
-        self._put, self._send = put, send
+        self._end, self._put, self._send = end, put, send
         self._waiting: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._reading = ThreadPoolExecutor(1, "adapters")
+        self._fetching: set[str] = set()  # digests
         if room is not None:
-            room.is_wanted = is_wanted
+            room.fetch = self._fetch
 
     @property
     def num_waiting(self) -> int:
@@ -102,42 +106,60 @@ class DispatchGate:
 
     def released(self, gated: Gated) -> node_pb2.Dispatch | None:
         """The dispatch that can go on now, with what is left of its deadline; None: it waits for
-        more, its gateway is gone, or it was an order, which is answered. Call once."""
-        if isinstance(gated.found, HostAdapter) and self._room is not None:
-            try:
-                self._room.keep(gated.found)
-            except BatonError as error:
-                gated.found = error
+        more, its gateway is gone, or it was none. Call once; others may go on in the engine."""
         dispatch, gateway = gated.message, gated.gateway
+        found = self._kept(gated.found) if gated.is_read else gated.found
         if isinstance(dispatch, node_pb2.LoadAdapter):
-            self._answer(gateway, dispatch, gated.found)
+            self._answer(gateway, dispatch, found)
             return None
+        has_failed = gated.is_read and not isinstance(found, HostAdapter | Overloaded)
+        if isinstance(dispatch, Adapter):
+            self._fetching.discard(dispatch.digest)
+            if has_failed:
+                log.warning("LoRA adapter %s: %s", dispatch.name, found)
+                self._refuse(dispatch)
+            return None
+        if has_failed:
+            self._refuse(codec.adapter_from_wire(dispatch.adapter))
         if isinstance(gated.found, BatonError):  # the engine reports it
             log.warning("%s: %s", dispatch.request_id, gated.found.message)
         if self._waiting.pop((dispatch.request_id, dispatch.attempt), None) != gateway:
             return None
         left_us = dispatch.deadline_remaining_us - int(gated.took_s * 1e6)
         dispatch.deadline_remaining_us = max(0, left_us)
-        if gated.is_read:
-            self._hold(dispatch)
-            return dispatch
-        return dispatch if self._has_adapter(gateway, dispatch) else None
+        return dispatch if gated.is_read or self._has_adapter(gateway, dispatch) else None
+
+    def _kept(self, found: _Found) -> _Found:
+        """What was read, in host memory now, or why it is not."""
+        if isinstance(found, HostAdapter) and self._room is not None:
+            try:
+                self._room.keep(found)
+            except Overloaded as error:
+                return error
+        return found
 
     def _has_adapter(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it names none, or one that is here; where none are served the engine refuses."""
-        if self._room is None or not dispatch.HasField("adapter") or self._hold(dispatch):
+        """Whether it names none, or one that is here, or has no room before its turn; where none
+        are served the engine refuses."""
+        room, adapter = self._room, dispatch.adapter
+        if room is None or not dispatch.HasField("adapter"):
             return True
-        self._read(gateway, dispatch, dispatch.adapter.path, dispatch.adapter.digest)
+        if room.has(adapter.digest) or not room.has_room_for(adapter.digest):
+            return True
+        self._read(gateway, dispatch, adapter.path, adapter.digest)
         return False
 
-    def _hold(self, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether its adapter is in host memory: then it stays there for its requests' lives."""
-        digest = dispatch.adapter.digest
-        if self._room is None or not self._room.has(digest):
-            return False
-        for request_id in (dispatch.request_id, *dispatch.fork_request_ids):
-            self._room.hold(f"{request_id}/{dispatch.attempt}", digest)
-        return True
+    def _fetch(self, adapter: Adapter) -> None:
+        if adapter.digest not in self._fetching:
+            self._fetching.add(adapter.digest)
+            self._read("", adapter, adapter.path, adapter.digest)
+
+    def _refuse(self, adapter: Adapter) -> None:
+        """It cannot be read."""
+        assert self._room is not None
+        for sequence in self._room.refuse(adapter):
+            for request in (sequence.request, *sequence.request.forks):
+                self._end(request.key, lacks(adapter))
 
     def _read(self, gateway: str, message: _Message, path: str, digest: str) -> None:
         reader = self._reader

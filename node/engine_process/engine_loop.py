@@ -165,7 +165,10 @@ class EngineLoop:
                 case HasUnsent(link):
                     self._channels.watch_writes(link)
                 case Gated(gateway):
-                    if (dispatch := self._gate.released(item)) is not None:
+                    dispatch = self._gate.released(item)
+                    if item.is_read:
+                        self._engine.unpark()
+                    if dispatch is not None:
                         self._role.dispatch(gateway, dispatch)
                 case InputEnded():
                     self._is_over = True

@@ -227,7 +227,7 @@ def _serve(
         grammars,
         engine.adapters,
         assembly.adapters,
-        lambda key: key in requests.table,
+        role.end,
         inbox.put,
         links.channels.to_gateway,
     )

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engines.integrity import check_integrity
 from torch import Tensor
 
-from baton.core.request.request import Request, TokenLogprobs
+from baton.core.errors import Overloaded
+from baton.core.request.request import Adapter, Request, TokenLogprobs
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import Reservation
+from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 
 FINGERPRINT = "f"  # of both
@@ -57,10 +61,15 @@ class HandOff:
 
 
 class EnginePair:
-    """`pools`: of each engine those of its ranks. `cancelled`: ids of requests."""
+    """`pools`: of each engine those of its ranks. `cancelled`: ids of requests. `files`: adapters
+    that come again, some time after an engine has none in host memory."""
 
     def __init__(
-        self, engines: Sequence[Engine], pools: Sequence[Sequence[Tensor]], draw: random.Random
+        self,
+        engines: Sequence[Engine],
+        pools: Sequence[Sequence[Tensor]],
+        draw: random.Random,
+        files: Sequence[HostAdapter] = (),
     ) -> None:
         self.engines, self.outcome = engines, Outcome()
         self.cancelled: set[str] = set()
@@ -69,10 +78,15 @@ class EnginePair:
         self._hand_offs: list[HandOff] = []
         self._sent: dict[str, tuple[Request, Engine]] = {}  # what goes on by itself, by key
         self._waiting: list[Request] = []
+        self._files = {file.digest: file for file in files}
+        self._fetches: list[tuple[Engine, Adapter]] = []
+        for engine in engines:
+            if engine.adapters is not None:
+                engine.adapters.fetch = partial(self._fetch_adapter, engine)
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         self._waiting, num_idle = [*requests], 0
-        while self._waiting or self._hand_offs or self._has_work:
+        while self._waiting or self._hand_offs or self._has_work or self._fetches:
             for engine in self._draw.sample(self.engines, 2):
                 if engine.has_work:
                     self._take(engine.step(self._meanwhile if self._happens(0.5) else None))
@@ -97,6 +111,8 @@ class EnginePair:
                 self._advance(one)
         if self._sent and self._happens(0.05):
             self._disturb(*self._draw.choice([*self._sent.values()]))
+        if self._fetches and self._happens(0.5):
+            self._bring_adapter(*self._fetches.pop(0))
         if self._held and self._happens(0.02):
             self._cancel_held(self._draw.choice([*self._held.values()]))
 
@@ -147,6 +163,16 @@ class EnginePair:
     def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for theirs, mine in zip(*self._pools, strict=True):
             mine[[*targets]] = theirs[[*sources]]
+
+    def _fetch_adapter(self, engine: Engine, adapter: Adapter) -> None:
+        if (engine, adapter) not in self._fetches:
+            self._fetches.append((engine, adapter))
+
+    def _bring_adapter(self, engine: Engine, adapter: Adapter) -> None:
+        assert engine.adapters is not None
+        with suppress(Overloaded):  # who asked for it is over
+            engine.adapters.keep(self._files[adapter.digest])
+        engine.unpark()
 
     def _advance(self, one: HandOff) -> None:
         """Reserve for it, or copy and go on."""

@@ -34,6 +34,7 @@ from baton.engine.execution.batch import Runner
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
+from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import FinishedBeam, TokenOutput
@@ -46,11 +47,13 @@ SPECIAL = ["<pad>", "<s>", "</s>"]
 
 @dataclass
 class World:
-    """By how they speculate two runners, and for each adapter that of the merged model."""
+    """By how they speculate two runners, and for each adapter that of the merged model. `files`: of
+    adapters, as they are read."""
 
     runners: dict[str, list[ModelRunner]]
     plain: dict[str, ModelRunner]
     adapters: dict[str, Adapter]
+    files: list[HostAdapter]
     grammars: Grammars
 
 
@@ -74,22 +77,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         opened.append(ModelRunner(EngineConfig(str(path), device="cpu", **fields, **more)))
         return opened[-1]
 
-    plain, adapters = {"": runner(base)}, dict[str, Adapter]()
+    plain, adapters, files = {"": runner(base)}, dict[str, Adapter](), list[HostAdapter]()
     runners = {
         name: [runner(base, method, **served) for _ in range(2)] for name, method in methods.items()
     }
     for seed, name in enumerate(("one", "two")):
         path = write_adapter(folder / name, base, seed=seed)
         plain[name] = runner(merge(folder / f"{name}-merged", base, path))
-        for each in (one for pair in runners.values() for one in pair):
-            assert each.adapters is not None
-            found = each.adapters.read(str(path))
-            each.adapters.keep(found)
-            adapters[name] = Adapter(name, found.digest, str(path))
+        reader = runners["none"][0].adapters
+        assert reader is not None
+        files.append(reader.read(str(path)))
+        adapters[name] = Adapter(name, files[-1].digest, str(path))
     for each in (one for pair in runners.values() for one in pair):
         assert each.host_copier is not None
         each.host_copier.begin()
-    yield World(runners, plain, adapters, Grammars(base, VOCAB, (EOS,)))
+    yield World(runners, plain, adapters, files, Grammars(base, VOCAB, (EOS,)))
     for each in opened:
         each.close()
 
@@ -124,9 +126,10 @@ def drawn_engine(world: World, runner: ModelRunner, draw: random.Random) -> Engi
         file = memory_disk(NUM_DISK_SLOTS, host.block_bytes)
         jobs = partial(draw.choice, (0, 1, 1000))
         disk = PlayedDisk(file, NUM_DISK_SLOTS, host.block_bytes, host.view, jobs)
-    room = AdapterRoom[Any](late, draw.choice((1, 2)), len(world.adapters))
-    for adapter in world.adapters.values():
-        room.hold("all", adapter.digest)
+    num_slots = draw.choice((1, 2))
+    room = AdapterRoom[Any](late, num_slots, draw.randint(num_slots, len(world.files)))
+    for file in world.files:
+        room.keep(file)
     limits = EngineLimits(
         draw.choice((17, 18, 20, 24, 40, 300)),
         BLOCK_SIZE,
@@ -213,7 +216,8 @@ def check(seed: int, world: World) -> EnginePair:
     requests = drawn_requests(draw, world.adapters.values())
     runners = world.runners[draw.choice([*world.runners])]
     engines = [drawn_engine(world, runner, draw) for runner in runners]
-    pair = EnginePair(engines, [[runner.kv.tensor] for runner in runners], draw)
+    pools = [[runner.kv.tensor] for runner in runners]
+    pair = EnginePair(engines, pools, draw, world.files)
     found = pair.run(requests)
     for engine in pair.engines:
         check_integrity(engine)

@@ -153,10 +153,3 @@ def test_a_search_that_waits_counts_with_all_its_beams() -> None:
     engine.add(request("beams", 5, max_tokens=12, use_beam_search=True, best_of=8))
     shape = engine._scheduler.promise.step_with(request("probe", 3), 0)
     assert shape.num_decodes == 9
-
-
-def test_adapters_of_requests_that_are_over_are_not_remembered() -> None:
-    room: AdapterRoom[object] = AdapterRoom(Copies(), 1, 4)  # type: ignore[type-var]
-    for number in range(5000):
-        room.hold(f"r{number}", "a")
-    assert len(room._holds) <= 1024

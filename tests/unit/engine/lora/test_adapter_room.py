@@ -121,19 +121,63 @@ def test_host_memory_gives_up_what_was_used_longest_ago_and_is_in_no_use() -> No
     room.enter(runs), room.enter(parked)
     room.keep(host("d"))
     assert copies.host == {"a", "b", "d"}, "a slot has `a`, and `b` is waited for"
-    open_requests = {"r/0"}
-    room.is_wanted = open_requests.__contains__
-    room.hold("r/0", "d")
+    second = user("d")
+    room.enter(second)
     with pytest.raises(Overloaded, match="--max-cpu-loras"):
         room.keep(host("e"))
+    assert not room.has_room_for("e") and room.has_room_for("d")
     assert copies.forgotten == ["e"], "nobody will ask for what was read"
     room.keep(host("d"))  # it is there
-    open_requests.clear()
+    room.leave(second)
     room.keep(host("e"))
     assert copies.host == {"a", "b", "e"} and not room.has("d")
     assert sorted(room.digests) == ["a", "b", "e"]
     with pytest.raises(Unavailable, match="name-d"):
         room.check(Adapter("name-d", "d", "/path"))
+
+
+def test_who_is_next_has_room_in_host_memory_whatever_others_wait_for() -> None:
+    copies, room = room_with("a", "b", max_host=2)
+    wanted: list[str] = []
+    room.fetch = lambda adapter: wanted.append(adapter.digest)
+    runs, first, second, third = user("a"), user("c"), user("b"), user("a", 1)
+    room.enter(runs)
+    assert not any(room.enter(one) for one in (first, second, third)) and not wanted
+    with pytest.raises(Overloaded):
+        room.keep(host("d"))
+    room.leave(runs)
+    for one, digest in ((first, "c"), (second, "b"), (third, "a")):
+        assert not room.unpark() and wanted[-1] == digest, "a slot is free, and its adapter comes"
+        room.keep(host(digest))
+        assert room.unpark() == [one] and copies.slots == {0: digest}
+        room.leave(one)
+    assert not room.parked and len(copies.host) == 2
+
+
+def test_one_that_cannot_be_fetched_is_refused_to_who_waits_or_asks_next() -> None:
+    _, room = room_with("a", max_host=1)
+    wanted: list[str] = []
+    room.fetch = lambda adapter: wanted.append(adapter.digest)
+    waits, asks = user("b"), user("c")
+    assert not room.enter(waits) and wanted == ["b"]
+    assert waits.request.adapter is not None and asks.request.adapter is not None
+    assert room.refuse(waits.request.adapter) == [waits]
+    room.leave(waits)
+    assert room.lacks_slot(asks.request.adapter) and wanted == ["b", "c"]
+    assert not room.refuse(asks.request.adapter)
+    assert not room.lacks_slot(asks.request.adapter), "it is told why, once"
+    with pytest.raises(Unavailable, match="name-c"):
+        room.check(asks.request.adapter)
+    room.check(asks.request.adapter)
+
+
+def test_a_slot_needs_no_copy_of_what_it_has() -> None:
+    copies, room = room_with("a", max_host=1)
+    room.fetch = lambda adapter: pytest.fail("it is in its slot")
+    first, second = user("a"), user("a", 1)
+    room.enter(first), room.leave(first)
+    room.keep(host("b"))
+    assert copies.host == {"b"} and room.enter(second) and copies.num_loads == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.core.errors import AdapterRefused, Overloaded
+from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel
@@ -149,9 +150,10 @@ def test_a_rank_that_cannot_read_says_so_whatever_went_wrong(world: World) -> No
 
 def test_what_finds_no_room_is_left_in_no_rank_s_memory(world: World) -> None:
     room = AdapterRoom[Sequence](world.adapters, 1, 1)
-    room.is_wanted = lambda key: True
     room.keep(world.read("a"))
-    room.hold("r/0", "a")
+    adapter = Adapter("a", "a", "a")
+    sequence = Sequence(Request("r", 0, [1], SamplingParams(), adapter=adapter), 0, False, b"")
+    assert room.enter(sequence), "its slot is in use from here on"
     for path in "bcd":
         with pytest.raises(Overloaded):
             room.keep(world.read(path))

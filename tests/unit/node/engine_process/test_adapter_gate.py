@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from baton.core.errors import AdapterRefused, Overloaded
+from baton.core.errors import AdapterRefused
+from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.scheduling.sequence import Sequence
 from baton.node.engine_process.dispatch_gate import DispatchGate, Gated
 from baton.proto.v1 import node_pb2
 
-DIGEST = "a" * 32
+DIGEST, OTHER = "a" * 32, "b" * 32
 NO_GRAMMARS: Any = None  # no dispatch names one
 
 
@@ -50,18 +50,29 @@ class Kept:
     def load(self, slot: int, digest: str) -> None: ...
 
 
+def sequence(
+    request_id: str = "r",
+    digest: str = DIGEST,
+    path: str = "/a",
+    fork_ids: tuple[str, ...] = (),
+) -> Sequence:
+    adapter = Adapter("a", digest, path)
+    request = Request(request_id, 2, [1], SamplingParams(), adapter=adapter, fork_ids=fork_ids)
+    return Sequence(request, 0, False, b"")
+
+
 class World:
     def __init__(self, *, max_host: int = 2) -> None:
         self.reader = Reader()
         self.room = AdapterRoom[Sequence](Kept(), 1, max_host)
         self.reads: queue.SimpleQueue[Gated] = queue.SimpleQueue()
         self.sent: list[tuple[str, node_pb2.AdapterLoaded]] = []
-        self.is_wanted: Callable[[str], bool] = lambda key: True
+        self.ended: list[tuple[str, str]] = []
         self.gate = DispatchGate(
             NO_GRAMMARS,
             self.room,
             self.reader,
-            lambda key: self.is_wanted(key),
+            lambda key, error: self.ended.append((key, error.code)),
             self.reads.put,
             lambda gateway, message: self.sent.append((gateway, message.adapter_loaded)),
         )
@@ -127,26 +138,36 @@ def test_orders_are_answered() -> None:
 def test_an_order_finds_no_room() -> None:
     world = World(max_host=1)
     world.gate.admits("g", dispatch())
-    world.next_read()  # held for the request, which is open
+    world.next_read()
+    assert world.room.enter(sequence())
     world.gate.load("g", node_pb2.LoadAdapter(order_id=1, name="n", path="/other"))
     world.reader.read = lambda path, digest="": HostAdapter("b" * 32, torch.zeros(1, 1))  # type: ignore[method-assign]
     world.next_read()
     assert "--max-cpu-loras" in world.sent[0][1].error.message
 
 
-def test_a_further_sample_keeps_its_adapter_when_the_first_is_over() -> None:
-    """They wait for their KV, or a slot: nothing in the engine uses the adapter yet."""
+def test_a_dispatch_goes_on_where_host_memory_has_no_room_before_its_turn() -> None:
     world = World(max_host=1)
-    sent = dispatch()
-    sent.fork_request_ids.append("s")
-    world.gate.admits("g", sent)
+    world.gate.admits("g", dispatch())
     world.next_read()
-    world.is_wanted = {"s/2"}.__contains__
-    with pytest.raises(Overloaded):
-        world.room.keep(HostAdapter("b" * 32, torch.zeros(1, 1)))
-    world.is_wanted = lambda key: False
-    world.room.keep(HostAdapter("b" * 32, torch.zeros(1, 1)))
-    assert not world.room.has(DIGEST)
+    first, second = sequence(), sequence("s", OTHER)
+    assert world.room.enter(first)
+    assert world.gate.admits("g", dispatch("/other", OTHER, "s"))
+    assert not world.room.enter(second) and world.reads.empty()
+    world.room.leave(first)
+    for _ in range(2):
+        assert not world.room.unpark(), "its adapter is read, once"
+    assert world.next_read() == []
+    assert world.reader.asked == [("/a", DIGEST), ("/a", OTHER)]
+    assert world.room.unpark() == [second]
+
+
+def test_who_waits_for_an_adapter_that_cannot_be_read_ends_with_all_samples() -> None:
+    world = World(max_host=1)
+    waits = sequence("s", OTHER, "/bad", fork_ids=("t",))
+    assert not world.room.enter(waits)
+    assert world.next_read() == []
+    assert world.ended == [("s/2", "unavailable"), ("t/2", "unavailable")]
 
 
 def test_an_engine_without_adapters_says_so() -> None:

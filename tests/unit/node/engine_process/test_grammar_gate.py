@@ -89,7 +89,7 @@ class World:
         numbers = SimpleNamespace(recount=lambda: None)
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
-        engine: Any = SimpleNamespace(has_work=False)
+        engine: Any = SimpleNamespace(has_work=False, unpark=lambda: None)
         peers: Any = SimpleNamespace(pulls=SimpleNamespace(poll=lambda: None, are_waiting=False))
         self.loop = EngineLoop(
             engine, self.role, peers, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
@@ -99,7 +99,8 @@ class World:
     def make_gate(self, adapters: Any = None) -> DispatchGate:
         """`adapters` are a room and a reader."""
         return DispatchGate(
-            self.grammars, adapters, adapters, lambda key: True, self.inbox.put, lambda *sent: None,  # type: ignore[arg-type]
+            self.grammars, adapters, adapters, lambda *ended: None,  # type: ignore[arg-type]
+            self.inbox.put, lambda *sent: None,
         )  # fmt: skip
 
     def dispatch(
@@ -190,7 +191,10 @@ def test_what_the_engine_then_refuses_fails_alone(world: World) -> None:
 
 
 def test_what_it_refuses_behind_an_adapter_fails_alone_too(world: World) -> None:
-    nothing: Any = SimpleNamespace(has=lambda digest: False, read=lambda path, digest: 1 / 0)
+    nothing: Any = SimpleNamespace(
+        has=lambda digest: False, has_room_for=lambda digest: True, refuse=lambda adapter: [],
+        read=lambda path, digest: 1 / 0,
+    )  # fmt: skip
     world.gate = world.loop._gate = world.make_gate(nothing)
     world.role.fails = True
     world.dispatch("a", NEW, adapter=node_pb2.Adapter(name="n", digest="d", path="/a"))
