@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -107,12 +108,14 @@ class DispatchGate:
     def released(self, gated: Gated) -> node_pb2.Dispatch | None:
         """The dispatch that can go on now, with what is left of its deadline; None: it waits for
         more, its gateway is gone, or it was none. Call once; others may go on in the engine."""
-        dispatch, gateway = gated.message, gated.gateway
-        found = self._kept(gated.found) if gated.is_read else gated.found
+        dispatch, gateway, found = gated.message, gated.gateway, gated.found
+        if isinstance(found, HostAdapter) and self._room is not None:
+            with suppress(Overloaded):  # it is fetched for who has a slot for it
+                self._room.keep(found)
         if isinstance(dispatch, node_pb2.LoadAdapter):
             self._answer(gateway, dispatch, found)
             return None
-        has_failed = gated.is_read and not isinstance(found, HostAdapter | Overloaded)
+        has_failed = gated.is_read and isinstance(found, BatonError)
         if isinstance(dispatch, Adapter):
             self._fetching.discard(dispatch.digest)
             if has_failed:
@@ -121,22 +124,13 @@ class DispatchGate:
             return None
         if has_failed:
             self._refuse(codec.adapter_from_wire(dispatch.adapter))
-        if isinstance(gated.found, BatonError):  # the engine reports it
-            log.warning("%s: %s", dispatch.request_id, gated.found.message)
+        if isinstance(found, BatonError):  # the engine reports it
+            log.warning("%s: %s", dispatch.request_id, found.message)
         if self._waiting.pop((dispatch.request_id, dispatch.attempt), None) != gateway:
             return None
         left_us = dispatch.deadline_remaining_us - int(gated.took_s * 1e6)
         dispatch.deadline_remaining_us = max(0, left_us)
         return dispatch if gated.is_read or self._has_adapter(gateway, dispatch) else None
-
-    def _kept(self, found: _Found) -> _Found:
-        """What was read, in host memory now, or why it is not."""
-        if isinstance(found, HostAdapter) and self._room is not None:
-            try:
-                self._room.keep(found)
-            except Overloaded as error:
-                return error
-        return found
 
     def _has_adapter(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
         """Whether it names none, or one that is here, or has no room before its turn; where none

@@ -135,15 +135,18 @@ def test_orders_are_answered() -> None:
     assert texts == ["", "no adapter", "ZeroDivisionError: of the reader"]
 
 
-def test_an_order_finds_no_room() -> None:
+def test_an_order_needs_no_room() -> None:
+    """Requests have it read again when they have a slot."""
     world = World(max_host=1)
     world.gate.admits("g", dispatch())
     world.next_read()
     assert world.room.enter(sequence())
     world.gate.load("g", node_pb2.LoadAdapter(order_id=1, name="n", path="/other"))
-    world.reader.read = lambda path, digest="": HostAdapter("b" * 32, torch.zeros(1, 1))  # type: ignore[method-assign]
+    world.reader.read = lambda path, digest="": HostAdapter(OTHER, torch.zeros(1, 1))  # type: ignore[method-assign]
     world.next_read()
-    assert "--max-cpu-loras" in world.sent[0][1].error.message
+    (_, answer), *_ = world.sent
+    assert answer.digest == OTHER and not answer.HasField("error")
+    assert not world.room.has(OTHER) and world.room.has(DIGEST)
 
 
 def test_a_dispatch_goes_on_where_host_memory_has_no_room_before_its_turn() -> None:
