@@ -75,7 +75,8 @@ class PromptRouter:
         pair = table.engines[prefill], table.engines[decode]
         route = Route(*pair, (at_prefill, at_decode), fetch)
         prefix_from = "" if fetch is None else table.engines[fetch.source].name
-        table.plans.note(states, num_tokens, route, prefix_from, is_retry=bool(avoid))
+        is_retry = demand.is_retry or bool(avoid)
+        table.plans.note(states, num_tokens, route, prefix_from, is_retry=is_retry)
         return route
 
     def _states(

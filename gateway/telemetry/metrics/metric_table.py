@@ -194,7 +194,7 @@ DECISIONS = Metric(
     "router_decisions_total",
     "Engines that were chosen: local (one for the whole request), or a pair: cached_prefix (the "
     "prefill engine has some of the prompt), least_loaded; retry (either, after a failed attempt "
-    "or an engine's refusal); unavailable: none could be.",
+    "or an engine's refusal); unavailable: none could be, each time that one looks.",
     ("reason",),
 )
 MOVES = Metric(

@@ -289,6 +289,15 @@ def table_of(*engines: LinkedEngine) -> EngineTable:
     return table
 
 
+def test_a_retry_counts_as_one_though_nothing_is_left_out_any_more() -> None:
+    """A request that is tried alone may wait longer than its engine is left out."""
+    table = table_of(linked("p", Role.PREFILL), linked("d", Role.DECODE))
+    router = PromptRouter(table, valid())
+    for is_retry in (False, True):
+        router.choose(Demand(3, is_retry=is_retry), avoid=Avoid(), fingerprint=None)
+    assert table.plans.decisions == {"least_loaded": 1, "retry": 1}
+
+
 def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
     p, d, e = (
         linked("p", Role.PREFILL),
