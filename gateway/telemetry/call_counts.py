@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...core.errors import Cancelled
 from ...core.request.timeline import Event
 from ..request.output_chunk import RequestResult
-from .calls.call_record import CallRecord, EndedCall, between_s, ended_call, times_of
+from .calls.call_record import CallRecord, EndedCall, between_s, ended_call
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import OTHER
@@ -105,7 +105,9 @@ def _count_finished(tally: Tally, first: RequestResult | None, call: EndedCall) 
         tally.count(table.KV_BYTES, transfer.num_bytes, *edge)
         tally.count(table.PULLER_CACHED_TOKENS, transfer.puller_cached_tokens)
     if first is not None:
-        times = times_of(first.timeline)
+        # Of several attempts, each event's first time: a retry's queue is no time before the first
+        # token.
+        times = {stamp.event: stamp.unix_ns for stamp in reversed(first.timeline)}
         for metric, begin, end in _PHASES:
             if (spent_s := between_s(times, begin, end)) is not None:
                 tally.observe(metric, spent_s)

@@ -216,6 +216,22 @@ def test_calls() -> None:
     assert value("baton_kv_transfer_bytes_total", **edge) == 1000
 
 
+def test_the_phases_of_a_call_begin_with_its_first_attempt() -> None:
+    world = World()
+    call = PlayedCall(world.clock, world.feed)
+    call.deliver(1)
+    result = call.result(0, 0, attempts=2)
+    *attempt, finished = result.timeline
+    again = [replace(stamp, unix_ns=stamp.unix_ns + 200_000_000) for stamp in attempt[1:]]
+    call.deliver(0, result=replace(result, timeline=(*attempt, *again, finished)))
+    call.end(None)
+    for phase, spent_s in (
+        *(("queue", 0.011), ("prefill", 0.1)),
+        *(("decode", 0.5 - 0.111), ("inference", 0.5 - 0.011)),
+    ):
+        assert world.value(f"baton_request_{phase}_time_seconds_sum") == pytest.approx(spent_s)
+
+
 def test_engines_are_read_from_their_heartbeats() -> None:
     world = World()
     counters = Counters(
