@@ -56,11 +56,13 @@ class MetricStore(Collector):
         children = self._numbers[metric.name]
         children[_bounded(labels, children)] = value
 
-    def forget(self, metric: Metric, *labels: str) -> None:
-        """Drop all series of a counter or gauge whose labels begin like this."""
-        children = self._numbers[metric.name]
-        for values in [values for values in children if values[: len(labels)] == labels]:
-            del children[values]
+    def forget(self, metric: Metric, **labels: str) -> None:
+        """Drop all series that have these labels."""
+        wanted = [(metric.labels.index(name), value) for name, value in labels.items()]
+        for children in (self._numbers[metric.name], self._histograms[metric.name]):
+            for values in [*children]:
+                if all(values[place] == value for place, value in wanted):
+                    del children[values]
 
     def collect(self) -> Iterator[Family]:
         for metric in self._metrics:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from ....core.membership import Role
 from ....core.ports import Clock
 from ....proto.v1.node_pb2 import Counters
 from ...engines.cluster_view import ClusterView
@@ -173,5 +174,9 @@ class Exporter:
 
     def _forget(self, name: _NodeName) -> None:
         del self._last_known_s[name]
+        role, node = name
         for metric in _COUNTERS:
-            self._store.forget(metric, *name)
+            self._store.forget(metric, role=role, node=node)
+        end = "src" if role == Role.PREFILL.value else "dst"
+        for metric in (table.KV_SECONDS, table.KV_BYTES):
+            self._store.forget(metric, **{end: node})

@@ -362,6 +362,23 @@ def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
     assert not [key for key in world.scrape() if ("node", "d0") in key[1]]
 
 
+@pytest.mark.parametrize(("role", "name"), [(Role.PREFILL, "p"), (Role.DECODE, "d")])
+def test_with_a_lost_engine_its_hand_offs_are_forgotten(role: Role, name: str) -> None:
+    """Else engines that come and go under new names use up the label sets of those that stay."""
+    world = World()
+    world.link("1", name, LOAD, role)
+    call = PlayedCall(world.clock, world.feed)
+    call.deliver(1)
+    call.finish()
+    world.scrape()
+    world.unlink("1")
+    edge = {"transport": "shm", "src": "p", "dst": "d"}
+    for ends, advance_s in ((False, 590), (True, 11)):
+        world.clock.advance(advance_s)
+        for series in ("seconds_count", "bytes_total"):
+            assert (world.value(f"baton_kv_transfer_{series}", **edge) is None) == ends
+
+
 def test_tokens_of_a_running_call() -> None:
     world = World()
     call = PlayedCall(world.clock, world.feed)
