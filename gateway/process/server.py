@@ -27,7 +27,7 @@ from ...core.ports import SystemClock, SystemEntropy
 from ...core.process import descriptors
 from ...core.process.collector import settle
 from ...core.process.event_loop import StopSignals, show_turns
-from ...core.process.logs import set_up_logging
+from ...core.process.logs import print_line, set_up_logging
 from ...core.version import version
 from ...prefix_index.follower import Follower
 from ...prefix_index.mirror import PrefixMirror
@@ -277,9 +277,7 @@ class Gateway:
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
-            is_ready = self._is_ready.is_set()
-            log.info("ready" if is_ready else "not ready")
-            await self._grpc.show_ready(is_ready)
+            await self._grpc.show_ready(self._is_ready.is_set())
 
     async def _load_adapters(self) -> None:
         """Those of the command line, then this gateway can become ready, and those of others."""
@@ -288,10 +286,17 @@ class Gateway:
         await self._adapters.share()
 
     def _note_readiness(self) -> None:
-        is_ready = self._adapters.is_settled and not why_not_ready(self._table)
-        if is_ready != self._is_ready.is_set():
-            self._is_ready.set() if is_ready else self._is_ready.clear()
-            self._readiness_changed.set()
+        reason = why_not_ready(self._table)
+        is_ready = self._adapters.is_settled and not reason
+        if is_ready == self._is_ready.is_set():
+            return
+        if is_ready:
+            log.info("ready")
+            self._is_ready.set()
+        else:
+            log.warning("not ready: %s", reason)
+            self._is_ready.clear()
+        self._readiness_changed.set()
 
 
 def _session_limits(config: GatewayConfig) -> SessionLimits:
@@ -335,6 +340,7 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     turning = asyncio.create_task(show_turns())
     try:
         await gateway.run_until(signals.stop)
+        print_line("draining")
     finally:
         starting.cancel()
         turning.cancel()

@@ -393,7 +393,9 @@ async def test_a_request_waits_for_the_first_nodes(empty: World) -> None:
     assert (await finishing).text == expected_text(PROMPT, 3)
 
 
-async def test_health_tells_when_it_can_serve(empty: World) -> None:
+async def test_health_tells_when_it_can_serve(
+    empty: World, caplog: pytest.LogCaptureFixture
+) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, 2
     async with grpc.aio.insecure_channel(f"127.0.0.1:{empty.gateway.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -406,6 +408,7 @@ async def test_health_tells_when_it_can_serve(empty: World) -> None:
         await decode.kill()
         assert (await asyncio.wait_for(watch.read(), 2)).status == not_serving
         watch.cancel()
+    assert "not ready: no decode node is ready" in caplog.text
 
 
 @pytest.mark.parametrize("lost", ["decode", "prefill"])
@@ -682,9 +685,10 @@ async def test_the_process_around_it(world: World) -> None:
         result = await client.generate(PROMPT, max_tokens=4).finish()
     assert result.text == expected_text(PROMPT, 4)
     process.terminate()
-    _, said = await process.communicate()
+    stdout, said = await process.communicate()
     assert process.returncode == 0
     assert b"Traceback" not in said
+    assert b"draining\n" in stdout
 
 
 async def test_reflection_names_the_service(empty: World) -> None:
