@@ -294,7 +294,8 @@ class Gateway:
             log.info("ready")
             self._is_ready.set()
         else:
-            log.warning("not ready: %s", reason)
+            if not self._door.is_draining:
+                log.warning("not ready: %s", reason)
             self._is_ready.clear()
         self._readiness_changed.set()
 

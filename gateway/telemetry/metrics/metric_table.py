@@ -74,7 +74,8 @@ INTER_TOKEN = Metric(
 )
 HANDOFF_GAP = Metric(
     "handoff_gap_seconds",
-    "From a stream's first token to its second: KV transfer and decode admission are in it.",
+    "From a stream's first token to its second: KV transfer and decode admission are in it, except "
+    "where one engine serves it whole.",
     buckets=GAP_S,
 )
 TPOT = Metric(
