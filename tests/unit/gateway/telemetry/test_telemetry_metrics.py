@@ -158,6 +158,14 @@ def test_what_a_router_reads_of_a_server_is_there_once(prefix: str) -> None:
     assert labels["num_gpu_blocks"] == str(2 * prefill.pool_blocks)
 
 
+def test_what_boards_made_for_others_find_is_there() -> None:
+    """The last column of the table in docs/metrics.md names metrics of ours."""
+    table = (DOCS / "metrics.md").read_text().split("| vLLM | SGLang | here |")[1].split("\n\n")[0]
+    ours = " ".join(row.split("|")[3] for row in table.strip().splitlines())
+    named = set(re.findall(r"[a-z]+(?:_[a-z]+)+", ours))
+    assert len(named) > 15 and named <= {metric.name for metric in metric_table.ALL}
+
+
 def test_when_certificates_end() -> None:
     world = World()
     name = "baton_certificate_expires_timestamp_seconds"
