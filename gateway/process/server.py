@@ -351,6 +351,6 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
 
 async def _print_startup_message(gateway: Gateway) -> None:
     """Once it can serve, which may be long after it listens."""
-    print("waiting for a prefill and a decode node", flush=True)
+    print("waiting for nodes that can serve", flush=True)
     for line in await gateway.startup_lines():
         print(line, flush=True)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ....core.membership import Role
 from ...engines.linked_engine import LinkedEngine
 
 
@@ -43,10 +42,10 @@ def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> Deploym
 
 
 def prompt_blocks(engines: Iterable[LinkedEngine]) -> tuple[int, int] | None:
-    """The tokens of a KV block, and how many blocks the engines have whose caches prompts find:
-    those of prefill nodes. None: there is no such engine."""
+    """The tokens of a KV block, and how many blocks the engines have that compute prompts. None:
+    there is no such engine."""
     blocks: Counter[int] = Counter()
     for engine in engines:
-        if engine.member.role is Role.PREFILL:
+        if engine.takes_prompts:
             blocks[engine.member.block_size] += engine.pool_blocks
     return max(blocks.items(), key=lambda item: item[1]) if blocks else None

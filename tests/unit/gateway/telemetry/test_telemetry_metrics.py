@@ -158,6 +158,16 @@ def test_what_a_router_reads_of_a_server_is_there_once(prefix: str) -> None:
     assert labels["num_gpu_blocks"] == str(2 * prefill.pool_blocks)
 
 
+def test_the_cache_is_that_of_decode_engines_where_they_compute_the_prompts() -> None:
+    world = World()
+    name = "baton_cache_config_info"
+    engine = world.link("1" * 32, "d", LOAD)
+    labels = {"block_size": "16", "num_gpu_blocks": str(engine.pool_blocks)}
+    assert world.value(name, **labels) is None
+    engine.receive_heartbeat(replace(LOAD, tbt_target_s=0.05))
+    assert world.value(name, **labels) == 1
+
+
 def test_what_boards_made_for_others_find_is_there() -> None:
     """The last column of the table in docs/metrics.md names metrics of ours."""
     table = (DOCS / "metrics.md").read_text().split("| vLLM | SGLang | here |")[1].split("\n\n")[0]
