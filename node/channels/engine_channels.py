@@ -84,7 +84,7 @@ class EngineChannels:
             self.remove(older)
         self._inbox.watch(link.channel, lambda: self._read(link))
         link.is_watched = True
-        log.info("linked with %s %s", link.kind.value, link.name)
+        log.info("linked with %s", link)
         with self.broadcast.greeting() as payloads:
             links[link.name] = link
             if link.kind is Kind.GATEWAY:

@@ -22,7 +22,8 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
+    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled;
+    `peer`: what the directory calls the engine at the other end, for people; empty: unknown.
 
     `ended_by`: why it is over, for people. `opens_late`: of a source that hands nothing off to us,
     whose pool need not be opened before something is pulled.
@@ -34,7 +35,12 @@ class Link:
     host: str = ""
     ended_by: str = ""
     opens_late: bool = False
+    peer: str = ""
     is_watched: bool = field(default=False, repr=False)
+
+    def __str__(self) -> str:
+        """For log lines."""
+        return f"{self.kind.value} {f'{self.peer} ({self.name})' if self.peer else self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ class SourceDialer:
         link = Link(
             *(Kind.SOURCE, source.incarnation, Channel(connection), host),
             opens_late=not is_handing_off,
+            peer=source.name,
         )
         with self._changed:
             if self._is_closed:
@@ -165,16 +166,16 @@ class SourceDialer:
 
 
 class MemberList:
-    """Which engines the directory lists now. `has` is for any thread."""
+    """Which engines the directory lists now. `has` and `name_of` are for any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._incarnations: frozenset[str] = frozenset()
+        self._names: Mapping[str, str] = {}  # by incarnation
         self._is_away = False
 
     def list_members(self, members: engine_pb2.Members) -> None:
         with self._changed:
-            self._incarnations = frozenset(engine.incarnation for engine in members.engines)
+            self._names = {engine.incarnation: engine.name for engine in members.engines}
             self._is_away = members.is_away
             self._changed.notify_all()
 
@@ -189,5 +190,10 @@ class MemberList:
         """
         with self._changed:
             return self._changed.wait_for(
-                lambda: incarnation in self._incarnations or self._is_away, _WAIT_S
+                lambda: incarnation in self._names or self._is_away, _WAIT_S
             )
+
+    def name_of(self, incarnation: str) -> str:
+        """Of the engine's node, for people; empty where it is not listed."""
+        with self._changed:
+            return self._names.get(incarnation, "")

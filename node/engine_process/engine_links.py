@@ -103,7 +103,8 @@ class EngineLinks:
 
     def _accepted(self, opening: Opening, channel: Channel) -> None:
         kind = Kind.GATEWAY if opening.purpose == GATEWAY else Kind.PULLER
-        self._connected(Link(kind, opening.dialer, channel))
+        peer = "" if kind is Kind.GATEWAY else self._members.name_of(opening.dialer)
+        self._connected(Link(kind, opening.dialer, channel, peer=peer))
 
     def _connected(self, link: Link) -> None:
         self._inbox.put(Connected(link))

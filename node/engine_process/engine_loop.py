@@ -207,7 +207,7 @@ class EngineLoop:
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
-            log.info("the link with %s %s ended: %s", link.kind.value, link.name, error.message)
+            log.info("the link with %s ended: %s", link, error.message)
             link.ended_by = error.message
             self._channels.remove(link)
             self._lost(link)

@@ -98,6 +98,7 @@ class World:
         link = self.came.get(timeout=10.0)
         assert link.name == source.listed.incarnation and link.kind is Kind.SOURCE
         assert link.host == "127.0.0.1"
+        assert str(link) == f"source {source.listed.name} ({link.name})"
         source.accepted.get(timeout=10.0).close()
         return link
 
@@ -364,7 +365,7 @@ def test_with_tls_frames_pass(tmp_path: Path) -> None:
 
 
 def members(*incarnations: str, is_away: bool = False) -> engine_pb2.Members:
-    engines = [engine_pb2.ListedEngine(incarnation=each) for each in incarnations]
+    engines = [engine_pb2.ListedEngine(incarnation=i, name=f"node-{i}") for i in incarnations]
     return engine_pb2.Members(engines=engines, is_away=is_away)
 
 
@@ -374,6 +375,7 @@ def test_who_is_listed_may_come_and_others_not_for_long(monkeypatch: pytest.Monk
     assert not listed.has("a")
     listed.list_members(members("a"))
     assert listed.has("a") and not listed.has("b")
+    assert (listed.name_of("a"), listed.name_of("b")) == ("node-a", "")
     listed.list_members(members("b"))
     assert listed.has("b") and not listed.has("a")
 
