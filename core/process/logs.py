@@ -52,7 +52,8 @@ def spare_traceback(record: logging.LogRecord) -> bool:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record: `time` (unix seconds), `level`, `process`, `logger`, `message`."""
+    """One JSON object a record: `time` (unix seconds), `level`, `process`, `pid`, `logger`,
+    `message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class JsonLines(logging.Formatter):
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
             "process": self._process,
+            "pid": record.process,  # gateways that share ports have one name
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),

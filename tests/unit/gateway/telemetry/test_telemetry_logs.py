@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,7 @@ def test_a_finished_call_is_one_line(written: Lines) -> None:
     expected = {
         "level": "info",
         "process": "gateway",
+        "pid": os.getpid(),
         "request_id": call.record.call_id,
         "tenant": "acme",
         "outcome": "length",
