@@ -34,6 +34,7 @@ _FAULTS = tuple(
         *(errors.BatonError, errors.EngineFailed, errors.HostLost, errors.NodeLost),
         *(errors.Unavailable, errors.PromiseRefused, errors.TrialRefused, errors.DeadlineExceeded),
         *(errors.HandoffFailed, errors.StaleBlocks, errors.LeaseExpired, errors.UnknownTransfer),
+        errors.Overloaded,  # no place became free in time
     )
 )
 _REFUSALS = tuple(e.code for e in (errors.Overloaded, errors.RateLimited, errors.Unavailable))

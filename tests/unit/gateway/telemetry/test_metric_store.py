@@ -28,7 +28,7 @@ def values(store: MetricStore, metric: Metric) -> dict[str, float]:
     ("metric", "known"),
     [
         (table.SUCCESSES, {reason.value for reason in FinishReason}),
-        (table.FAILURES, {BatonError.code, EngineFailed.code, Unavailable.code}),
+        (table.FAILURES, {BatonError.code, EngineFailed.code, Unavailable.code, Overloaded.code}),
         (table.REJECTIONS, {Overloaded.code, Unavailable.code}),
     ],
     ids=lambda value: value.name if isinstance(value, Metric) else "",
