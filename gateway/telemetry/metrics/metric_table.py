@@ -275,7 +275,7 @@ _FROM_HEARTBEATS = (
     ("kv_host_bytes_in_total", "host_bytes_in", "Bytes copied from host memory."),
     ("kv_disk_blocks", "disk_blocks", "Cached KV blocks on disk."),
     ("prefix_cache_disk_hits_total", "disk_hit_tokens",
-     "Known tokens whose KV was read from disk."),
+     "Known tokens whose KV was read from disk, into host memory: its hits then have them too."),
     ("kv_disk_bytes_out_total", "disk_bytes_out", "Bytes of KV blocks written to disk."),
     ("kv_disk_bytes_in_total", "disk_bytes_in", "Bytes of KV blocks read from disk."),
     ("kv_disk_failures_total", "disk_failures",
