@@ -78,17 +78,17 @@ def _add_flag(
     }
     if base_type is bool:
         options["action"] = argparse.BooleanOptionalAction
-        if env is not None:
-            options["default"] = env.lower() in ("1", "true", "yes")
     elif base_type is tuple:
         options |= {"nargs": "+", "metavar": "VALUE"}
         options["default"] = field.default if env is None else tuple(env.split())
     else:
-        reader = _reader(field.name, base_type)
-        options |= {"type": reader, "choices": field.metadata.get("choices")}
+        options["choices"] = choices = field.metadata.get("choices")
+        options["type"] = _reader(field.name, base_type, choices)
     if field.name.endswith("_url"):
         options["action"] = UrlWithoutPassword
-    group.add_argument(*(f"--{name}" for name in names), **options)
+    action = group.add_argument(*(f"--{name}" for name in names), **options)
+    if base_type is bool:
+        action.type = _read_bool  # of the environment alone: the flag takes no value
 
 
 class UrlWithoutPassword(argparse.Action):
@@ -118,8 +118,23 @@ def _has_password(url: str) -> bool:
         return "@" in url  # no URL: an error of whoever connects, if nothing is to be hidden
 
 
-def _reader(name: str, base_type: type) -> Callable[[str], Any]:
-    """What reads a flag's value and refuses, by the flag's name, what its unit cannot be."""
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True} | {
+    "": False, "0": False, "false": False, "no": False, "off": False,
+}  # fmt: skip
+
+
+def _read_bool(text: str) -> bool:
+    try:
+        return _BOOLS[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{text[:64]!r} is neither true nor false") from None
+
+
+def _reader(
+    name: str, base_type: type, choices: tuple[str, ...] | None = None
+) -> Callable[[str], Any]:
+    """What reads a flag's value and refuses, by the flag's name, what its unit cannot be. argparse
+    does not look for a default, such as the environment's value, among `choices`."""
 
     def read(text: str) -> Any:
         try:
@@ -132,6 +147,8 @@ def _reader(name: str, base_type: type) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {value}")
         if base_type is int and name.startswith(("num_", "max_")) and value < 1:
             raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+        if choices is not None and value not in choices:
+            raise argparse.ArgumentTypeError(f"{text[:64]!r} is none of {', '.join(choices)}")
         return value
 
     return read

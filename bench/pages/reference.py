@@ -44,8 +44,9 @@ Made from the code by `make docs`: edit the code. Errors are in [errors.md](erro
 
 ## Commands
 
-Every flag can also be given as an environment variable, `BATON_` and its name in capitals:
-`BATON_REDIS_URL` for `--redis-url`. The cluster's secret belongs there, not on a command line.
+Every flag in one of the tables [below](#flags) can also be given as an environment variable,
+`BATON_` and its name in capitals: `BATON_REDIS_URL` for `--redis-url`, `BATON_LOG_JSON=true` for
+`--log-json`. The cluster's secret belongs there, not on a command line.
 """
 
 

@@ -195,6 +195,35 @@ def test_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags.parse(EngineConfig, parser.parse_args([])).block_size == 32
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("on", True), ("Off", False), ("1", True), ("", False)]
+)
+def test_the_environment_says_yes_or_no(
+    text: str, value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_ENABLE_PREFIX_CACHING", text)
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig)
+    for argv, expected in (([], value), (["--enable-prefix-caching"], True)):
+        config = flags.parse(EngineConfig, parser.parse_args(argv))
+        assert config.enable_prefix_caching is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable-lora", "maybe"), ("dtype", "float8"), ("block-size", "x")]
+)
+def test_what_the_environment_gives_is_checked_as_a_flag_is(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(f"BATON_{name.replace('-', '_').upper()}", value)
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig)
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
+    said = capsys.readouterr().err
+    assert f"--{name}" in said and repr(value) in said
+
+
 @pytest.mark.parametrize("wrong", [{"block_size": 12}, {"max_num_seqs": 0}])
 def test_bad_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(errors.StartupFailed):
