@@ -64,6 +64,7 @@ class ClusterView:
     _reported_s: float = -_REPORT_S
     _report_timer: asyncio.TimerHandle | None = None
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _last_reasons: dict[str, str] = field(default_factory=dict)  # why there is no link, as logged
 
     def members(self) -> list[Member]:
         """Every engine of this model that is listed or linked, by role and name."""
@@ -105,7 +106,7 @@ class ClusterView:
 
     async def _keep(self, incarnation: str) -> None:
         """Keep a link to this engine for as long as the directory lists it or the link lives."""
-        delay_s, last_reason = _RETRY_MIN_S, ""
+        delay_s = _RETRY_MIN_S
         try:
             while member := self._listed.get(incarnation):
                 link = EngineConnection(
@@ -113,21 +114,23 @@ class ClusterView:
                 )
                 began_s = self._clock.monotonic_s()
                 reason = await link.run()
-                if reason != last_reason:
+                if reason != self._last_reasons.get(incarnation):
                     log.warning("engine %s at %s: %s", member.name, member.address, reason)
-                last_reason = reason
+                self._last_reasons[incarnation] = reason
                 if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
                     delay_s = _RETRY_MIN_S  # it was up for a while
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)
         finally:
             del self._keepers[incarnation]
+            self._last_reasons.pop(incarnation, None)
 
     # -- engine_connection.ConnectionEvents --------------------------------------------------------
 
     def linked(self, link: EngineConnection, welcome: node_pb2.Welcome) -> LinkedEngine:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
+        self._last_reasons.pop(member.incarnation, None)
         engine = LinkedEngine(
             member,
             link,

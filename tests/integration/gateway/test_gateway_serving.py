@@ -429,6 +429,20 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
         assert result.decode_node != victim.name
 
 
+async def test_each_loss_of_an_engine_is_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the next try to link it succeeds, and it is then lost for the same reason."""
+    node, engines = world.nodes["d1"], world.gateway._table.engines
+    for num_losses in (1, 2):
+        node.is_silent = True
+        await until(lambda: node.incarnation not in engines)
+        node.is_silent = False
+        await until(lambda: node.incarnation in engines)
+        said = [line for line in caplog.text.splitlines() if "no heartbeat" in line]
+        assert len(said) == num_losses
+
+
 async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
     clock = SystemClock()
     directory, table = FakeDirectory(), EngineTable(PrefixMirror(clock))
