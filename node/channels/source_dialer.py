@@ -103,6 +103,7 @@ class SourceDialer:
                     last_reason = str(error)
                     log.warning("no link to %s (%s): %s", source.name, source.address, error)
             else:
+                last_reason = ""
                 is_steady = self._wait_for_end(link)
                 if source.fingerprint != self._puller.fingerprint:
                     why = link.ended_by

@@ -270,6 +270,22 @@ def test_a_source_that_is_back_before_its_link_ends_is_dialled_by_one(world: Wor
     assert source.num_asked == 2
 
 
+def test_why_there_is_no_link_is_logged_once_and_anew_behind_a_link(
+    world: World, delays: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = world.source()
+    source.refusal = "no"
+    world.list(source)
+    for num_lines in (1, 2):
+        num_delays = len(delays)
+        eventually(lambda n=num_delays: len(delays) > n + 2)
+        assert caplog.text.count(f"no link to {source.listed.name}") == num_lines
+        source.refusal = ""
+        link = world.next_link(source)
+        source.refusal = "no"
+        world.end(link)
+
+
 def test_a_source_that_is_never_reached_is_given_up_with_its_entry(
     world: World, delays: list[float]
 ) -> None:
