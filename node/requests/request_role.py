@@ -171,9 +171,10 @@ class EngineRole(ABC, Generic[H]):
                 if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
                     self._request_io.stamp_started(entry, Event.DECODE_STARTED)
                     continue
-                self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
-                self._request_io.stamp_started(entry, Event.PREFILL_STARTED)
-                entry.cached_tokens = cached_tokens
+                self._prompt_started(entry, cached_tokens)
+                for fork in entry.request.forks if entry.ticket is not None else ():
+                    if each := self._table.get(fork.key):  # its prompt is computed with it
+                        self._prompt_started(each, cached_tokens)
         for prompt in output.prompt_logprobs:
             self._request_io.emit_prompt(prompt)
         for token in output.tokens:
@@ -185,6 +186,11 @@ class EngineRole(ABC, Generic[H]):
             if entry := self._table.get(beam.key):
                 self._request_io.emit_beam(entry, beam)
                 self._request_io.end(beam.key, None)
+
+    def _prompt_started(self, entry: Entry, cached_tokens: int) -> None:
+        self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
+        self._request_io.stamp_started(entry, Event.PREFILL_STARTED)
+        entry.cached_tokens = cached_tokens
 
     def _on_token(self, token: TokenOutput) -> None:
         entry = self._table.get(token.key)

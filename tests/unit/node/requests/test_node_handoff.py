@@ -524,7 +524,9 @@ def test_samples_share_one_handoff(world: NodeWorld, num_prompt_tokens: int) -> 
     world.settle()
     for sample in (one, *one.forks):
         assert world.tokens(sample) == reference_of(sample)
-        puller = world.decode.received[sample.key]
+        source, puller = (node.received[sample.key] for node in (world.prefill, world.decode))
+        assert source.events == ["prefill_queued", "prefill_started", "first_token"]
+        assert source.cached_tokens == 0
         assert puller.finish_reason is FinishReason.LENGTH
         assert puller.events == [
             "handoff_queued",
