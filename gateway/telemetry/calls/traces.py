@@ -18,6 +18,7 @@ and tracestate), and its sampling decision holds; calls without one are sampled 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,8 +34,11 @@ from ...request.output_chunk import RequestResult, UnfinishedRun
 from .call_record import CallRecord, EndedCall, times_of
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span, Tracer
+
+log = logging.getLogger(__name__)
 
 _OPERATION = "text_completion"
 _PROVIDER = "baton"
@@ -100,7 +104,7 @@ class CallTraces:
     Export is on a thread of OpenTelemetry's own.
     """
 
-    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
+    def __init__(self, exporter: SpanExporter | Collector, ratio: float) -> None:
         """Imports the packages, which may not be there."""
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
@@ -109,7 +113,7 @@ class CallTraces:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._processor = BatchSpanProcessor(exporter)  # one queue and thread for all services
+        self._processor = BatchSpanProcessor(exporter)  # type: ignore[arg-type]  # one queue and thread for all services
         sampler = ParentBased(TraceIdRatioBased(ratio))
 
         def tracer(service: str, instance: str | None) -> Tracer:
@@ -207,6 +211,25 @@ class CallTraces:
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
+class Collector:
+    """An exporter whose package logs the first batch that fails, and no more until one is taken:
+    it has two lines for each. Then a line of ours."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter, self._is_away = exporter, False
+        logging.getLogger(type(exporter).__module__).addFilter(lambda record: not self._is_away)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        was_away, self._is_away = self._is_away, result.name != "SUCCESS"
+        if was_away and not self._is_away:
+            log.warning("traces are sent again; those in between are lost")
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
 def open_traces(endpoint: str, ratio: float) -> CallTraces:
     """Traces to an OTLP collector over HTTP; raises StartupFailed without the packages."""
     try:
@@ -224,7 +247,8 @@ def open_traces(endpoint: str, ratio: float) -> CallTraces:
         )
     if parts.path in ("", "/"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
-    return CallTraces(OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000), ratio)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000)
+    return CallTraces(Collector(exporter), ratio)
 
 
 def _attributes(record: CallRecord, call: EndedCall) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from fakes.gateway.calls import STAMPS_S, PlayedCall, feed_of, timeline
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.output_chunk import UnfinishedRun
-from baton.gateway.telemetry.calls.traces import CallTraces, open_traces
+from baton.gateway.telemetry.calls.traces import CallTraces, Collector, open_traces
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -206,3 +208,23 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
     with pytest.raises(StartupFailed):
         open_traces("localhost:4317", 1.0)
+
+
+def test_a_collector_that_is_away_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Flaky(SpanExporter):
+        result = SpanExportResult.SUCCESS
+
+        def export(self, spans: object) -> SpanExportResult:
+            if self.result is SpanExportResult.FAILURE:
+                logging.getLogger(__name__).error("refused")
+            return self.result
+
+    flaky = Flaky()
+    collector = Collector(flaky)
+    away = ["refused", "traces are sent again; those in between are lost"]
+    for _ in range(2):
+        caplog.clear()
+        for result in (SpanExportResult.FAILURE,) * 3 + (SpanExportResult.SUCCESS,) * 2:
+            flaky.result = result
+            assert collector.export([]) is result
+        assert [record.getMessage() for record in caplog.records] == away
