@@ -82,8 +82,9 @@ class PromptRouter:
     def _states(
         self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
     ) -> list[EngineState]:
-        """Of the engines that could serve it at all."""
+        """Of the engines that could serve it at all, to its last token."""
         table, request = self.table, self.request
+        total_tokens = demand.num_tokens + demand.max_output_tokens
         adapter, is_constrained = request.adapter_digest, request.sampling.constraint is not None
         costs, holders = table.borrowed_costs(), table.holders(demand.num_tokens, cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
@@ -100,6 +101,7 @@ class PromptRouter:
             )
             for engine in table.engines.values()
             if engine.load is not None
+            and engine.member.max_model_len >= total_tokens
             and (engine.member.can_constrain or not is_constrained)
             and (engine.max_loras or not adapter)
         ]

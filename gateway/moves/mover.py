@@ -166,13 +166,15 @@ def _computes_prompts_alone(engine: LinkedEngine) -> bool:
 
 
 def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[Session]:
-    """Those that all of these engines can serve: constraints and adapters may differ."""
+    """Those that all of these engines can serve: constraints, adapters and contexts may differ."""
     can_constrain = all(engine.member.can_constrain for engine in by)
+    shortest = min((engine.member.max_model_len for engine in by), default=0)
     has_adapters = all(engine.max_loras for engine in by)
     return [
         session
         for session in sessions
-        if (can_constrain or session.request.sampling.constraint is None)
+        if len(session.request.prompt_token_ids) + session.request.sampling.max_tokens <= shortest
+        and (can_constrain or session.request.sampling.constraint is None)
         and (has_adapters or not session.request.adapter_digest)
     ]
 

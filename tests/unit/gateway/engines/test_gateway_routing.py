@@ -336,6 +336,26 @@ def test_an_engine_counts_from_its_first_heartbeat_on() -> None:
         route_of(table, 1)
 
 
+def test_what_an_engine_of_a_shorter_context_would_cut_short_goes_elsewhere() -> None:
+    """One may have come with another `--max-model-len` since the request was checked."""
+    p, d, e = (
+        linked("p", Role.PREFILL),
+        linked("d", Role.DECODE, max_model_len=100),
+        linked("e", Role.DECODE),
+    )
+    e.receive_heartbeat(replace(LOAD, num_requests=3))
+    router = PromptRouter(table_of(p, d, e), valid())
+
+    def chosen(num_tokens: int, max_output_tokens: int) -> str:
+        demand = Demand(num_tokens, max_output_tokens=max_output_tokens)
+        return router.choose(demand, avoid=Avoid(), fingerprint=None).decode.incarnation
+
+    assert chosen(60, 40) == "d" and chosen(60, 41) == chosen(101, 1) == "e"
+    del router.table.engines["e"]
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        chosen(60, 41)
+
+
 def test_limits_are_those_of_the_engines() -> None:
     base = ModelLimits("demo", 100, 2048)
     assert table_of().limits(base) == base
@@ -387,7 +407,8 @@ def test_a_promise_that_not_even_one_decode_keeps_holds_nobody_up() -> None:
 
 
 def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() -> None:
-    p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
+    p = linked("p", Role.PREFILL, max_model_len=1 << 17)
+    d = linked("d", Role.DECODE, max_model_len=1 << 17)
     table = table_of(p, d)
     fast = StepCost(0.005, (20e-6,) * 10, max_rows=2048)
     unmeasured = StepCost(0.005, (0.0,) * 10, max_rows=8)

@@ -93,7 +93,7 @@ def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) 
     chain = block_hashes(root_hash("fp"), prompt, BLOCK_SIZE)
     for incarnation in (P, Q, D):
         role = Role.DECODE if incarnation == D else Role.PREFILL
-        member = Member(incarnation, role, "name", "h:1", "demo", "fp", 4096, BLOCK_SIZE, 2000)
+        member = Member(incarnation, role, "name", "h:1", "demo", "fp", 1 << 17, BLOCK_SIZE, 2000)
         table.add(engine := LinkedEngine(member, FakeLink(incarnation)))
         engine.receive_heartbeat(LOAD)
         cached = chain[: cached_blocks.get(incarnation, 0)]

@@ -214,7 +214,7 @@ async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> Non
 
 
 async def test_what_some_engine_does_not_serve_stays() -> None:
-    """Constraints and adapters, where engines of a model differ."""
+    """Constraints, adapters and contexts, where engines of a model differ."""
     world = World()
     (session,) = world.running
     (source,) = world.movable
@@ -225,6 +225,11 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
     assert not world.links[target].dispatched
     for engine in world.table.engines.values():
         engine.max_loras = 1
+    member = world.table.engines[target].member
+    world.table.engines[target].member = replace(member, max_model_len=1499)
+    world.mover.look()
+    assert not world.links[target].dispatched, "its 1500 tokens would end there early"
+    world.table.engines[target].member = replace(member, max_model_len=1500)
     world.mover.look()
     assert world.links[target].dispatched
 
