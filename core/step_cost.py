@@ -42,6 +42,11 @@ class StepShape:
     def num_rows(self) -> int:
         return self.num_prompt_tokens + self.num_decodes
 
+    @property
+    def num_prompt_tokens_due(self) -> int:
+        """How many it lacks of the least that a step has where prompts wait."""
+        return max(0, LEAST_PROMPT_TOKENS - self.num_prompt_tokens)
+
     def scaled_to(self, num_decodes: int) -> StepShape:
         """Decodes alone: so many with contexts like those here, of which there is one at least."""
         keys = self.keys * num_decodes // self.num_decodes
@@ -107,11 +112,12 @@ class StepCost:
     def promised_tokens(self, promise_s: float, beside: StepShape, context: int, most: int) -> int:
         """How many tokens of a prompt a step takes that keeps a promise to its decodes.
 
-        Never fewer than LEAST_PROMPT_TOKENS, and not many more than were ever measured.
+        With those beside never fewer than LEAST_PROMPT_TOKENS, and not many more than were ever
+        measured.
         """
         most = min(most, max(LEAST_PROMPT_TOKENS, 2 * self.max_rows))
         room = self.prompt_tokens_within(promise_s, beside, context, most)
-        return max(room, min(most, LEAST_PROMPT_TOKENS))
+        return max(room, min(most, beside.num_prompt_tokens_due))
 
     def prompt_speed(self, chunk: int, beside: StepShape, promise_s: float | None) -> PromptSpeed:
         """Of prompts in chunks of up to `chunk` tokens, beside decodes that a promise may be kept

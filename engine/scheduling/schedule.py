@@ -47,6 +47,9 @@ class Schedule:
     in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
     `num_last_tokens` for its last step, unless in a queue it can end in this one. Prompts of up
     to `num_small_tokens` share their step with no much longer one of another caller.
+
+    `most_context`: of a prompt that has as many tokens as there is room for, how much is computed
+    at most; None: however much.
     """
 
     num_budget_tokens: int  # left
@@ -55,6 +58,7 @@ class Schedule:
     num_last_tokens: int = 0
     num_small_tokens: int = 0
     num_prompt_tokens: int = 0
+    most_context: int | None = None
     prompt_callers: set[int] = field(default_factory=set)
     clear: list[Sequence] = field(default_factory=list)
     others: list[ScheduledSequence] = field(default_factory=list)
@@ -115,6 +119,10 @@ class Schedule:
     def can_end(self, num_tokens: int) -> bool:
         """Whether so many tokens, the last ones of a prompt, have room in the step."""
         return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
+
+    def is_cut_for_less(self, context: int) -> bool:
+        """Whether a prompt of which so much is computed may have room for fewer tokens."""
+        return self.most_context is not None and context > self.most_context
 
     def should_begin(self, num_tokens: int) -> bool:
         """Whether a prompt with so many tokens to compute is better begun in this step.

@@ -216,10 +216,23 @@ class Scheduler:
             is_passed |= len(schedule.others) > num_before
             num_tokens, caller_id = sequence.num_unlaunched_tokens, sequence.request.caller_id
             is_stretching = is_passed and schedule.would_stretch(caller_id, num_tokens)
+            self._keep_behind(schedule, sequence.num_launched_tokens)
             if schedule.num_budget_tokens and not is_stretching:
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
             else:
                 self._is_long_due |= is_passed
+
+    def _keep_behind(self, schedule: Schedule, context: int) -> None:
+        """Keep the promise with a prompt that sees more than those that the step was cut for."""
+        if schedule.is_cut_for_less(context):
+            self.promise.keep_behind(schedule, context)
+
+    def _can_end(self, schedule: Schedule, num_tokens: int, context: int) -> bool:
+        """Whether so many tokens, the last ones of such a prompt, have room in the step."""
+        if not schedule.can_end(num_tokens):
+            return False
+        is_less = schedule.is_cut_for_less(context)
+        return not is_less or num_tokens <= self.promise.room_behind(schedule, context)
 
     def _is_in_queue(self, sequence: Sequence) -> bool:
         """Whether other prompts wait, or another one is still being computed."""
@@ -254,11 +267,13 @@ class Scheduler:
                     self._is_long_due = True
                     self.queues.waiting.pin_head()  # it begins the next step, whoever comes
                 return
+            context = sequence.num_tokens - num_tokens
             if before is None:
+                self._keep_behind(schedule, context)
                 may_begin = schedule.should_begin(num_tokens)
             else:
                 is_passing = self._may_pass(sequence, before, num_tokens)
-                may_begin = is_passing and schedule.can_end(num_tokens)
+                may_begin = is_passing and self._can_end(schedule, num_tokens, context)
             if not may_begin:
                 return
             if beside is None:
@@ -275,6 +290,7 @@ class Scheduler:
                 self.queues.loading[sequence] = host.load(sequence, in_host)
             else:
                 self.queues.run(sequence)
+                self._keep_behind(schedule, context)
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
             beside += self._admission.footprints([sequence])
             if matched and host is not None:

@@ -53,16 +53,23 @@ class StepPromise:
     def keep(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""
         prefills = [one for one in self._queues.running if one.is_prefilling]
-        if not prefills and not self._queues.waiting:
-            return
+        if prefills or self._queues.waiting:
+            self.keep_behind(schedule, prefills[0].num_launched_tokens if prefills else 0)
+
+    def keep_behind(self, schedule: Schedule, context: int) -> None:
+        """The same for a prompt of which so much is computed: the more its tokens see, the longer
+        each takes."""
+        schedule.limit_prompts(self.room_behind(schedule, context))
+        schedule.most_context = context
+
+    def room_behind(self, schedule: Schedule, context: int) -> int:
+        """How many of its tokens can be computed in time."""
         cost, target_s = self._step_costs.estimate(), self.target_s
-        num_tokens = LEAST_PROMPT_TOKENS
-        if cost is not None and target_s is not None:
-            context = prefills[0].num_launched_tokens if prefills else 0
-            most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
-            beside = step_shape(schedule.clear, schedule.others)
-            num_tokens = self._tokens_within(target_s, cost, beside, context, most)
-        schedule.limit_prompts(num_tokens)
+        if cost is None or target_s is None:
+            return LEAST_PROMPT_TOKENS
+        most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
+        beside = step_shape(schedule.clear, schedule.others)
+        return self._tokens_within(target_s, cost, beside, context, most)
 
     def _tokens_within(
         self, target_s: float, cost: StepCost, beside: StepShape, context: int, most: int
@@ -78,14 +85,15 @@ class StepPromise:
         graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
         if not graph_rows:
             return num_tokens
-        largest = min(graph_rows[-1] - beside.num_decodes, self._limits.graph_prompt_tokens)
+        least, in_graph = beside.num_prompt_tokens_due, self._limits.graph_prompt_tokens
+        largest = min(graph_rows[-1] - beside.num_rows, in_graph - beside.num_prompt_tokens)
         if num_tokens >= largest:
             if self.in_front_s + self._step_costs.launch_s <= target_s:
                 return num_tokens
-            num_tokens = max(largest, min(num_tokens, LEAST_PROMPT_TOKENS))
+            num_tokens = max(largest, min(num_tokens, least))
         for rows in reversed(graph_rows):
-            filling = rows - beside.num_decodes
-            if LEAST_PROMPT_TOKENS <= filling <= min(most, largest):
+            filling = rows - beside.num_rows
+            if least <= filling <= min(most, largest):
                 seconds = cost.seconds(beside.with_prompt(filling, context))
                 if seconds * overrun(rows) <= target_s:
                     return filling

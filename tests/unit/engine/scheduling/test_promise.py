@@ -194,3 +194,59 @@ def test_what_steps_take_longer_than_expected_is_kept_free(
     made.step()
     made.add(900, first_id=5000)
     assert step_s(made.step()) == pytest.approx(0.010, abs=TOKEN_S)
+
+
+@pytest.mark.parametrize("graph_rows", [(), (16, 32, 64, 96, 128, 256)])
+@pytest.mark.parametrize("num_before", [0, 20])
+def test_a_prompt_is_cut_by_what_it_sees_of_its_cached_prefix(
+    monkeypatch: pytest.MonkeyPatch, num_before: int, graph_rows: tuple[int, ...]
+) -> None:
+    """Each of its tokens takes longer for that; one that shares its step sees nothing yet."""
+    target_s = 0.012
+    made = bench(monkeypatch, target_s, graph_rows=graph_rows)
+    cost = dataclasses.replace(COST, pair_s=1e-7)
+    monkeypatch.setattr(made.scheduler.promise._step_costs, "estimate", lambda: cost)
+    cached = made.add(601, first_id=5000)
+    made.step()
+    made.step()
+    made.scheduler.remove(cached)
+    made.add(4)
+    made.step()
+    if num_before:
+        made.add(num_before, first_id=100)
+    made.add(900, first_id=5000)
+    planned = made.step()
+    shape = StepShape(num_decodes=1, keys=5)
+    if num_before:
+        shape = shape.with_prompt(num_before, 0)
+        assert planned["c"] == num_before
+    num_tokens = planned["cd"[num_before > 0]]
+    assert cost.seconds(shape.with_prompt(num_tokens, 600)) <= target_s
+    if graph_rows:
+        assert sum(planned.values()) == (96 if num_before else 64), "the next takes too long"
+    else:
+        assert cost.seconds(shape.with_prompt(num_tokens + 1, 600)) > target_s
+
+
+def test_a_long_prompt_has_what_one_that_passes_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    target_s = 0.02
+    made = bench(monkeypatch, target_s)
+    cost = dataclasses.replace(COST, pair_s=1e-7)
+    monkeypatch.setattr(made.scheduler.promise._step_costs, "estimate", lambda: cost)
+    cached = made.add(601, first_id=5000)
+    made.step()
+    made.step()
+    made.scheduler.remove(cached)
+    made.add(4)
+    made.step()
+    made.scheduler.add(made.new(900, first_id=9000, caller_id=1))
+    made.step()
+    long = made.sequences[-1]
+    made.scheduler.add(made.new(720, first_id=5000, caller_id=2))
+    context = long.num_computed_tokens
+    planned = made.step()
+    assert planned["d"] == 120, "it passes"
+    shape = StepShape(num_decodes=1, keys=6).with_prompt(120, 600)
+    shape = shape.with_prompt(planned.get("c", 0), context)
+    assert cost.seconds(shape) <= target_s
+    assert made.step()["c"] > 100
