@@ -46,7 +46,8 @@ class StepPromise:
             return None
         if not self.is_promising and all(one.is_held for one in self._queues.running):
             return None
-        targets_ms = (one.request.sampling.tbt_target_ms for one in self._queues.running)
+        here = (one.request for one in self._queues.running if not one.is_held)
+        targets_ms = (request.sampling.tbt_target_ms for request in here)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
         return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
 

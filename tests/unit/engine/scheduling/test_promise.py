@@ -60,6 +60,13 @@ def test_the_strictest_request_that_decodes_counts(monkeypatch: pytest.MonkeyPat
     assert step_s(made.step()) == pytest.approx(0.006)
     made.scheduler.remove(strict)
     assert made.scheduler.promise.target_s == 0.012
+    strict = made.new(900, is_held=True, first_id=9000)
+    strict.request = dataclasses.replace(strict.request, sampling=sampling)
+    made.scheduler.add(strict)
+    for _ in range(3):
+        made.step()
+    assert strict in made.scheduler.queues.running
+    assert made.scheduler.promise.target_s == 0.012, "it decodes elsewhere"
 
 
 def test_without_decodes_there_is_no_promise_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
