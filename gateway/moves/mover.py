@@ -26,7 +26,7 @@ from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import Fetch, Holders
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
-from ..request.engine_link import Route
+from ..request.engine_link import Avoid, Route
 from ..request.move import begin_move, movable_from
 from ..request.session import Session
 from ..request.session_table import SessionTable
@@ -102,7 +102,9 @@ class RequestMover:
                 if now_s - since_s >= max(_PATIENCE_S, _TIMES * soonest_s):
                     log.info("%s: its prompt is planned again", session.call_id)
                     self._table.plans.moves["planned_again"] += 1
-                    self._sessions.act(session, session.plan_again)
+                    here = engine.incarnation
+                    avoid = Avoid(pairs=frozenset((here, other.incarnation) for other in engines))
+                    self._sessions.act(session, session.plan_again, avoid)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
         """Dispatch it to its new engine, if that can pull from the old one."""

@@ -319,11 +319,12 @@ class Session:
         """Not one of several samples, which share blocks, and stay together."""
         return not self._siblings and not self.answer.sample_index
 
-    def plan_again(self) -> None:
-        """Before its first token: another engine is to compute the prompt."""
+    def plan_again(self, avoid: Avoid) -> None:
+        """Before its first token: another engine is to compute the prompt. `avoid`: every plan in
+        which this one would."""
         if (attempt := self.attempt) is not None:
             self._queue_until_s = self._clock.monotonic_s() + self._limits.max_queue_s
-            self._setback().plan_again(attempt)
+            self._setback().plan_again(attempt, avoid)
 
     def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
         """See MovingSession."""

@@ -243,10 +243,10 @@ class Setbacks:
         else:
             self._plan_without(Avoid(frozenset({incarnation})))
 
-    def plan_again(self, attempt: Attempt) -> None:
+    def plan_again(self, attempt: Attempt, avoid: Avoid) -> None:
         """Its engine does not get on with it alone: as if it had not taken it."""
         self._take_back(attempt)
-        self._plan_without(Avoid(pairs=frozenset({attempt.pair})))
+        self._plan_without(avoid)
 
     def _take_back(self, attempt: Attempt) -> None:
         self._give_up(attempt, "refused")

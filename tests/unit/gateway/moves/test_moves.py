@@ -303,6 +303,31 @@ async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
     assert not world.table.plans.decisions["unavailable"]
 
 
+async def test_an_engine_that_could_hand_it_off_does_not_get_its_prompt_back() -> None:
+    """One of the prefill role, as its estimate is still the least."""
+    world = World(num_requests=0)
+    world.table.remove("b")
+    slow = world.add_prefill_engine(is_promising=True)
+    (session,) = world.running = [world.session("r0")]
+    world.table.engines["a"].account.has_refused = True
+    world.sessions.start(session)
+    assert [work for _, work, *_ in slow.dispatched] == [Work.LOCAL]
+    world.table.engines["a"].account.has_refused = False
+    world.clock.advance(2.0)
+    pure = world.links["q"] = FakeLink("q")
+    member = replace(world.table.engines["p"].member, incarnation="q")
+    world.table.add(engine := LinkedEngine(member, pure, clock=world.clock, block_bytes=2048))
+    for name in "aq":
+        load = replace(world.table.engines["p"].load, links=frozenset("pq"), tbt_target_s=None)
+        world.table.engines[name].receive_heartbeat(load)
+    engine.receive_heartbeat(
+        replace(engine.load, waiting_tokens=5000, step_cost=replace(COST, row_s=(2e-5,) * 10))
+    )
+    world.mover.look()
+    assert slow.cancelled == [0] and len(slow.dispatched) == 1
+    assert [work for _, work, *_ in pure.dispatched] == [Work.PREFILL]
+
+
 async def test_a_prompt_that_finds_no_place_then_has_not_waited_for_one_before() -> None:
     world = World(num_requests=0)
     world.table.remove("b")
