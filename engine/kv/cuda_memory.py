@@ -47,7 +47,7 @@ class CudaAllocation:
             page_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
             status = runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(page_bytes))
         if status != 0 or address.value is None:
-            forget_error()
+            forget_error(status)
             free_bytes, _ = torch.cuda.mem_get_info(device)
             raise StartupFailed(
                 f"cannot take {num_bytes / 1e9:.1f} GB of GPU memory for the KV pool "
@@ -97,9 +97,8 @@ def export_handle(address: int, device: torch.device) -> bytes:
         torch.cuda.synchronize()
         status = runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address))
     if status != 0:
-        forget_error()
         raise StartupFailed(
-            f"cannot share memory of {device} with other processes: {describe_error(status)}"
+            f"cannot share memory of {device} with other processes: {forget_error(status)}"
         )
     return bytes(handle.reserved)
 
@@ -114,8 +113,8 @@ class MappedMemory:
     def close(self) -> None:
         """Unmap it; nothing on the device may still read it."""
         with torch.cuda.device(self._device):
-            if runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(self.address)) != 0:
-                forget_error()  # its owner is gone, and the mapping with it
+            if status := runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(self.address)):
+                forget_error(status)  # its owner is gone, and the mapping with it
 
 
 def map_handle(handle: bytes, device: torch.device) -> MappedMemory:
@@ -127,8 +126,7 @@ def map_handle(handle: bytes, device: torch.device) -> MappedMemory:
             ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
         )
     if status != 0 or address.value is None:
-        forget_error()
-        raise MappingFailed(describe_error(status))
+        raise MappingFailed(forget_error(status))
     return MappedMemory(address.value, device)
 
 
@@ -224,13 +222,15 @@ def runtime() -> ctypes.CDLL:
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
-def forget_error() -> None:
-    """Behind a call that failed: torch would report it at its next one."""
+def require(status: int) -> None:
+    """Raises RuntimeError unless the call that returned this cudaError_t succeeded."""
+    if status != 0:
+        raise RuntimeError(forget_error(status))
+
+
+def forget_error(status: int) -> str:
+    """In words, what a call failed with; torch would report it at its next one if it stayed."""
     runtime().cudaGetLastError()
-
-
-def describe_error(status: int) -> str:
-    """A cudaError_t in words."""
     describe = runtime().cudaGetErrorString
     describe.restype = ctypes.c_char_p
     return f"{describe(status).decode()} (CUDA error {status})"

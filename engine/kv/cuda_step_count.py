@@ -15,7 +15,7 @@ import logging
 
 import torch
 
-from .cuda_memory import describe_error, forget_error, runtime
+from .cuda_memory import require, runtime
 from .generations import SharedGenerations
 
 _log = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ class CudaStepCount:
             status = runtime().cudaHostRegister(
                 self._host_address, ctypes.c_size_t(_WORD_BYTES), ctypes.c_uint(_MAPPED)
             )
-            _require(status)
+            require(status)
             address = ctypes.c_void_p()
             status = runtime().cudaHostGetDevicePointer(
                 ctypes.byref(address), self._host_address, ctypes.c_uint(0)
             )
-            _require(status)
+            require(status)
         assert address.value is not None
         self._device_address = ctypes.c_uint64(address.value)
         self._write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue64_v2
@@ -80,9 +80,3 @@ def count_steps(page: SharedGenerations, device: torch.device) -> CudaStepCount 
         _log.warning("pullers get blocks when they are computed, not before: %s", error)
         return None
     return count
-
-
-def _require(status: int) -> None:
-    if status != 0:
-        forget_error()
-        raise RuntimeError(describe_error(status))

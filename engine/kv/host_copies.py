@@ -29,7 +29,7 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import EngineFailed
 from ...core.step_cost import StepCost, StepShape, pairs_of
 from . import cuda_memory
-from .cuda_memory import describe_error, find_runs, forget_error
+from .cuda_memory import find_runs, forget_error
 from .host_memory import HostMemory, cuda_pin, cuda_unpin
 from .kv_memory import CpuKvMemory, CudaKvMemory
 
@@ -273,8 +273,7 @@ class CudaCopier(_BlocksInHostMemory):
             pieces = np.stack([sources, targets, lengths], axis=1).tolist()
             statuses = [cuda_memory.copy_piece(a, b, n, stream) for a, b, n in pieces]
         if any(statuses):
-            forget_error()
-            raise EngineFailed(f"a copy was refused: {describe_error(max(statuses))}")
+            raise EngineFailed(f"a copy was refused: {forget_error(max(statuses))}")
 
     def close(self) -> None:
         """No copy any more."""

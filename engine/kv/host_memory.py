@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .cuda_memory import describe_error, forget_error, runtime
+from .cuda_memory import forget_error, runtime
 
 _log = logging.getLogger(__name__)
 
@@ -122,10 +122,7 @@ def cuda_pin(device: torch.device) -> Pin:
             status = runtime().cudaHostRegister(
                 ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_PORTABLE)
             )
-            if status == 0:
-                return None
-            forget_error()
-            return f"it cannot be pinned, {describe_error(status)}"
+            return f"it cannot be pinned, {forget_error(status)}" if status else None
 
     return pin
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...core.errors import HandoffFailed
 from ...engine.kv import cuda_memory
-from ...engine.kv.cuda_memory import Runs, describe_error, find_runs, forget_error, runtime
+from ...engine.kv.cuda_memory import Runs, find_runs, forget_error, runtime
 from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
@@ -176,8 +176,7 @@ def _batch_copy(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) ->
 
 def _check(status: int) -> None:
     if status != 0:
-        forget_error()
-        raise HandoffFailed(f"a copy was refused: {describe_error(status)}")
+        raise HandoffFailed(f"a copy was refused: {forget_error(status)}")
 
 
 def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
+from ...engine.kv.cuda_memory import require, runtime
 
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may allocate
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: beside the default stream
@@ -33,7 +33,7 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         create = runtime().cudaStreamCreateWithPriority
-        _check(create(ctypes.byref(handle), _NON_BLOCKING, _PRIORITY))
+        require(create(ctypes.byref(handle), _NON_BLOCKING, _PRIORITY))
     return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
 
 
@@ -55,31 +55,25 @@ class LaunchGraph:
         self._executable = ctypes.c_void_p()
         graph = ctypes.c_void_p()
         with torch.cuda.stream(stream):
-            _check(runtime().cudaStreamBeginCapture(self._stream, _THREAD_LOCAL))
+            require(runtime().cudaStreamBeginCapture(self._stream, _THREAD_LOCAL))
             try:
                 record()
             except BaseException:
                 runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph))
                 runtime().cudaGraphDestroy(graph)
-                forget_error()
+                runtime().cudaGetLastError()  # or torch would report it at its next call
                 raise
-            _check(runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+            require(runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
         instantiate, flags = runtime().cudaGraphInstantiate, ctypes.c_ulonglong(0)
         status = instantiate(ctypes.byref(self._executable), graph, flags)
         runtime().cudaGraphDestroy(graph)
-        _check(status)
+        require(status)
 
     def launch(self) -> None:
         """All of it, on its stream. Raises RuntimeError."""
-        _check(runtime().cudaGraphLaunch(self._executable, self._stream))
+        require(runtime().cudaGraphLaunch(self._executable, self._stream))
 
     def close(self) -> None:
         """Once nothing of it runs."""
         runtime().cudaGraphExecDestroy(self._executable)
         self._executable = ctypes.c_void_p()
-
-
-def _check(status: int) -> None:
-    if status != 0:
-        forget_error()
-        raise RuntimeError(describe_error(status))
