@@ -8,6 +8,8 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from ...core.errors import StartupFailed
+
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -36,10 +38,19 @@ def connect_store(port: int) -> c10d.TCPStore:
     )
 
 
-def gloo_options(to_connect: timedelta) -> Any:
-    """Of a ProcessGroupGloo."""
+def connect_gloo(
+    store: c10d.Store, rank: int, size: int, timeouts_s: tuple[float, float], what: str
+) -> Any:
+    """A ProcessGroupGloo; `timeouts_s`: of connecting, and of an operation. Raises StartupFailed,
+    which names `what` it does not connect."""
     gloo: Any = c10d.ProcessGroupGloo
+    to_connect, to_operate = (timedelta(seconds=timeout_s) for timeout_s in timeouts_s)
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=_LOOPBACK)]
     options._timeout = to_connect
-    return options
+    try:
+        group = gloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise StartupFailed(f"gloo does not connect the {what}: {error}") from error
+    group.set_timeout(to_operate)
+    return group

@@ -12,7 +12,6 @@ of one stage of a pipeline; the stages' own are torch_stages.py. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +27,7 @@ from ..hosts.tcp_stages import StageLink, TcpStages
 from ..kv.cuda_memory import export_handle
 from ..model.communicator import Communicator, Sent, Summand
 from ..model.stages import Stages
-from .loopback import gloo_options
+from .loopback import connect_gloo
 from .torch_stages import GlooStages, NcclStages, set_up_nccl
 
 if TYPE_CHECKING:
@@ -133,20 +132,13 @@ class GlooCommunicator(Communicator):
         """`timeouts_s`: of connecting, and of an operation."""
         self.rank, self.size = rank, size
         self._store = store
-        self._timeouts = [timedelta(seconds=timeout_s) for timeout_s in timeouts_s]
+        self._timeouts_s = timeouts_s
         self._meet = meet
         self._group: Any = None
 
     def connect(self) -> None:
         self._meet(b"")
-        gloo: Any = c10d.ProcessGroupGloo
-        to_connect, to_operate = self._timeouts
-        options = gloo_options(to_connect)
-        try:
-            self._group = gloo(self._store, self.rank, self.size, options)
-        except RuntimeError as error:
-            raise StartupFailed(f"gloo does not connect the ranks: {error}") from error
-        self._group.set_timeout(to_operate)
+        self._group = connect_gloo(self._store, self.rank, self.size, self._timeouts_s, "ranks")
         self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...core.errors import StartupFailed
 from ..model.stages import Stages
-from .loopback import gloo_options
+from .loopback import connect_gloo
 
 _MAX_TAG = 1 << 20
 
@@ -47,20 +46,14 @@ class GlooStages(Stages):
         """`timeouts_s`: of connecting, and of an operation."""
         self.stage, self.num_stages = stage, num_stages
         self._store = store
-        self._timeouts = [timedelta(seconds=timeout_s) for timeout_s in timeouts_s]
+        self._timeouts_s = timeouts_s
         self._group: Any = None
         self._num_received = self._num_sent = 0
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def connect(self) -> None:
-        to_connect, to_operate = self._timeouts
-        gloo: Any = c10d.ProcessGroupGloo
-        options = gloo_options(to_connect)
-        try:
-            self._group = gloo(self._store, self.stage, self.num_stages, options)
-        except RuntimeError as error:
-            raise StartupFailed(f"gloo does not connect the stages: {error}") from error
-        self._group.set_timeout(to_operate)
+        column = (self.stage, self.num_stages)
+        self._group = connect_gloo(self._store, *column, self._timeouts_s, "stages")
 
     def receive(self, x: Tensor) -> None:
         self._group.recv([x], self.stage - 1, self._num_received % _MAX_TAG).wait()
