@@ -13,7 +13,6 @@ when its result has come: that means that all stages have written its KV.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -21,14 +20,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ...core.errors import BatonError, EngineFailed
+from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
-from .rank_group import RankGroup, pack_failure
-
-log = logging.getLogger(__name__)
+from .rank_group import RankGroup, report_failure
 
 _LOOK_S = 0.1  # how often who waits for a result looks whether there can be one
 
@@ -131,11 +128,7 @@ class ResultSender:
                 step = self._launched.get()
                 result = StepResult(step.collect(), dict(step.prompt_logprobs()))
                 self._channel.send(MessageKind.RESULT, msgspec.msgpack.encode(result))
-        except BatonError as error:
-            self._channel.send(MessageKind.FAILED, pack_failure(error))
         except OSError:
             return  # rank 0 is gone
         except Exception as error:  # of this thread: nobody else would see it
-            log.exception("results of steps are not sent any more")
-            failure = EngineFailed(f"{type(error).__name__}: {error}")
-            self._channel.send(MessageKind.FAILED, pack_failure(failure))
+            report_failure(self._channel, error, "results of steps are not sent any more")

@@ -93,6 +93,10 @@ class RankChannel:
             else:
                 self._socket.sendall(header + payload)
 
+    def answer(self, order: int, payload: bytes) -> None:
+        """To rank 0, from any thread; raises as `send`."""
+        self.send(MessageKind.ANSWER, payload, order=order)
+
     def receive(self) -> RankMessage | None:
         """The next message; None when the other end is gone."""
         try:

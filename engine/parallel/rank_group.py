@@ -367,10 +367,14 @@ class RankGroup:
         os.close(self._woken)
 
 
-def pack_failure(error: BatonError) -> bytes:
-    """The payload of `MessageKind.FAILED`."""
+def report_failure(channel: RankChannel, error: Exception, what: str) -> None:
+    """Of a rank, to rank 0: what it ends by. `what` is logged of an error that is none of ours."""
+    if not isinstance(error, BatonError):
+        log.error(what, exc_info=error)
+        error = EngineFailed(f"{type(error).__name__}: {error}")
     hint = error.hint if isinstance(error, StartupFailed) else ""
-    return json.dumps({"code": error.code, "message": error.message, "hint": hint}).encode()
+    fields = {"code": error.code, "message": error.message, "hint": hint}
+    channel.send(MessageKind.FAILED, json.dumps(fields).encode())
 
 
 def _start_failure(rank: int, timeout_s: float) -> StartupFailed:

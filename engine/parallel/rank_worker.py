@@ -27,7 +27,6 @@ from torch._C import _distributed_c10d as c10d
 
 from ...core import flags
 from ...core.engine_config import EngineConfig
-from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.device import devices_of_ranks
 from ..execution.runner import ModelRunner
@@ -38,7 +37,7 @@ from .loopback import connect_store, make_store
 from .parallel_runner import decode
 from .pipeline_runner import ResultSender
 from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_group import BEAT_S, RankProgress, pack_failure
+from .rank_group import BEAT_S, RankProgress, report_failure
 from .ranked_adapters import AdapterOrders
 from .ranked_copies import HostOrders
 from .torch_communicator import make_communicator
@@ -80,10 +79,7 @@ def follow(
     except ConnectionError:
         raise
     except Exception as error:
-        if not isinstance(error, BatonError):
-            log.exception("the rank ends")
-            error = EngineFailed(f"{type(error).__name__}: {error}")
-        channel.send(MessageKind.FAILED, pack_failure(error))
+        report_failure(channel, error, "the rank ends")
     finally:
         channel.close()
 
@@ -111,7 +107,7 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
     store = connect_store(settings["store_port"]) if here is None else _store_on(here)
 
     def meet(handle: bytes) -> list[bytes]:
-        channel.send(MessageKind.ANSWER, handle, order=first.order)
+        channel.answer(first.order, handle)
         message = channel.receive()
         if message is None:
             raise ConnectionError("rank 0 did not start")

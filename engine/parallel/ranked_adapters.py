@@ -91,7 +91,7 @@ class AdapterOrders:
             except Exception as error:  # of this thread: rank 0 would wait for ever
                 log.exception("the adapter at %s cannot be read", fields["path"])
                 answer = {"error": f"{type(error).__name__}: {error}"}
-            self._channel.send(MessageKind.ANSWER, json.dumps(answer).encode(), order=order)
+            self._channel.answer(order, json.dumps(answer).encode())
 
         threading.Thread(target=run, name="read-adapter", daemon=True).start()
 

@@ -10,7 +10,6 @@ No rank has blocks before all have them. A copy lasts as long as the slowest ran
 
 from __future__ import annotations
 
-import logging
 import queue
 import struct
 import threading
@@ -19,13 +18,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.errors import BatonError, EngineFailed
 from ..execution.runner import ModelRunner
 from ..kv.host_copies import CpuCopier, CudaCopier, Direction, HostCopier, HostCopy
 from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_group import RankGroup, pack_failure
-
-log = logging.getLogger(__name__)
+from .rank_group import RankGroup, report_failure
 
 _NUM_BLOCKS = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
@@ -105,7 +101,7 @@ class HostOrders:
 
         def answer() -> None:
             self._copier.wait()
-            self._answer(order, _NUM_BLOCKS.pack(self._copier.num_blocks))
+            self._channel.answer(order, _NUM_BLOCKS.pack(self._copier.num_blocks))
 
         threading.Thread(target=answer, name="await-pinning", daemon=True).start()
 
@@ -121,9 +117,7 @@ class HostOrders:
         except OSError:
             return  # rank 0 is gone
         except Exception as error:  # of this thread: nobody else would see it
-            log.exception("copies to host memory are not watched any more")
-            failure = error if isinstance(error, BatonError) else EngineFailed(str(error))
-            self._channel.send(MessageKind.FAILED, pack_failure(failure))
+            report_failure(self._channel, error, "copies to host memory are not watched any more")
 
     def _answer_ends(self) -> None:
         started: list[tuple[int, HostCopy]] = []
@@ -136,8 +130,5 @@ class HostOrders:
                 order, copy = one
                 if (seconds := copy.seconds()) is not None:
                     started.remove(one)
-                    self._answer(order, _SECONDS.pack(seconds))
+                    self._channel.answer(order, _SECONDS.pack(seconds))
             time.sleep(_LOOK_S)
-
-    def _answer(self, order: int, payload: bytes) -> None:
-        self._channel.send(MessageKind.ANSWER, payload, order=order)

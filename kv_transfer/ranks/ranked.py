@@ -174,11 +174,11 @@ class RankPulls:
             try:
                 window = open_pieces(self._transports, pieces)
             except HandoffFailed as error:
-                self._answer(order, msgspec.msgpack.encode(Opened(error.message)))
+                self._channel.answer(order, msgspec.msgpack.encode(Opened(error.message)))
                 return
             with self._lock:
                 self._windows[order] = window
-            self._answer(order, msgspec.msgpack.encode(Opened("", window.gbytes_per_s)))
+            self._channel.answer(order, msgspec.msgpack.encode(Opened("", window.gbytes_per_s)))
 
         threading.Thread(target=connect, name="connect-window", daemon=True).start()
 
@@ -189,7 +189,7 @@ class RankPulls:
         def ended(outcome: PullOutcome) -> None:
             with self._lock:
                 del self._pulls[order]
-            self._answer(order, outcome.value.encode())
+            self._channel.answer(order, outcome.value.encode())
 
         with self._lock:  # so that it is known before it ends
             self._pulls[order] = self._windows[number].start_pull(pairs, ended)
@@ -207,9 +207,6 @@ class RankPulls:
             window = self._windows.pop(unpack_number(message.payload), None)
         if window is not None:
             window.close()
-
-    def _answer(self, order: int, payload: bytes) -> None:
-        self._channel.send(MessageKind.ANSWER, payload, order=order)
 
 
 class WindowOpener:

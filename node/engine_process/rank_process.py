@@ -52,10 +52,9 @@ class PoolOrders:
         is_spread = self._here is not None
         self._offer = Offer(self._runner, node, tls, order.key, is_spread=is_spread)
         self._offer.begin(order.pool, page, order.parts)
-        port = self._offer.port
         ways = transports(self._runner.kv, node, tls, is_spread=is_spread)
         self._pulls = RankPulls(ways, self._channel)
-        self._channel.send(MessageKind.ANSWER, str(port).encode(), order=message.order)
+        self._channel.answer(message.order, str(self._offer.port).encode())
 
     def mirror(self, message: RankMessage) -> None:
         """Rank 0 has drawn generations: before any step that overwrites these blocks here."""

@@ -22,7 +22,7 @@ from baton.engine.parallel import rank_group, rank_processes
 from baton.engine.parallel.parallel_runner import ParallelRunner
 from baton.engine.parallel.pipeline_runner import ResultSender
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
-from baton.engine.parallel.rank_group import RankGroup, RankProgress, pack_failure
+from baton.engine.parallel.rank_group import RankGroup, RankProgress, report_failure
 from baton.engine.parallel.rank_processes import Ranks, start_ranks
 
 TIMEOUT_S = 0.2
@@ -132,7 +132,7 @@ def test_lines_are_told_with_their_rank(world: World) -> None:
 def test_a_failure_carries_the_rank_s_message(
     world: World, error: BatonError, message: str
 ) -> None:
-    world.ranks[1].send(MessageKind.FAILED, pack_failure(error))
+    report_failure(world.ranks[1], error, "")
     found = world.lost.get(timeout=5)
     assert (type(found), found.message) == (type(error), message)
     assert not isinstance(found, StartupFailed) or found.hint == "--gpus 0"
