@@ -42,9 +42,6 @@ class _Caller(Generic[T]):
         self.num_tokens = 0
         self.num_passing_tokens = 0  # of others, served since one of its own was
 
-    def head_tokens(self) -> int:
-        return self.items[next(iter(self.items))]
-
 
 class FairQueue(Generic[T]):
     """Items are distinct. All is O(callers) at most, and independent of the number of items, but
@@ -181,7 +178,7 @@ class FairQueue(Generic[T]):
             self._chosen = None
 
     def _rank(self, caller: _Caller[T]) -> tuple[bool, int, int]:
-        num_tokens = caller.head_tokens()
+        num_tokens = next(iter(caller.items.values()))  # of its head
         share = num_tokens * len(self._callers)
         is_overdue = caller.num_passing_tokens > _PATIENCE * share
         served = caller.served + (0 if is_overdue else num_tokens)

@@ -115,10 +115,6 @@ def logprobs_from_wire(wire: common_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
 
-def ticket_from_wire(wire: node_pb2.Ticket) -> Ticket:
-    return Ticket(**same_fields(wire, Ticket))
-
-
 def token_ids_from_wire(packed: bytes) -> array[int]:
     """The ids of a packed field; raises InvalidRequest unless it is whole ids."""
     try:
@@ -172,17 +168,15 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         "sampling": sampling_from_wire(wire.sampling),
         "fork_ids": tuple(wire.fork_request_ids),
         "prefix_source": None,
-        "adapter": adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
+        "adapter": None,
     }
+    if wire.HasField("adapter"):
+        fields["adapter"] = Adapter(**same_fields(wire.adapter, Adapter))
     if wire.HasField("prefix_source"):
         source = wire.prefix_source
         limit_s = source.limit_us / 1e6
         fields["prefix_source"] = PrefixSource(source.incarnation, source.num_blocks, limit_s)
     return Request(**fields)
-
-
-def adapter_from_wire(wire: node_pb2.Adapter) -> Adapter:
-    return Adapter(wire.name, wire.digest, wire.path)
 
 
 def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:

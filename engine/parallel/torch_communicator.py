@@ -56,7 +56,7 @@ def make_communicator(
         return meet(handle)[stage * size : (stage + 1) * size]
 
     stages, communicator = Stages(), Communicator()
-    is_on_gpu = not _computes_on_cpus(config)
+    is_on_gpu = config.device != "cpu" and torch.cuda.is_available()
     # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
     to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
     if link is not None:
@@ -78,10 +78,6 @@ def make_communicator(
         communicator = StageOfOne(meet_stage)
     communicator.stages = stages
     return communicator
-
-
-def _computes_on_cpus(config: EngineConfig) -> bool:
-    return config.device == "cpu" or not torch.cuda.is_available()
 
 
 def _meet_with_addresses(stages: TcpStages, meet: Meet, kind: str) -> Meet:

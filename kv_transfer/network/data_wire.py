@@ -74,7 +74,10 @@ class Mode(enum.IntEnum):
 
 def pack_terms(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
     """What goes with a puller's answer. `cut` None: it wants the description alone."""
-    return _MODE.pack(mode) + (_NO_CUT if cut is None else _pack_cut(cut)) + pair_id
+    piece = _NO_CUT
+    if cut is not None:
+        piece = _CUT.pack(cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
+    return _MODE.pack(mode) + piece + pair_id
 
 
 def unpack_terms(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
@@ -97,10 +100,6 @@ def unpack_length(packed: bytes | bytearray) -> int:
     if num_bytes > MAX_DESCRIPTION_BYTES:
         raise HandoffFailed(f"the source announces a description of {num_bytes} bytes")
     return int(num_bytes)
-
-
-def _pack_cut(cut: BlockCut) -> bytes:
-    return _CUT.pack(cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
 
 
 def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:

@@ -138,14 +138,11 @@ class Inbox(Generic[T]):
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._bell:
                 os.eventfd_read(fd)  # first: what is put behind the last item rings anew
-                items.extend(self._put_items())
+                while self._items:
+                    items.append(self._items.popleft())
             elif (read := self._sources.get(fd)) is not None:
                 items.extend(read())
         return items
-
-    def _put_items(self) -> Iterable[T]:
-        while self._items:
-            yield self._items.popleft()
 
     def close(self) -> None:
         """Nobody puts any more. What is watched stays its owner's."""

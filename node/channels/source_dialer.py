@@ -73,8 +73,13 @@ class SourceDialer:
 
     def list_members(self, members: engine_pb2.Members) -> None:
         """The directory has these engines now."""
+        puller = self._puller
         with self._changed:
-            self._sources = {e.incarnation: e for e in members.engines if self._is_source(e)}
+            self._sources = {
+                engine.incarnation: engine
+                for engine in members.engines
+                if engine.incarnation != puller.incarnation and engine.model == puller.model
+            }
             self._refused &= self._sources.keys()
             for incarnation in self._sources.keys() - self._dialled - self._refused:
                 self._dialled.add(incarnation)
@@ -87,10 +92,6 @@ class SourceDialer:
             if self._linked.get(link.name) is link:
                 del self._linked[link.name]
                 self._changed.notify_all()
-
-    def _is_source(self, engine: engine_pb2.ListedEngine) -> bool:
-        puller = self._puller
-        return engine.incarnation != puller.incarnation and engine.model == puller.model
 
     def _keep_linked(self, incarnation: str) -> None:
         """Dial one source for as long as it is listed."""

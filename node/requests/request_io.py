@@ -59,7 +59,10 @@ class RequestIO:
     def _refuse(self, gateway: str, dispatch: node_pb2.Dispatch, error: BatonError) -> None:
         log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
         for request_id in {dispatch.request_id, *dispatch.fork_request_ids}:
-            self._send_error(gateway, request_id, dispatch.attempt, error)
+            output = node_pb2.RequestOutput(
+                request_id=request_id, attempt=dispatch.attempt, error=codec.error_to_wire(error)
+            )
+            self._outbox.to_gateway(gateway, output)
 
     def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
         request = codec.request_from_wire(dispatch)
@@ -67,7 +70,9 @@ class RequestIO:
         if known.max(initial=0) >= self._vocab_size:
             raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
         deadline_s = self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6
-        ticket = codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None
+        ticket = None
+        if dispatch.HasField("ticket"):
+            ticket = Ticket(**codec.same_fields(dispatch.ticket, Ticket))
         now_ns = self._now_ns()
         entry = Entry(request, gateway, deadline_s, ticket, now_ns)
         forks = [Entry(fork, gateway, deadline_s, ticket, now_ns) for fork in request.forks]
@@ -167,12 +172,6 @@ class RequestIO:
         entry.stamps.clear()
         entry.cached_tokens = entry.transfer = None
         return output
-
-    def _send_error(self, gateway: str, request_id: str, attempt: int, error: BatonError) -> None:
-        output = node_pb2.RequestOutput(
-            request_id=request_id, attempt=attempt, error=codec.error_to_wire(error)
-        )
-        self._outbox.to_gateway(gateway, output)
 
 
 @dataclass(slots=True, eq=False)

@@ -110,7 +110,8 @@ class EngineHandle:
         finally:
             self._end_queries()
             on_over()
-        code = await self._reap()
+        self._writer.close()
+        code = await self._process.wait()
         if self._failure is None and code != 0:
             return NodeLost(f"the engine process ended with {_describe(code)}")
         return self._failure
@@ -163,10 +164,6 @@ class EngineHandle:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-
-    async def _reap(self) -> int:
-        self._writer.close()
-        return await self._process.wait()
 
 
 async def start_engine(

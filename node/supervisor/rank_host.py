@@ -52,9 +52,10 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
     host = await _own_address(config, node)
     check_exposure(f"host of {role.value} ranks", host, missing, is_accepted=node.insecure_bind)
+    first, count = config.node_rank * config.ranks_per_host, config.ranks_per_host
     ranks = RankHost(
         config,
-        [request_of(config, role.value, rank, host) for rank in _ranks_of(config)],
+        [request_of(config, role.value, rank, host) for rank in range(first, first + count)],
         ClusterSecret.of(cluster).dialing_key,
         None if tls is None else engine_tls(tls),
     )
@@ -70,11 +71,6 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
             await asyncio.gather(running, return_exceptions=True)
         stopping.cancel()
     return 0
-
-
-def _ranks_of(config: EngineConfig) -> range:
-    first = config.node_rank * config.ranks_per_host
-    return range(first, first + config.ranks_per_host)
 
 
 async def _own_address(config: EngineConfig, node: NodeConfig) -> str:
