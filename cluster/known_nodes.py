@@ -229,28 +229,21 @@ def answer_with(members: Iterable[Member], secret: ClusterSecret) -> node_pb2.Ge
     return node_pb2.GetMembersResponse(entries=[encode_entry(each, secret) for each in entries])
 
 
-class MemberCalls:
-    """`AskNode` over gRPC."""
-
-    def __init__(self, secret: ClusterSecret, tls: ClusterTls | None) -> None:
-        self._secret = secret
-        self._tls = tls
-
-    async def __call__(self, node: Node) -> Sequence[bytes]:
-        """Raises Unauthenticated, NodeLost."""
-        async with open_channel(node.address, self._tls, node.role.value, _OPTIONS) as channel:
-            stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.GetMembers(timeout=_ANSWER_S)
-            try:
-                request = node_pb2.GetMembersRequest
-                await dial(call, request, self._secret, MEMBERS, node.address)
-                answer = await call.read()
-            except grpc.aio.AioRpcError as error:
-                raise NodeLost(error.details() or error.code().name) from error
-            except asyncio.InvalidStateError as error:  # of writing to a call that has ended
-                raise NodeLost("the call ended within the handshake") from error
-            finally:
-                call.cancel()
-        if not isinstance(answer, node_pb2.GetMembersResponse):
-            raise NodeLost("the call ended without an answer")
-        return answer.entries
+async def ask_members(secret: ClusterSecret, tls: ClusterTls | None, node: Node) -> Sequence[bytes]:
+    """`AskNode` over gRPC. Raises Unauthenticated, NodeLost."""
+    async with open_channel(node.address, tls, node.role.value, _OPTIONS) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.GetMembers(timeout=_ANSWER_S)
+        try:
+            request = node_pb2.GetMembersRequest
+            await dial(call, request, secret, MEMBERS, node.address)
+            answer = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise NodeLost(error.details() or error.code().name) from error
+        except asyncio.InvalidStateError as error:  # of writing to a call that has ended
+            raise NodeLost("the call ended within the handshake") from error
+        finally:
+            call.cancel()
+    if not isinstance(answer, node_pb2.GetMembersResponse):
+        raise NodeLost("the call ended without an answer")
+    return answer.entries

@@ -11,10 +11,11 @@ import math
 import random
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 from ...cluster.exposure import check_secret
-from ...cluster.known_nodes import KnownNodes, MemberCalls
+from ...cluster.known_nodes import KnownNodes, ask_members
 from ...cluster.lease import RedisLease
 from ...cluster.redis_client import RedisClient
 from ...cluster.redis_directory import RedisDirectory
@@ -81,7 +82,7 @@ class Gateway:
         self._model = ServedModel.load(config)
         secret = ClusterSecret.of(cluster)
         redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
-        calls = MemberCalls(secret, security.cluster_tls)
+        calls = partial(ask_members, secret, security.cluster_tls)
         self._directory = KnownNodes(RedisDirectory(redis), tuple(Role), calls, secret, clock)
         index = RedisIndexLink(redis)
         policy = make_policy(config.routing_policy, random.Random())

@@ -13,13 +13,14 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
-from ...cluster.known_nodes import KnownNodes, MemberCalls
+from ...cluster.known_nodes import KnownNodes, ask_members
 from ...cluster.redis_client import RedisClient
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
@@ -71,7 +72,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     directory = KnownNodes(
         RedisDirectory(redis),
         sought,
-        MemberCalls(secret, tls),
+        partial(ask_members, secret, tls),
         secret,
         SystemClock(),
     )

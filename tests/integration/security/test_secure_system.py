@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from deployments import Running, running
 from baton.cli.cluster.survey import ask_ledgers, survey
 from baton.cli.host.certs import make_certificates, with_role_certificate
 from baton.client import Client
-from baton.cluster.known_nodes import MemberCalls, Node
+from baton.cluster.known_nodes import Node, ask_members
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
 from baton.core.channels.admission import GATEWAY as PURPOSE_GATEWAY
@@ -277,7 +278,7 @@ def status_of_ledger(
 def is_told_members(secured: Secured, shown: str) -> bool:
     """By prefill-0, with the certificate of `shown`."""
     tls = ClusterTls(*(secured.certs / name for name in ("ca.crt", f"{shown}.crt", f"{shown}.key")))
-    ask = MemberCalls(ClusterSecret.of(secured.system.deployment.cluster), tls)
+    ask = partial(ask_members, ClusterSecret.of(secured.system.deployment.cluster), tls)
     address = secured.system.node_addresses()["prefill-0"]
     messages = []
     for _ in range(_TRIES):
