@@ -9,7 +9,7 @@ from ...core.membership import Member
 from ...core.version import version
 from ..engines.prompt_router import why_not_ready
 from .protocol.answers import Load, Model, ModelList, Node, ServerInfo, Status, Version, answer
-from .protocol.app_state import APP_STATE, AppState, caller_of
+from .protocol.app_state import APP_STATE, CALLER, AppState
 
 ROUTES = web.RouteTableDef()
 
@@ -44,7 +44,7 @@ async def show_version(request: web.Request) -> web.Response:
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
     """The model that this gateway serves and its LoRA adapters: those that the caller may use."""
-    parts, caller = request.app[APP_STATE], caller_of(request)
+    parts, caller = request.app[APP_STATE], request[CALLER]
     names = [parts.door.model.limits.model, *parts.door.adapters.adapters]
     return answer(ModelList([_model(parts, name) for name in names if caller.may_use(name)]))
 
@@ -54,7 +54,7 @@ async def model(request: web.Request) -> web.Response:
     """The model, or an adapter of it, by its name."""
     parts, wanted = request.app[APP_STATE], request.match_info["model"]
     names = (parts.door.model.limits.model, *parts.door.adapters.adapters)
-    if wanted not in names or not caller_of(request).may_use(wanted):
+    if wanted not in names or not request[CALLER].may_use(wanted):
         raise ModelNotFound(f"The model `{wanted[:64]}` does not exist.", param="model")
     return answer(_model(parts, wanted))
 

@@ -17,7 +17,7 @@ from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
 from .generate.request_fields import read_body, require
 from .protocol.answers import Text, Tokens, answer, json_text
-from .protocol.app_state import APP_STATE, caller_of
+from .protocol.app_state import APP_STATE, CALLER
 
 ROUTES = web.RouteTableDef()
 
@@ -51,7 +51,7 @@ async def tokenize(request: web.Request) -> web.Response:
         door,
         found.get("model", ""),
         text,
-        caller_of(request),
+        request[CALLER],
         adds_special_tokens=found.get("add_special_tokens", "messages" not in found),
         special_at=special_at,
         param=param,
@@ -72,6 +72,6 @@ async def detokenize(request: web.Request) -> web.Response:
     """Token ids as text, special tokens left out."""
     found = await read_body(request, DETOKENIZE_FIELDS, ("tokens",))
     door, model = request.app[APP_STATE].door, found.get("model", "")
-    ids, caller = found["tokens"], caller_of(request)
+    ids, caller = found["tokens"], request[CALLER]
     text = await text_calls.detokenize(door, model, ids, caller, param="tokens")
     return answer(Text(text))

@@ -65,12 +65,9 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 
 def format_of_template(template: str) -> ReasoningFormat | None:
     """The format whose tags a chat template has; None if it has none, or several families'."""
-    found = [one for one in (THINK, _MISTRAL, _SEED) if {one.begin, one.end} <= _tags(template)]
+    known = (THINK, _MISTRAL, _SEED)
+    found = [one for one in known if one.begin in template and one.end in template]
     return found[0] if len(found) == 1 else None
-
-
-def _tags(template: str) -> set[str]:
-    return {t for one in (THINK, _MISTRAL, _SEED) for t in (one.begin, one.end) if t in template}
 
 
 class ReasoningParser:

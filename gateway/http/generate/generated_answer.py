@@ -37,7 +37,7 @@ from ..protocol.answers import (
     answer,
     json_text,
 )
-from ..protocol.app_state import APP_STATE, AT_DOOR, caller_of
+from ..protocol.app_state import APP_STATE, AT_DOOR, CALLER
 from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
 from ..protocol.event_stream import EventStream, TextEvent
 
@@ -197,7 +197,7 @@ class GeneratedAnswer(ABC):
         with renaming(self.names_of(prompt_index)):
             async with self.app[APP_STATE].door.generate(
                 self.prompts[prompt_index],
-                caller_of(self._request),
+                self._request[CALLER],
                 traceparent=self._trace("traceparent"),
                 tracestate=self._trace("tracestate"),
                 special_at=self.special_at,

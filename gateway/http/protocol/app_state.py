@@ -35,8 +35,3 @@ APP_STATE = web.AppKey("parts", AppState)
 STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
 CALLER = web.RequestKey("caller", Caller)  # set by the middleware that judges credentials
 AT_DOOR = web.RequestKey("at_door", bool)  # the front door has the call, and counts its end
-
-
-def caller_of(request: web.Request) -> Caller:
-    """Who makes this call."""
-    return request[CALLER]

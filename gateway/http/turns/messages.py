@@ -16,7 +16,7 @@ from ..chat.reasoning import followed
 from ..generate.generated_answer import renaming
 from ..generate.request_fields import read_body
 from ..protocol.answers import answer
-from ..protocol.app_state import APP_STATE, caller_of
+from ..protocol.app_state import APP_STATE, CALLER
 from . import message_blocks as blocks
 from .message_input import (
     COUNTED,
@@ -58,7 +58,7 @@ async def count_tokens(request: web.Request) -> web.Response:
             request.app[APP_STATE].door,
             fields["model"],
             prompt.text,
-            caller_of(request),
+            request[CALLER],
             adds_special_tokens=False,
             special_at=prompt.special_at,
             param="messages",

@@ -17,7 +17,7 @@ from ..chat.messages import Message
 from ..generate.generated_answer import renaming
 from ..generate.request_fields import read_fields
 from ..protocol.answers import answer, json_text
-from ..protocol.app_state import caller_of
+from ..protocol.app_state import CALLER
 from ..protocol.body import read_object
 from . import response_items as items
 from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
@@ -52,7 +52,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     found = read_fields(body, FIELDS, NOT_SUPPORTED, REQUIRED)
     earlier: Sequence[Message] = ()
     if (previous := found.get("previous_response_id")) is not None:
-        earlier = request.app[RESPONSE_STORE].messages(caller_of(request).tenant, previous)
+        earlier = request.app[RESPONSE_STORE].messages(request[CALLER].tenant, previous)
     conversation = [*earlier, *found["input"]]
     fields = chat_fields(found, conversation)
     with renaming(_NAMES):
@@ -84,7 +84,7 @@ async def delete_response(request: web.Request) -> web.Response:
 
 
 def _kept(request: web.Request) -> tuple[str, str]:
-    return caller_of(request).tenant, request.match_info["response_id"]
+    return request[CALLER].tenant, request.match_info["response_id"]
 
 
 class _Response(Turn):
@@ -221,7 +221,7 @@ class _Response(Turn):
 
     def _keep(self, body: items.ResponseBody) -> None:
         messages = [*self._conversation, *map(_message, self.blocks)]
-        tenant, data = caller_of(self._request).tenant, json_text(body).encode()
+        tenant, data = self._request[CALLER].tenant, json_text(body).encode()
         self.app[RESPONSE_STORE].put(tenant, body.id, messages, data)
 
 

@@ -22,7 +22,7 @@ from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk, RequestResult, merged
 from ..chat.chat import Chat
 from ..chat.chat_sample import ChatSample, Reasoning
-from ..chat.tool_call_parsers import Content, Delta, ToolDelta
+from ..chat.tool_call_parsers import Delta, ToolDelta
 from ..generate.generated_answer import Sample
 from ..protocol.answers import answer, json_text
 from ..protocol.errors import NUM_EVENTS
@@ -105,12 +105,14 @@ class Turn(Chat):
 
     def _grow(self, delta: Delta | Reasoning) -> list[Struct]:
         events: list[Struct] = []
-        kind, text = _kind_of(delta), _text_of(delta)
-        begins = isinstance(delta, ToolDelta) and delta.name is not None
-        if begins or not self._is_open or self.blocks[-1].kind is not kind:
+        if isinstance(delta, ToolDelta):
+            kind, text, name = BlockKind.CALL, delta.arguments, delta.name
+        else:
+            kind = BlockKind.REASONING if isinstance(delta, Reasoning) else BlockKind.TEXT
+            text, name = delta.text, None
+        if name is not None or not self._is_open or self.blocks[-1].kind is not kind:
             events += self._end_block()
-            name = delta.name or "" if isinstance(delta, ToolDelta) else ""
-            self.blocks.append(Block(kind, len(self.blocks), self.sample.new_id(), name))
+            self.blocks.append(Block(kind, len(self.blocks), self.sample.new_id(), name or ""))
             self._is_open = True
             events += self.block_begun(self.blocks[-1])
         if text:
@@ -133,16 +135,6 @@ class Turn(Chat):
             self._grow(delta)
         (result,) = (chunk.result for chunk in chunks if chunk.result is not None)
         return answer(self.body(result), headers=self.node_headers())
-
-
-def _kind_of(delta: Delta | Reasoning) -> BlockKind:
-    if isinstance(delta, Reasoning):
-        return BlockKind.REASONING
-    return BlockKind.TEXT if isinstance(delta, Content) else BlockKind.CALL
-
-
-def _text_of(delta: Delta | Reasoning) -> str:
-    return delta.arguments if isinstance(delta, ToolDelta) else delta.text
 
 
 def call_arguments(text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from baton.core.errors import BatonError, PermissionDenied, Unauthenticated
 from baton.gateway.http.app import ROUTE_GROUPS
 from baton.gateway.http.login import log_in
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access, scope_of
-from baton.gateway.http.protocol.app_state import APP_STATE, caller_of
+from baton.gateway.http.protocol.app_state import APP_STATE, CALLER
 from baton.gateway.http.protocol.errors import Refusal, answering
 from baton.gateway.security.browser_sessions import COOKIE, BrowserSessions
 from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES, Caller
@@ -62,7 +62,7 @@ async def ask(
     request = make_mocked_request(method, path, headers=given, app=app)
 
     async def route(request: web.Request) -> web.Response:
-        return web.Response(text=caller_of(request).tenant)
+        return web.Response(text=request[CALLER].tenant)
 
     async def guarded(request: web.Request) -> web.StreamResponse:
         return await check_access(request, route)
