@@ -154,7 +154,8 @@ class EngineAccount:
         """Take note of what a step's outputs answer or end."""
         if self._prompts:
             for key in self._prompts.keys() & {token[:2] for token in tokens}:
-                self._answered(key)
+                if (prompt := self._prompts.get(key)) is not None:  # not answered by a sibling
+                    self._close_prompt(prompt, is_computed=True)
         for output in outputs:
             key, error = (output.request_id, output.attempt), output.error
             self.has_refused |= isinstance(error, PromiseRefused)
@@ -164,14 +165,9 @@ class EngineAccount:
                     self.prompts.num_stale_hits += output.cached_tokens < prompt.cached_tokens
                 # Beams' tokens come at their end, but that their prompt is computed is reported.
                 if output.token_ids or (error is None and not output.prompt_logprobs):
-                    self._answered(key)
+                    self._close_prompt(prompt, is_computed=True)
             if output.finish_reason is not None or error is not None:
                 self.ended(key)
-
-    def _answered(self, key: Key) -> None:
-        """Its prompt is computed: a prefill engine has nothing more to do for it."""
-        if (prompt := self._prompts.get(key)) is not None:  # not answered by another sample
-            self._close_prompt(prompt, is_computed=True)
 
     def ended(self, key: Key) -> None:
         """It finished, failed or was cancelled, perhaps before: others may have its place."""

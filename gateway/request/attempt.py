@@ -155,7 +155,7 @@ class Attempt:
         if incarnation == self.pair[0] and not self.route.is_local:
             if self._has_first_token and self.is_handed_over:
                 return True
-            if self._has_first_token and error.is_retryable and self._is_held_by_decode:
+            if self._has_first_token and error.is_retryable and self.pair[1] in self._holders:
                 self._begin_doubt(error, now_s)
                 return True
             return False
@@ -165,10 +165,6 @@ class Attempt:
             self._begin_doubt(HandoffFailed("the decode node was told to stop waiting"), now_s)
             return True
         return False
-
-    @property
-    def _is_held_by_decode(self) -> bool:
-        return self.route.decode.incarnation in self._holders
 
     def _begin_doubt(self, error: BatonError, now_s: float) -> None:
         self.doubt, self.doubt_until_s = error, now_s + _DOUBT_S
