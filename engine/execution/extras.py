@@ -192,13 +192,10 @@ def _parts(num_rows: int) -> list[slice]:
 
 
 def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """One tensor of each kind, on its way to the host."""
-    return _to_host(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
-
-
-def _to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Without waiting: a GPU's go to pinned memory, which is valid once the step has completed."""
-    return tuple(_pinned_copy(tensor) if tensor.is_cuda else tensor for tensor in tensors)
+    """One tensor of each kind, on its way to the host. Nothing waits for it: a GPU's go to pinned
+    memory, which is valid once the step has completed."""
+    whole = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    return tuple(_pinned_copy(tensor) if tensor.is_cuda else tensor for tensor in whole)
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ class GpuSteps:
         self._resample(rows, at, graph.output)
         number = self._let_head_follow(number, batch, rows, at)
         extras = self._extras(batch, rows, graph.output, None)
-        return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
+        return self._bring_back(number, len(batch), rows, self.sampled, extras)
 
     def _decode(self, inputs: Tensor) -> Tensor:
         """What a graph holds: model and sampler over the fixed inputs [6, decodes] -> this rank's
@@ -282,7 +282,7 @@ class GpuSteps:
         if not len(rows):
             number = self._let_head_follow(number, batch, rows, ())
             extras = self._extras(batch, rows, None, hidden)
-            return self._bring_back(number, len(batch), rows, self.sampled, self._logprobs, extras)
+            return self._bring_back(number, len(batch), rows, self.sampled, extras)
         # A step behind this one finds the tokens by slice; behind one with drafts there is none.
         num_rows = len(rows)
         at = range(num_rows) if has_drafts(batch) else rows.slices
@@ -297,9 +297,8 @@ class GpuSteps:
         self._resample(rows, at, logits)
         number = self._let_head_follow(number, batch, rows, at)
         extras = self._extras(batch, rows, logits, hidden)
-        return self._bring_back(
-            number, len(batch), rows, self.sampled.index_select(0, places), self._logprobs, extras
-        )
+        sampled = self.sampled.index_select(0, places)
+        return self._bring_back(number, len(batch), rows, sampled, extras)
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -357,7 +356,7 @@ class GpuSteps:
     def _passed_on(self, number: int, num_slices: int) -> GpuStep:
         """A step whose tokens are sampled on the last stage."""
         rows = SampledRows([], [])
-        return self._bring_back(number, num_slices, rows, self.sampled, self._logprobs, None)
+        return self._bring_back(number, num_slices, rows, self.sampled, None)
 
     def _bring_back(
         self,
@@ -365,7 +364,6 @@ class GpuSteps:
         num_slices: int,
         rows: SampledRows,
         token_ids: Tensor,
-        logprobs: Tensor,
         extras: Extras | None,
     ) -> GpuStep:
         """The results of `rows` go to the host, behind all that was launched. Every step with some
@@ -373,7 +371,7 @@ class GpuSteps:
         n = len(rows)
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
-        write_results(token_ids, logprobs, host_ids, host_logprobs)
+        write_results(token_ids, self._logprobs, host_ids, host_logprobs)
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
         return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)
