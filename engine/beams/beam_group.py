@@ -103,7 +103,7 @@ def num_candidates(width: int, num_stop_ids: int) -> int:
 
 @dataclass(slots=True)
 class _Group:
-    """One of the groups; all of them, if there is one. `first`: of its beams among all."""
+    """One of the groups, with so many of the beams."""
 
     size: int
     hypotheses: list[Hypothesis] = field(default_factory=list)  # best first
@@ -113,10 +113,6 @@ class _Group:
         """Keep the best; what came first goes before its equals."""
         best = sorted([*self.hypotheses, *hypotheses], key=attrgetter("score"), reverse=True)
         self.hypotheses = best[: self.size]
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.hypotheses) == self.size
 
 
 class BeamGroup:
@@ -205,7 +201,7 @@ class BeamGroup:
     def _is_decided(self, group: _Group, best_score: float) -> bool:
         """Whether no beam is taken to become better than the worst hypothesis that is kept."""
         rules = self._rules
-        if not group.is_full:
+        if len(group.hypotheses) < group.size:
             return False
         if rules.early_stopping == "true":
             return True

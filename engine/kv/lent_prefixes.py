@@ -41,7 +41,7 @@ class LentPrefixes:
     def lend(self, block_hashes: Sequence[BlockHash]) -> tuple[Fence, BlockRefs] | None:
         """Hold the cached blocks of these hashes, which are computed, for somebody who copies them;
         None if one is missing, or if what runs here will need the memory. See `give_back`."""
-        block_ids = self._match(block_hashes)
+        block_ids = self._cache.match(block_hashes)
         if len(block_ids) < len(block_hashes) or not self._has_room(block_ids, 0):
             return None
         generations = map(self._generations.read, block_ids)
@@ -55,7 +55,7 @@ class LentPrefixes:
     def borrow(self, block_hashes: Sequence[BlockHash]) -> BorrowedPrefix | None:
         """Room for the blocks of these hashes, to be filled by a copy, all or none; None if what
         runs here will need the memory, or if all are here. See `keep` and `drop`."""
-        cached = self._match(block_hashes)
+        cached = self._cache.match(block_hashes)
         num_fresh = len(block_hashes) - len(cached)
         if not num_fresh or not self._has_room(cached, num_fresh):
             return None
@@ -78,10 +78,6 @@ class LentPrefixes:
         """Nothing writes to them any more: what is cached can be evicted, the rest is free."""
         for fence in reversed(prefix._fences):  # a chain is evicted from its end
             self.give_back(fence)
-
-    def _match(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """The cached blocks of the longest beginning."""
-        return self._cache.match(block_hashes) if self._cache.is_enabled else []
 
     def _has_room(self, cached: Sequence[int], num_fresh: int) -> bool:
         """Whether these can be held, and so many more, beside the peak of all that has blocks."""

@@ -88,8 +88,6 @@ class EngineLimits:
 
     def check_beams(self, request: Request) -> None:
         """Raise the InvalidRequest if its search could not even begin here."""
-        if not request.sampling.use_beam_search:
-            return
         width = request.num_sequences
         if width > self.max_num_seqs:
             raise InvalidRequest(

@@ -50,7 +50,6 @@ class Forks:
             child.num_computed_tokens = child.num_launched_tokens = 0
             child.state = SequenceState.PARKED
             if child.group is None:
-                child.state = SequenceState.WAITING
                 self._preemption.wait_again(child)
             return []
         self._queues.run(child)

@@ -60,9 +60,7 @@ class Preemption:
                 self._take_blocks(sequence)
             sequence.state = SequenceState.PARKED
         self._queues.groups.remove(group)
-        leader = group.members[0]
-        leader.state = SequenceState.WAITING
-        self.wait_again(leader)
+        self.wait_again(group.members[0])
         self.num_preemptions += 1
 
     def preempt(self, sequence: Sequence) -> None:
@@ -71,7 +69,6 @@ class Preemption:
             self.preempt_group(sequence.group)
             return
         self._take_blocks(sequence)
-        sequence.state = SequenceState.WAITING
         self.wait_again(sequence)
         self.num_preemptions += 1
 
@@ -80,7 +77,6 @@ class Preemption:
         if sequence.group is not None:
             self._queues.groups.remove(sequence.group)
         self._tables.give_back(sequence)
-        sequence.state = SequenceState.WAITING
         self.wait_again(sequence)
 
     def _take_blocks(self, sequence: Sequence) -> None:
@@ -141,4 +137,5 @@ class Preemption:
 
     def wait_again(self, sequence: Sequence) -> None:
         """Queue it up before all others."""
+        sequence.state = SequenceState.WAITING
         self._queues.add(sequence, self._tables.num_to_compute(sequence), is_first=True)
