@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.errors import AdapterRefused
 from .adapter_config import LoraConfig, read_lora_config
-from .layout import Layout, Part, Projection
+from .layout import Layout, Projection
 
 FILE = "adapter_model.safetensors"
 _DTYPES = {"F32", "F16", "BF16"}
@@ -123,17 +123,12 @@ def _read(
 ) -> None:
     """This rank's part of a tensor into `rows`, B scaled."""
     part = projection.inputs if is_a else projection.outputs
-    value = _cut(file.get_slice(name), part, is_a=is_a).float()
+    tensor, wanted = file.get_slice(name), slice(part.first, part.first + part.count)
+    value: Tensor = (tensor[:, wanted] if is_a else tensor[wanted]).float()
     target = rows[:, part.at : part.at + part.count]
     target.copy_(value if is_a else value.t() * scaling)
     if not bool(torch.isfinite(target).all()):
         raise AdapterRefused(f"{path}: {name} has numbers that are not finite")
-
-
-def _cut(tensor: Any, part: Part, *, is_a: bool) -> Tensor:
-    wanted = slice(part.first, part.first + part.count)
-    found: Tensor = tensor[:, wanted] if is_a else tensor[wanted]
-    return found
 
 
 def _digest(path: Path, config: LoraConfig) -> str:

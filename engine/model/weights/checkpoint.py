@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,9 @@ def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.
     """Reads a part of any tensor; `file` is the open one at `path`."""
 
     def read(name: str, wanted: tuple[slice, ...]) -> Tensor:
-        if locations[name] == path:
-            found: Tensor = file.get_slice(name)[wanted]
-            return found
-        with _open(locations[name], device) as other:
-            found = other.get_slice(name)[wanted]
+        there = locations[name]
+        with nullcontext(file) if there == path else _open(there, device) as holder:
+            found: Tensor = holder.get_slice(name)[wanted]
             return found
 
     return read
