@@ -90,6 +90,6 @@ class CudaStagedTransport(_MappingTransport):
         mapping = map_memory(memory, num_bytes, source)
         opened.callback(mapping.close)
         try:
-            return [StagedCopy(mapping.address, source, self._kv, cut)]
+            return [StagedCopy(mapping.address, source, cut)]
         except RuntimeError as error:  # no pinned memory left
             raise HandoffFailed(f"no staging memory: {error}") from error

@@ -26,7 +26,6 @@ from torch import Tensor
 from ...core.errors import HandoffFailed
 from ...engine.kv import cuda_memory
 from ...engine.kv.cuda_memory import Runs, find_runs, forget_error, runtime
-from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
 from ..window.block_pairs import Ids
@@ -206,7 +205,7 @@ class StagedCopy:
     name = "staged"
     launches_at_once = False
 
-    def __init__(self, address: int, source: torch.device, kv: CudaKvMemory, cut: BlockCut) -> None:
+    def __init__(self, address: int, source: torch.device, cut: BlockCut) -> None:
         """`address` is that of the source's pool as `source`, its GPU, sees it."""
         self._address = address
         self._source = source
