@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,8 @@ class _Run:
         self._session = session
         self._results = results
         self._bar = bar
-        self._lines = self._todo()
+        done = frozenset(results.done)
+        self._lines = (line for line in read_lines(batch.requests) if line.key not in done)
         self._finished: list[str] = []
         self._writing = asyncio.Lock()
 
@@ -110,10 +111,6 @@ class _Run:
             raise group.exceptions[0] from None
         finally:
             self._results.append(self._finished)
-
-    def _todo(self) -> Iterator[BatchLine]:
-        done = frozenset(self._results.done)
-        return (line for line in read_lines(self._batch.requests) if line.key not in done)
 
     async def _work(self) -> None:
         for line in self._lines:
