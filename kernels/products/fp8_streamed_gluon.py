@@ -20,9 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -30,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from .fp8_triton import Fp8Stages
+from .streamed_product_gluon import _ask, _stage_barriers
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
 _TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
@@ -39,7 +38,6 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 _SCALES_AT_ONCE = gl.constexpr(32)
 _descriptor = gl.shared_memory_descriptor
 _view = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
-_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 
 
 def fp8_streamed_product(
@@ -240,12 +238,7 @@ def _fp8_streamed(
     chunks: gl.constexpr = STAGES * CHUNKS
     xs = gl.allocate_shared_memory(type, [chunks, _TILE_ROWS, _GROUP], vectors.layout)
     ws = gl.allocate_shared_memory(type, [chunks, OUTPUTS, _GROUP], matrix.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(STAGES):
-        mbarrier.init(full.index(index), count=1)
-        mbarrier.init(empty.index(index), count=1)
-    fence_async_shared()
+    full, empty = _stage_barriers(STAGES)
     first_output = gl.program_id(0) * OUTPUTS
     IS_BLOCKED: gl.constexpr = GROUPS > 0
     scales = gl.allocate_shared_memory(

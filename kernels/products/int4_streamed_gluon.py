@@ -23,9 +23,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -35,11 +33,11 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..row_room import empty_rows, room_of
 from .int4_triton import Int4Stages, _unpacked
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
+from .streamed_product_gluon import _ask, _stage_barriers
 
 _CHUNK, _WORDS = gl.constexpr(CHUNK), gl.constexpr(CHUNK // PER_WORD)
 _PER_WORD = gl.constexpr(PER_WORD)
 _PRODUCER_REGISTERS = gl.constexpr(24)
-_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -274,12 +272,7 @@ def _int4_streamed(
     xs = gl.allocate_shared_memory(type, [chunks, ROWS, _CHUNK], vectors.layout)
     ws = gl.allocate_shared_memory(gl.int16, [chunks, OUTPUTS, _WORDS], matrix.layout)
     gs = gl.allocate_shared_memory(gl.int32, [chunks, 1, OUTPUTS], groups.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(STAGES):
-        mbarrier.init(full.index(index), count=1)
-        mbarrier.init(empty.index(index), count=1)
-    fence_async_shared()
+    full, empty = _stage_barriers(STAGES)
     tile, share = gl.program_id(0), gl.program_id(1)
     num_steps = num_inputs // (_CHUNK * CHUNKS)
     first, last = num_steps * share // SHARES, num_steps * (share + 1) // SHARES

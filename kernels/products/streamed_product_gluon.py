@@ -123,6 +123,18 @@ def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
+def _stage_barriers(STAGES: gl.constexpr):
+    """Of each stage: it is full, and it is empty."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=1)
+        mbarrier.init(empty.index(index), count=1)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
 def _ask_weight(matrix, num_outputs, column, full, ws, stage, HALVES: gl.constexpr):
     """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
     OUTPUTS: gl.constexpr = matrix.block_shape[0]
@@ -232,12 +244,7 @@ def _streamed_product(
     type: gl.constexpr = vectors.dtype
     xs = gl.allocate_shared_memory(type, [STAGES, _ROWS, INPUTS], vectors.layout)
     ws = gl.allocate_shared_memory(type, [STAGES * HALVES, OUTPUTS, INPUTS], matrix.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(STAGES):
-        mbarrier.init(full.index(index), count=1)
-        mbarrier.init(empty.index(index), count=1)
-    fence_async_shared()
+    full, empty = _stage_barriers(STAGES)
     sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
     up_sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
     num_steps = gl.cdiv(num_inputs, INPUTS)
