@@ -168,15 +168,17 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         "sampling": sampling_from_wire(wire.sampling),
         "fork_ids": tuple(wire.fork_request_ids),
         "prefix_source": None,
-        "adapter": None,
+        "adapter": adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
     }
-    if wire.HasField("adapter"):
-        fields["adapter"] = Adapter(**same_fields(wire.adapter, Adapter))
     if wire.HasField("prefix_source"):
         source = wire.prefix_source
         limit_s = source.limit_us / 1e6
         fields["prefix_source"] = PrefixSource(source.incarnation, source.num_blocks, limit_s)
     return Request(**fields)
+
+
+def adapter_from_wire(wire: node_pb2.Adapter) -> Adapter:
+    return Adapter(**same_fields(wire, Adapter))
 
 
 def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
