@@ -359,11 +359,11 @@ def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert look_up("block", 9, 4096, 4096, every) is None
 
 
-ALL_CASES = tuple(str(number) for number in (*range(11), 21, 22))
+ALL_CASES = tuple(str(number) for number in (*range(11), *range(21, 26)))
 
 
 @pytest.mark.parametrize(
-    "cases", [("1", "2", "6", "21"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
+    "cases", [("1", "2", "6", "21", "23"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
 )
 def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
     """With whatever Triton is installed: Gluon's interface is not settled."""
