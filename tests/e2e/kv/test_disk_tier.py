@@ -39,6 +39,7 @@ def config_of(num_kv_blocks: int, kind: str = "auto", **tiers: object) -> Engine
     return EngineConfig(
         device="cpu",
         kv_cache_dtype=kind,
+        block_size=16,
         max_model_len=512,
         num_kv_blocks=num_kv_blocks,
         max_num_batched_tokens=64,

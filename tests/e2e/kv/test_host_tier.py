@@ -43,6 +43,7 @@ def engine_of(kind: str, num_kv_blocks: int, swap_space: float) -> LocalEngine:
     config = EngineConfig(
         device="cpu",
         kv_cache_dtype=kind,
+        block_size=16,
         max_model_len=512,
         num_kv_blocks=num_kv_blocks,
         max_num_batched_tokens=64,
