@@ -31,7 +31,6 @@ from torch import Tensor
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products import fp8_product, int4_product
 from baton.kernels.products.fp8_product import MAX_FEW_ROWS, ScaledMm, multiply_by
-from baton.kernels.products.fp8_row_triton import Fp8Row
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling
 from baton.kernels.products.int4_product import Dequantised
 from baton.kernels.products.int4_triton import Int4Stages, Int4Tiling
@@ -66,7 +65,6 @@ _WAYS = fp8_product.WAYS | int4_product.WAYS
 Int4Way: TypeAlias = int4_product.Way
 AnyWay: TypeAlias = fp8_product.Way | Int4Way
 
-_OF_ROWS = [Fp8Row(*one) for one in itertools.product((2, 4, 8), (1024, 2048), (4, 8))]
 _TILINGS = [Fp8Tiling(*one) for one in itertools.product((64, 128), (4, 6))]
 _STAGES = [
     Fp8Stages(outputs, chunks, count, early)
@@ -165,7 +163,6 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
     ]
     tilings = [one for one in _TILINGS if (room + one.outputs) * 128 * one.stages <= _SHARED_BYTES]
     return [
-        *(_OF_ROWS if num_rows == 1 else ()),
         *(way for way in stages if num_outputs / way.outputs >= 60),
         *(way for way in tilings if num_outputs / way.outputs >= 60),
         ScaledMm(),

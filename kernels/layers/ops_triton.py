@@ -19,8 +19,7 @@ from ..experts.experts import LayerLoads, Mixture, Pairs
 from ..experts.experts_triton import compute_experts, experts_summand
 from ..gluon_kernels import gluon_kernels
 from ..peer_reduce_triton import Exchange
-from ..products.fp8_product import choose_row, multiply, unscaled
-from ..products.fp8_row_triton import fp8_row_product
+from ..products.fp8_product import multiply, unscaled
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.int4_product import Dequantised
 from ..products.int4_product import choose as choose_int4
@@ -68,8 +67,6 @@ class TritonOps(Ops):
             assert isinstance(x, Tensor)
             return multiply_int4(choose_int4(x, weight), x, weight, bias)
         if not isinstance(weight, Tensor):
-            if (row := choose_row(x, weight)) is not None:
-                return fp8_row_product(x, weight, bias, row)
             return multiply(quantise(x, weight) if isinstance(x, Tensor) else x, weight, bias)
         assert isinstance(x, Tensor)
         if len(x) == 1:
@@ -83,7 +80,7 @@ class TritonOps(Ops):
         return F.linear(x, weight, bias)
 
     def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor | Unscaled:
-        if isinstance(weight, RowScaled) and bias is None and len(x) > 1:
+        if isinstance(weight, RowScaled) and bias is None:
             x = quantise(x, weight) if isinstance(x, Tensor) else x
             if (product := unscaled(x, weight)) is not None:
                 return product
@@ -103,9 +100,6 @@ class TritonOps(Ops):
                 return silu_and_mul(multiply_int4(way, x, weight, bias))
             return multiply_int4(way, x, weight, bias, is_gated=True)
         if not isinstance(weight, Tensor):
-            row = choose_row(x, weight)
-            if row is not None and len(weight) % (2 * BLOCK) == 0:
-                return fp8_row_product(x, weight, bias, row, is_gated=True)
             product = self.linear(x, weight, bias)
             return silu_and_mul_quantised(product, reader) if reader else silu_and_mul(product)
         assert isinstance(x, Tensor)

@@ -1,6 +1,5 @@
 """Which kernel multiplies with a weight in FP8, by shape and rows.
 
-    a single row      where it was measured to be fastest, by a kernel that quantises it too
     up to 64 rows     streamed (Hopper), else Triton
     more              torch's _scaled_mm, where it has the shape and type, else Triton
 
@@ -21,15 +20,13 @@ import torch
 from torch import Tensor
 
 from ..gluon_kernels import gluon_kernels
-from .fp8_row_triton import Fp8Row, fp8_row_product
 from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from .way_table import look_up
-from .weights import BLOCK, Activations, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Unscaled
+from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Unscaled
 
 MAX_FEW_ROWS = 64
 _ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
 _BLOCKS_ALIGNED = 4 * BLOCK  # cuBLAS steps over rows of scales by multiples of 4
-_QUANTISE_US = 2.0  # a kernel that quantises one row, on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,8 @@ class ScaledMm:
     """torch._scaled_mm."""
 
 
-Way: TypeAlias = Fp8Row | Fp8Tiling | Fp8Stages | ScaledMm
+Way: TypeAlias = Fp8Tiling | Fp8Stages | ScaledMm
 WAYS: dict[str, type[Way]] = {
-    "row": Fp8Row,
     "triton": Fp8Tiling,
     "streamed": Fp8Stages,
     "scaled_mm": ScaledMm,
@@ -58,8 +54,6 @@ def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) ->
         return product
     if isinstance(way, ScaledMm):
         return scaled_mm(x, weight, bias)
-    if isinstance(way, Fp8Row):
-        return fp8_row_product(x, weight, bias, way)
     return fp8_few_rows(x, weight, bias, way if isinstance(way, Fp8Tiling) else _tiling(len(x)))
 
 
@@ -84,27 +78,10 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-def choose_row(x: Activations, weight: Fp8Weight) -> Fp8Row | None:
-    """How x is multiplied, if it is a single row and that is fastest by `fp8_row_product`."""
-    num_outputs, num_inputs = weight.shape
-    if len(x) != 1 or num_inputs % BLOCK:
-        return None
-    found = look_up(_kind(weight), 1, num_outputs, num_inputs, ("row",))
-    other = look_up(_kind(weight), 1, num_outputs, num_inputs, ("triton", "streamed", "scaled_mm"))
-    spared_us = 0.0 if isinstance(x, Fp8Rows) else _QUANTISE_US
-    if found is None or (other is not None and found.us > other.us + spared_us):
-        return None
-    return Fp8Row(**found.way)
-
-
-def _kind(weight: Fp8Weight) -> str:
-    return "block" if isinstance(weight, BlockScaled) else "row"
-
-
 def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
-    """What is fastest on an H200 of what this device can, but for a single row."""
+    """What is fastest on an H200 of what this device can."""
     num_outputs, num_inputs = weight.shape
-    kind = _kind(weight)
+    kind = "block" if isinstance(weight, BlockScaled) else "row"
     num_rows, device = len(x), x.data.device
     kinds = tuple(
         name

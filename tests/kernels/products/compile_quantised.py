@@ -15,7 +15,6 @@ from baton.kernels.experts import fp8_experts_gluon
 from baton.kernels.experts.tiles import Persistent
 from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
-from baton.kernels.products.fp8_row_triton import _BYTES_AHEAD, Fp8Row, _fp8_row
 from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
 from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows
 from baton.kernels.products.int4_streamed_gluon import _int4_streamed, layout_of
@@ -102,24 +101,6 @@ def few_rows(outputs: int, rows: int, is_blocked: bool) -> str:
 def quantise(way: int, is_gated: bool) -> str:
     constants = {"IS_GATED": is_gated, "WAY": way, "COLS": 1024, "PDL": True}
     return str(compiled(_quantise, constants, {"x": "*bf16", "out": "*fp8e4nv"}, {"num_warps": 4}))
-
-
-def row(way: Fp8Row, *, is_quantised: bool, is_blocked: bool, is_gated: bool) -> None:
-    constants = {
-        "HAS_BIAS": False,
-        "IS_QUANTISED": is_quantised,
-        "IS_BLOCKED": is_blocked,
-        "IS_GATED": is_gated,
-        "INPUTS": 14_336,
-        "OUTPUTS": way.outputs,
-        "COLS": way.inputs,
-        "AHEAD": _BYTES_AHEAD * 32 * way.warps // ((1 + is_gated) * way.outputs * way.inputs),
-        "PDL": True,
-    }
-    types = {"x": "*fp8e4nv" if is_quantised else "*bf16", "x_scale": "*fp32"}
-    types |= {"weight": "*fp8e4nv", "scale": "*fp32", "bias": "*bf16", "out": "*bf16"}
-    ptx = str(compiled(_fp8_row, constants, types, {"num_warps": way.warps}))
-    assert "ld.global" in ptx[: ptx.index("griddepcontrol.wait")], "the weight waits"
 
 
 def norm(way: int, summands: int = 1) -> str:
@@ -250,8 +231,6 @@ CASES = [
     lambda: int4_streamed(Int4Stages(64, 2, 4, 3, 2), 16, "fp16"),
     lambda: persistent_experts(Persistent(16, 6, 11), True, False),
     lambda: persistent_experts(Persistent(32, 5, 10), False, True),
-    lambda: row(Fp8Row(4, 1024, 4), is_quantised=False, is_blocked=False, is_gated=False),
-    lambda: row(Fp8Row(2, 2048, 4), is_quantised=True, is_blocked=True, is_gated=True),
     lambda: norm(0, 8),
 ]
 

@@ -28,7 +28,6 @@ from baton.engine.model.weights.placement import Placement
 from baton.kernels.attention.attention import AttentionMetadata
 from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.layers import ops
-from baton.kernels.layers.ops import silu_and_mul
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
 from baton.kernels.products import fp8_product, way_table
@@ -36,16 +35,13 @@ from baton.kernels.products.fp8_product import (
     ScaledMm,
     can_scale,
     choose,
-    choose_row,
     multiply,
     multiply_by,
     scaled_mm,
     unscaled,
 )
-from baton.kernels.products.fp8_row_triton import Fp8Row, fp8_row_product
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from baton.kernels.products.weights import (
-    BLOCK,
     FP8,
     BlockScaled,
     Fp8Rows,
@@ -139,56 +135,6 @@ def test_few_rows(
     found = fp8_few_rows(x, weight, bias, Fp8Tiling(64, 3))
     assert found.dtype == dtype
     close(found, product(x.dequantised(torch.float64), weight, bias))
-
-
-@pytest.mark.parametrize("way", [Fp8Row(4, 128, 4), Fp8Row(2, 1024, 1)], ids=str)
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("is_quantised", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row(kind: type[Fp8Weight], is_quantised: bool, is_gated: bool, way: Fp8Row) -> None:
-    """In many steps, of which some are read ahead, and in one."""
-    weight, bias = weight_of(kind, 256, 1280), randn(256)
-    x = in_fp8_exactly(kind, 1280)
-    made = quantise_activations(x, weight)
-    close(made.dequantised(torch.float32), x.double())
-    read = x
-    if is_quantised:
-        read = Fp8Rows.empty(1, weight, x)
-        read.data.copy_(made.data)
-        read.scale.copy_(made.scale)
-    found = fp8_row_product(read, weight, bias, way, is_gated=is_gated)
-    expected = product(x, weight, bias)
-    close(found, silu_and_mul(expected) if is_gated else expected)
-
-
-def in_fp8_exactly(kind: type[Fp8Weight], inputs: int) -> torch.Tensor:
-    """A row that loses nothing: the interpreter rounds some of what does to half of it."""
-    x = (randn(1, inputs) * 100).to(FP8).float()
-    x[:, :: BLOCK if kind is BlockScaled else inputs] = 448
-    return x / 8192
-
-
-@pytest.mark.usefixtures("no_table_is_kept")
-@pytest.mark.parametrize(("us", "is_chosen"), [(5.0, (True, True)), (6.5, (False, True)), (9, ())])
-def test_a_row_is_multiplied_as_is_fastest(
-    us: float, is_chosen: tuple[bool, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Floats, which another way would have to quantise before, more often than what is in FP8."""
-    kind, made = RowScaled, {"weight": "row", "rows": 1, "outputs": 512, "inputs": 1280}
-    way = {"outputs": 4, "inputs": 1024, "warps": 4}
-    rows = [made | {"kind": "row", "way": way, "us": us}]
-    rows.append(made | {"kind": "triton", "way": {"outputs": 64, "stages": 3, "warps": 4}, "us": 6})
-    table = tmp_path / "table.json"
-    table.write_text(json.dumps(rows))
-    monkeypatch.setattr(way_table, "TABLE", table)
-    weight, x = weight_of(kind, 512, 1280), in_fp8_exactly(kind, 1280)
-    quantised = quantise_activations(x, weight)
-    chosen = [choose_row(each, weight) for each in (quantised, x)]
-    assert chosen == [Fp8Row(**way) if each else None for each in is_chosen or (False, False)]
-    assert choose_row(x.expand(2, -1), weight) is None
-    ops, expected = TritonOps(), product(x, weight, None)
-    close(ops.linear(x, weight, None), expected)
-    close(ops.gated_linear(x, weight, None), silu_and_mul(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
