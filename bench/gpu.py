@@ -203,6 +203,8 @@ class Bench:
             samples.append(self._prefill_ms(num_prompts, num_tokens))
         in_a_row = [self._prefill_ms(num_prompts, num_tokens) for _ in range(_REPEATS)]
         name = f"prefill {num_prompts} x {num_tokens}"
+        if self._tells_kernels:
+            self._print_kernels(name, lambda: self._prefill_ms(num_prompts, num_tokens))
         floor_ms = self._shape.prefill_floor_ms(num_prompts, num_tokens)
         num_summed = num_prompts * num_tokens
         yield self._figure(name, samples, floor_ms, num_summed)
@@ -361,7 +363,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mixed-graph-tokens", type=int, default=1024)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
-    parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")
+    parser.add_argument("--kernels", action="store_true", help="what steps consist of")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto")
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")

@@ -42,6 +42,7 @@ from baton.kernels.experts.router_logits_triton import router_logits
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order
 from baton.kernels.experts.tiles import (
     TABLE,
+    WIDE_ROWS,
     Cut,
     Few,
     Persistent,
@@ -154,12 +155,13 @@ def _int4_cuts(rows: int) -> list[Cut]:
 def persistent_plans(layer: Layer, num_tokens: int) -> list[Persistent]:
     """The candidates, each with next to all of shared memory or so much that another kernel's
     programs have room."""
-    mixture = layer.mixture
-    if layer.weights not in _QUANTISE or mixture.hidden % BLOCK or mixture.inner % BLOCK:
+    mixture, is_fp8 = layer.mixture, layer.weights in _QUANTISE
+    if layer.weights == "int4" or mixture.hidden % (2 * BLOCK) or mixture.inner % BLOCK:
         return []
     rows = tile_rows(num_tokens * mixture.num_chosen, mixture.num_experts)
-    stages = {16: ((6, 11), (5, 8)), 32: ((5, 10), (4, 7))}
-    return [Persistent(one, *both) for one in rows for both in stages.get(one, ())]
+    stages = {16: ((6, 11), (5, 8)), 32: ((5, 10), (4, 7))} if is_fp8 else {}
+    stages[WIDE_ROWS] = ((4, 4),)
+    return [Persistent(one, *both, is_fp8) for one in rows for both in stages.get(one, ())]
 
 
 def kinds_of_rows(rows: int, weights: str) -> tuple[bool, ...]:

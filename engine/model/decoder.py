@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.experts.experts import ExpertLoads, LayerLoads
+from ...kernels.kv.kv_blocks import HeadNorms
 from ...kernels.products.weights import Activations
 from .communicator import Summand
 from .experts import Experts
@@ -55,7 +56,7 @@ class Attention:
             placement,
             has_bias=config.has_output_bias,
         )
-        self._ops, self._eps = placement.ops, config.rms_norm_eps
+        self._eps = config.rms_norm_eps
         self._num_heads, self._kv_heads = heads.num_heads, heads.num_kv_heads
         names = ("q_norm", "k_norm") if config.has_qk_norm else ()
         self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
@@ -74,13 +75,13 @@ class Attention:
         self, x: Activations, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Summand:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
-        if self.head_norms:
-            q_norm, k_norm = self.head_norms
-            weights = (q_norm.weight, k_norm.weight)
-            qkv = self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
         if self._spread is not None:
             qkv = qkv.index_select(1, self._spread)
-        return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
+        norms = None
+        if self.head_norms:
+            q_norm, k_norm = self.head_norms
+            norms = HeadNorms(q_norm.weight, k_norm.weight, self._eps)
+        return self.out(attention.run(self._layer, qkv, rope, norms).view(len(x), -1))
 
     def products(self) -> list[tuple[int, Product]]:
         """See DecoderLayer."""

@@ -5,9 +5,9 @@
 
 A slice of one token is a decode, as is one with drafts behind it, which gives each of its rows what
 a decode of its own would; a longer one is a prefill chunk. All see earlier context through
-their block table. A backend rotates q and k, writes the new K and V to the pool and attends; no
-slice's result depends on another slice. attention_torch.py is the backend on CPUs, and the
-reference for the others.
+their block table. A backend norms and rotates q and k, writes the new K and V to the pool and
+attends; no slice's result depends on another slice. attention_torch.py is the backend on CPUs, and
+the reference for the others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ..kv.kv_blocks import HeadNorms
 
 MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, with padding
 
@@ -55,8 +57,14 @@ class AttentionBackend(Protocol):
         """Prepare a step: everything that is the same for all layers."""
         ...
 
-    def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate q and k, store k and v, then attend.
+    def run(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Norm and rotate q and k, store k and v, then attend.
 
         qkv [tokens, heads + 2 kv_heads, dim] contiguous, which may be overwritten, `rope` as
         kv_blocks.rope_angles gives it -> [tokens, heads, dim].

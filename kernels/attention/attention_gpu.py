@@ -1,4 +1,4 @@
-"""Attention on a GPU: rotate and store, then the decodes by one part and the prefill by another.
+"""Attention on a GPU: norm, rotate and store; then one part has the decodes, another the prefill.
 
     tokens of a step:  | decodes ....... | prefill chunks ........ |
                        TritonDecode      PrefillPart: Triton's or FlashInfer's
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kv.kv_8bit import is_8bit
+from ..kv.kv_blocks import HeadNorms
 from ..kv.kv_blocks_triton import rotate_and_store
 from ..row_room import empty_rows
 from .attention import AttentionMetadata, BlockTables
@@ -103,9 +104,15 @@ class GpuAttention:
         elif n < self._num_slices:
             self._prefill.plan(*chunks)
 
-    def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         layer_pool, window = self._layers[layer], self._windows[layer]
-        rotate_and_store(qkv, rope, layer_pool, self._slot_mapping)
+        rotate_and_store(qkv, rope, norms, layer_pool, self._slot_mapping)
         num_tokens, all_heads, dim = qkv.shape
         heads = all_heads - 2 * layer_pool.shape[2]
         shape = (num_tokens, heads, dim)

@@ -13,7 +13,7 @@ from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .router_logits_triton import router_logits
 from .routing_triton import Choice, choose_and_order
-from .tiles import Few, Persistent, Plan, Sizes, choose_plan
+from .tiles import WIDE_ROWS, Few, Persistent, Plan, Sizes, choose_plan
 
 
 def compute_experts(
@@ -46,20 +46,22 @@ def _products(
         return experts_of_few(x, mixture, choice, plan), None
     kernels = None
     if isinstance(plan, Persistent):
-        kernels = gluon_kernels("experts.fp8_experts_gluon", x.device)
+        name = "wide_tiles_gluon" if plan.is_wide else "fp8_experts_gluon"
+        kernels = gluon_kernels(f"experts.{name}", x.device)
         tiles = plan.tiles
     else:
         tiles = plan
     quantised = Fp8Groups.empty(len(x), mixture.hidden, x.device) if tiles.has_fp8_rows else None
     logits = router_logits(x, mixture.router, quantised)
-    k, rows, has_own = mixture.num_chosen, tiles.rows, kernels is not None
-    choice, order = choose_and_order(logits, mixture, loads, rows, has_own_tiles=has_own)
+    k, rows = mixture.num_chosen, tiles.rows
+    has_own_tiles = kernels is not None and rows < WIDE_ROWS
+    choice, order = choose_and_order(logits, mixture, loads, rows, has_own_tiles=has_own_tiles)
     gate_up, down = mixture.gate_up, mixture.down
     if kernels is None:
         gated = gated_products(quantised or x, gate_up, order, k, rows, tiles.gated)
         products = down_products(gated, down, order, choice, rows, tiles.down, x.dtype)
     else:
-        gated = kernels.gated_products(quantised, gate_up, order, k, plan)
+        gated = kernels.gated_products(quantised or x, gate_up, order, k, plan)
         products = kernels.down_products(gated, down, order, choice, plan, x.dtype)
     return products, choice
 

@@ -45,8 +45,8 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 _LANES = gl.constexpr(32)
 _descriptor = gl.shared_memory_descriptor
 _view = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
-_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 def gated_products(
@@ -93,7 +93,7 @@ def _launch(
     num_outputs = weights.num_outputs // (2 if is_gated else 1)
     assert num_inputs % BLOCK == 0 and num_outputs % BLOCK == 0, "a step and a block are whole"
     rows_of_all = weights.values.view(-1, num_inputs)
-    _experts[(_multiprocessors(out.device),)](
+    _experts[(num_multiprocessors(out.device),)](
         vectors,
         TensorDescriptor.from_tensor(rows_of_all, [BLOCK, BLOCK], _layout()),
         x.scale,
@@ -120,7 +120,7 @@ def _launch(
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -162,7 +162,7 @@ def _ask_weight(matrix, row, column, num_outputs, full, ws, stage, HALVES: gl.co
     """Begin to fill a stage with its part of the weight."""
     for half in gl.static_range(HALVES):
         to = ws.index(stage * HALVES + half)
-        _ask(matrix, [row + half * num_outputs, column], full.index(stage), to, pred=pred)
+        ask(matrix, [row + half * num_outputs, column], full.index(stage), to, pred=pred)
 
 
 @gluon.jit
@@ -211,7 +211,7 @@ def _fill(
             output = first_output + step // num_steps * _GROUP
             _ask_weight(matrix, output, column, num_outputs, full, ws, stage, HALVES, is_left)
             if HALVES == 1:
-                _ask(vectors, [row, column], full.index(stage), xs.index(stage))
+                ask(vectors, [row, column], full.index(stage), xs.index(stage))
             index += 1
         done += length
 
@@ -229,32 +229,37 @@ def _gather(
     num_chosen,
     num_outputs,
     num_steps,
+    IS_GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One warp: bring the rows of a tile's pairs into each stage, as it becomes empty."""
-    STAGES: gl.constexpr = xs.shape[0]
-    ROWS: gl.constexpr = xs.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
-    cols = gl.arange(0, _GROUP, gl.SliceLayout(0, layout))
-    per_tile = num_outputs // _GROUP
-    first, count, all = _share(num_experts, num_tiles, per_tile)
-    wait_for_previous(PDL)
-    done = 0
-    index = 0
-    while done < all:
-        _at, _expert, row, end, length, needed = _run(
-            done, first, count, tiles, num_experts, num_tiles, per_tile
-        )
-        rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), end - 1)
-        sources = gl.load(pairs + rows, mask=rows >= row, other=0) // num_chosen
-        vectors = x + sources[:, None] * (num_steps * _GROUP) + cols[None, :]
-        for step in range(needed * num_steps):
-            stage = index % STAGES
-            mbarrier.wait(empty.index(stage), (index // STAGES & 1) ^ 1)
-            _copy(xs.index(stage), vectors + step % num_steps * _GROUP)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            index += 1
-        done += length
+    """One warp: bring the rows of a tile's pairs into each stage, as it becomes empty.
+
+    Where these come by TMA there is nothing to do.
+    """
+    if IS_GATED:
+        STAGES: gl.constexpr = xs.shape[0]
+        ROWS: gl.constexpr = xs.shape[1]
+        layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
+        cols = gl.arange(0, _GROUP, gl.SliceLayout(0, layout))
+        per_tile = num_outputs // _GROUP
+        first, count, all = _share(num_experts, num_tiles, per_tile)
+        wait_for_previous(PDL)
+        done = 0
+        index = 0
+        while done < all:
+            _at, _expert, row, end, length, needed = _run(
+                done, first, count, tiles, num_experts, num_tiles, per_tile
+            )
+            rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), end - 1)
+            sources = gl.load(pairs + rows, mask=rows >= row, other=0) // num_chosen
+            vectors = x + sources[:, None] * (num_steps * _GROUP) + cols[None, :]
+            for step in range(needed * num_steps):
+                stage = index % STAGES
+                mbarrier.wait(empty.index(stage), (index // STAGES & 1) ^ 1)
+                copy(xs.index(stage), vectors + step % num_steps * _GROUP)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                index += 1
+            done += length
 
 
 @gluon.jit
@@ -411,120 +416,70 @@ def _experts(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     num_steps = num_inputs // _GROUP
-    if IS_GATED:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        tiles,
-                        pairs,
-                        shares,
-                        x_scale,
-                        scale,
-                        out,
-                        out_scale,
-                        xs,
-                        ws,
-                        full,
-                        empty,
-                        scales,
-                        num_experts,
-                        num_tiles,
-                        num_chosen,
-                        num_outputs,
-                        num_steps,
-                        HALVES,
-                        IS_BLOCKED,
-                        PDL,
-                    ),
+                    tiles,
+                    pairs,
+                    shares,
+                    x_scale,
+                    scale,
+                    out,
+                    out_scale,
+                    xs,
+                    ws,
+                    full,
+                    empty,
+                    scales,
+                    num_experts,
+                    num_tiles,
+                    num_chosen,
+                    num_outputs,
+                    num_steps,
+                    HALVES,
+                    IS_BLOCKED,
+                    PDL,
                 ),
+            ),
+            (
+                _fill,
                 (
-                    _fill,
-                    (
-                        vectors,
-                        matrix,
-                        tiles,
-                        xs,
-                        ws,
-                        full,
-                        empty,
-                        num_experts,
-                        num_tiles,
-                        num_outputs,
-                        num_steps,
-                        HALVES,
-                        PDL,
-                    ),
+                    vectors,
+                    matrix,
+                    tiles,
+                    xs,
+                    ws,
+                    full,
+                    empty,
+                    num_experts,
+                    num_tiles,
+                    num_outputs,
+                    num_steps,
+                    HALVES,
+                    PDL,
                 ),
+            ),
+            (
+                _gather,
                 (
-                    _gather,
-                    (
-                        vectors,
-                        tiles,
-                        pairs,
-                        xs,
-                        full,
-                        empty,
-                        num_experts,
-                        num_tiles,
-                        num_chosen,
-                        num_outputs,
-                        num_steps,
-                        PDL,
-                    ),
+                    vectors,
+                    tiles,
+                    pairs,
+                    xs,
+                    full,
+                    empty,
+                    num_experts,
+                    num_tiles,
+                    num_chosen,
+                    num_outputs,
+                    num_steps,
+                    IS_GATED,
+                    PDL,
                 ),
-            ],
-            [1, 1],
-            [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        tiles,
-                        pairs,
-                        shares,
-                        x_scale,
-                        scale,
-                        out,
-                        out_scale,
-                        xs,
-                        ws,
-                        full,
-                        empty,
-                        scales,
-                        num_experts,
-                        num_tiles,
-                        num_chosen,
-                        num_outputs,
-                        num_steps,
-                        HALVES,
-                        IS_BLOCKED,
-                        PDL,
-                    ),
-                ),
-                (
-                    _fill,
-                    (
-                        vectors,
-                        matrix,
-                        tiles,
-                        xs,
-                        ws,
-                        full,
-                        empty,
-                        num_experts,
-                        num_tiles,
-                        num_outputs,
-                        num_steps,
-                        HALVES,
-                        PDL,
-                    ),
-                ),
-            ],
-            [1],
-            [_PRODUCER_REGISTERS],
-        )
+            ),
+        ],
+        [1, 1],
+        [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+    )

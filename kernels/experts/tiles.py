@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+WIDE_ROWS = 128  # of a tile that two groups of warps share
 TABLE = Path(__file__).with_name("tiles.json")
 
 
@@ -64,19 +65,28 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """Rows of a tile, 16 or 32, and steps of 128 inputs in flight in the two products.
+    """Rows of a tile, and steps of 128 bytes of inputs in flight in the two products.
 
-    Of weights in FP8, with activations in FP8, and sizes that are multiples of 128.
+    16 or 32 rows: of weights in FP8, with activations in FP8, and sizes that are multiples of 128.
+    128 rows: also of floats; an output of the down product is a multiple of 256.
     """
 
     rows: int
     gated: int
     down: int
+    has_fp8_rows: bool = True
+
+    @property
+    def is_wide(self) -> bool:
+        return self.rows == WIDE_ROWS
 
     @property
     def tiles(self) -> Tiles:
         """What has the same rows, where Gluon's kernels do not run."""
-        return Tiles(self.rows, _TURNED, _TURNED, has_fp8_rows=True)
+        cut = _TURNED
+        if self.is_wide:
+            cut = Cut(128, 128 if self.has_fp8_rows else 64, 3, 8)
+        return Tiles(self.rows, cut, cut, self.has_fp8_rows)
 
 
 Plan = Few | Tiles | Persistent

@@ -1,4 +1,4 @@
-"""Rotate, store and copy keys and values; the torch reference.
+"""Norm, rotate, store and copy keys and values; the torch reference.
 
     pool [num_blocks, num_layers, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py
     slot = block_id * block_size + offset in the block
@@ -9,7 +9,10 @@ angles are float32 whatever the model's type: bf16 cannot distinguish neighbouri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .kv_8bit import is_8bit
@@ -33,6 +36,27 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x32 = x.float()
     swapped = x32.roll(x.shape[-1] // 2, -1)  # (a, b) -> (b, a); the sign is in sin
     return torch.addcmul(x32 * cos, swapped, sin).type_as(x)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each head of q and of k, in front of the rotation: weights [dim]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+def norm_heads(x: Tensor, kv_heads: int, norms: HeadNorms) -> Tensor:
+    """x [tokens, heads + kv_heads, dim], q and k -> the same, contiguous."""
+
+    def normed(heads: Tensor, weight: Tensor) -> Tensor:
+        # Over rows behind each other, as everywhere: the order of sums may depend on it.
+        flat = F.rms_norm(heads.reshape(-1, heads.shape[-1]), weight.shape, weight, norms.eps)
+        return flat.view(heads.shape)
+
+    q, k = x.tensor_split([-kv_heads], dim=1)
+    return torch.cat((normed(q, norms.q), normed(k, norms.k)), dim=1)
 
 
 def store_kv(

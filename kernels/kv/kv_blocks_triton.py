@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from .kv_8bit import LARGEST, SMALLEST
+from .kv_blocks import HeadNorms
 
 _CHUNK_WORDS = 4096
 # Of 8192 words each, 32 programs fill NVLink (370 of 372 GB/s); with them a step in progress loses
@@ -171,9 +172,14 @@ _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 def rotate_and_store(
-    qkv: Tensor, rope: tuple[Tensor, Tensor], layer_pool: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    norms: HeadNorms | None,
+    layer_pool: Tensor,
+    slot_mapping: Tensor,
 ) -> None:
-    """Rotates q and k where they lie; k and v go to the slots [tokens], int64, too.
+    """Norms, if told to, and rotates q and k where they lie; k and v go to the slots [tokens],
+    int64, too.
 
     qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `kv_blocks.rope_angles`, layer_pool
     [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool, perhaps of 8 bits.
@@ -187,6 +193,9 @@ def rotate_and_store(
         qkv,
         cos,
         sin,
+        qkv if norms is None else norms.q,
+        qkv if norms is None else norms.k,
+        0.0 if norms is None else norms.eps,
         slot_mapping,
         layer_pool,
         heads,
@@ -194,6 +203,7 @@ def rotate_and_store(
         q_tiles,
         kv_tiles,
         layer_pool.stride(0),
+        HAS_NORMS=norms is not None,
         BLOCK_SIZE=block_size,
         PIECE=block_size * width,
         DIM=dim,
@@ -210,6 +220,9 @@ def _rotate_and_store(
     qkv,
     cos,
     sin,
+    q_weight,
+    k_weight,
+    eps,
     slot_mapping,
     layer_pool,
     heads,
@@ -217,6 +230,7 @@ def _rotate_and_store(
     q_tiles,
     kv_tiles,
     block_stride,
+    HAS_NORMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr,
     DIM: tl.constexpr,
@@ -225,8 +239,6 @@ def _rotate_and_store(
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_in(PDL)
-    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     half: tl.constexpr = DIM // 2
@@ -234,6 +246,14 @@ def _rotate_and_store(
     rows = tl.arange(0, TILE_HEADS)[:, None]
     # part 0: q, 1: k, 2: v; `head` counts within its part.
     is_q = tile < q_tiles
+    if HAS_NORMS:
+        weight = q_weight
+        if tile >= q_tiles:
+            weight = k_weight
+        of_first = tl.load(weight + dims, mask=dims < half, other=0.0).to(tl.float32)
+        of_second = tl.load(weight + half + dims, mask=dims < half, other=0.0).to(tl.float32)
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     kv_tile = tile - q_tiles
     part = tl.where(is_q, 0, 1 + kv_tile // kv_tiles)
     head = tl.where(is_q, tile, kv_tile % kv_tiles) * TILE_HEADS + rows
@@ -248,6 +268,10 @@ def _rotate_and_store(
         c = tl.load(cos + token * DIM + dims, mask=dims < half, other=0.0)
         s = tl.load(sin + token * DIM + half + dims, mask=dims < half, other=0.0)
         a, b = first.to(tl.float32), second.to(tl.float32)
+        if HAS_NORMS:
+            by = tl.rsqrt(tl.sum(a * a + b * b, axis=1, keep_dims=True) / DIM + eps)
+            a = (a * by * of_first).to(first.dtype).to(tl.float32)
+            b = (b * by * of_second).to(first.dtype).to(tl.float32)
         first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
         tl.store(source + dims, first, mask=mask)
         tl.store(source + dims + half, second, mask=mask)

@@ -71,22 +71,6 @@ class Ops:
         assert isinstance(x, Tensor)
         return self.rms_norm(residual.add_(x), weight, eps, reader)
 
-    def norm_heads(
-        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
-    ) -> Tensor:
-        """Norm each head of q by the first weight [dim], each of k by the second; v stays.
-
-        qkv [tokens, heads + 2 kv_heads, dim], which may be overwritten -> the same, contiguous.
-        """
-        q, k, v = qkv.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
-
-        def normed(heads: Tensor, weight: Tensor) -> Tensor:
-            # Over rows behind each other, as everywhere: the order of sums may depend on it.
-            flat = F.rms_norm(heads.reshape(-1, heads.shape[-1]), weight.shape, weight, eps)
-            return flat.view(heads.shape)
-
-        return torch.cat((normed(q, weights[0]), normed(k, weights[1]), v), dim=1)
-
     def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
         """The weighted sum of each token's experts, of those that this rank has; like x.
 

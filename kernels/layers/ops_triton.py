@@ -40,7 +40,6 @@ from .ops import Ops
 from .quantise_triton import quantise, silu_and_mul_quantised, store_quantised, way_of
 
 _ACTIVATION_BLOCK = 1024
-_TILE_HEADS = 8
 
 
 def _streamed(device: torch.device) -> ModuleType | None:
@@ -123,26 +122,6 @@ class TritonOps(Ops):
         reader: Fp8Weight | None = None,
     ) -> Activations:
         return _launch_norm(x, residual, weight, eps, reader, has_residual=True)
-
-    def norm_heads(
-        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
-    ) -> Tensor:
-        num_tokens, all_heads, dim = qkv.shape
-        normed_heads = all_heads - kv_heads
-        _norm_heads[(num_tokens, triton.cdiv(normed_heads, _TILE_HEADS))](
-            qkv,
-            *weights,
-            all_heads,
-            normed_heads,
-            normed_heads - kv_heads,
-            eps,
-            DIM=dim,
-            DIM_PADDED=triton.next_power_of_2(dim),
-            TILE_HEADS=_TILE_HEADS,
-            num_warps=2,
-            **launch_options(qkv.device),
-        )
-        return qkv
 
     def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
         return compute_experts(x, mixture, loads)
@@ -245,35 +224,6 @@ def _add_rms_norm(
     else:
         wide = normed.to(tl.float32)
         store_quantised(wide, out, out_scale, tl.program_id(0), 0, dim, room, WAY, BLOCK)
-
-
-@triton.jit
-def _norm_heads(
-    qkv,
-    q_weight,
-    k_weight,
-    all_heads,
-    normed_heads,
-    q_heads,
-    eps,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
-    dims = tl.arange(0, DIM_PADDED)[None, :]
-    mask = (heads < normed_heads) & (dims < DIM)
-    of_q = tl.load(q_weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    of_k = tl.load(k_weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    let_next_in(PDL)
-    wait_for_previous(PDL)
-    at = qkv + (tl.program_id(0).to(tl.int64) * all_heads + heads) * DIM + dims
-    value = tl.load(at, mask=mask, other=0.0)
-    wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
-    normed = wide * scale * tl.where(heads < q_heads, of_q, of_k)
-    tl.store(at, normed.to(value.dtype), mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype
     k = kv_blocks.apply_rope(qkv[:, heads : heads + kv_heads], *rope)
     v = qkv[:, heads + kv_heads :].clone()
     store_kv_8bit(expected, 1, k, v, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-    triton_kernels.rotate_and_store(qkv, rope, pool[:, 1], slots)
+    triton_kernels.rotate_and_store(qkv, rope, None, pool[:, 1], slots)
     (values, scales), (wanted, wanted_scales) = map(values_and_scales, (pool, expected))
     assert torch.equal(scales.isnan(), wanted_scales.isnan())
     torch.testing.assert_close(scales, wanted_scales, rtol=4e-3, atol=0, equal_nan=True)

@@ -23,6 +23,7 @@ from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attenti
 from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.attention.decode_shares import divide, max_shares
 from baton.kernels.kv import kv_blocks
+from baton.kernels.kv.kv_blocks import HeadNorms
 from baton.kernels.kv.kv_blocks_triton import rotate_and_store
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps, silu_and_mul
@@ -132,7 +133,10 @@ def test_tilings_of_few_rows(outputs: int, rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("dim", DIMS)
-def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotate_and_store(
+    has_norms: bool, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
     tokens, blocks, block_size = 9, 8, 4
     qkv = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
     positions = torch.randint(0, 100_000, (tokens,), device=DEVICE)
@@ -140,24 +144,19 @@ def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtyp
     slots = torch.randperm(blocks * block_size, device=DEVICE)[:tokens]
     pool = torch.full((blocks, 3, 2, kv_heads, block_size, dim), math.nan, device=DEVICE).to(dtype)
     expected_pool = pool.clone()
-    rotated = kv_blocks.apply_rope(qkv[:, : heads + kv_heads], *angles)
+    q_and_k, norms = qkv[:, : heads + kv_heads], None
+    if has_norms:
+        norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-5)
+        q_and_k = kv_blocks.norm_heads(q_and_k, kv_heads, norms)
+    rotated = kv_blocks.apply_rope(q_and_k, *angles)
     k, v = rotated[:, heads:], qkv[:, heads + kv_heads :]
     kv_blocks.store_kv(expected_pool, 1, k, v, slots // block_size, slots % block_size)
     values = qkv[:, heads + kv_heads :].clone()
-    rotate_and_store(qkv, angles, pool[:, 1], slots)
+    rotate_and_store(qkv, angles, norms, pool[:, 1], slots)
     close(qkv[:, : heads + kv_heads], rotated)
     assert torch.equal(qkv[:, heads + kv_heads :], values)
     assert torch.equal(pool.isnan(), expected_pool.isnan())
     close(pool.nan_to_num(), expected_pool.nan_to_num())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_norm_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    qkv = randn(5, heads + 2 * kv_heads, 80, dtype=dtype)
-    weights = (randn(80, dtype=dtype), randn(80, dtype=dtype))
-    expected = ops.Ops().norm_heads(qkv.clone(), weights, kv_heads, 1e-5)
-    close(TritonOps().norm_heads(qkv, weights, kv_heads, 1e-5), expected)
 
 
 def drawn(temperature: float, key: int) -> SampleSpec:

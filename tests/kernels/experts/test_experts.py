@@ -310,25 +310,36 @@ PERSISTENT = [
     (Persistent(16, 6, 11), 2048, 768, torch.bfloat16),
     (Persistent(32, 4, 7), 2048, 768, torch.bfloat16),
     (Persistent(16, 2, 3), 384, 256, torch.float16),
+    (Persistent(128, 4, 4), 2048, 768, torch.bfloat16),
+    (Persistent(128, 2, 3), 512, 128, torch.float16),
 ]
 
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("by", [*BY, "floats"])
 @pytest.mark.parametrize(("plan", "hidden", "inner", "dtype"), PERSISTENT, ids=str)
 def test_persistent_programs_give_the_bits_of_tiles(
     by: str, plan: Persistent, hidden: int, inner: int, dtype: torch.dtype
 ) -> None:
     whole = make_mixture(40, 3, hidden, inner)
-    parts = {name: quantised(getattr(whole, name), by) for name in ("gate_up", "down")}
+    parts = {name: getattr(whole, name) for name in ("gate_up", "down")}
+    if by == "floats":
+        if not plan.is_wide:
+            pytest.skip("is for weights in FP8")
+        plan = dataclasses.replace(plan, has_fp8_rows=False)
+        parts = {name: ExpertWeights(part.values.to(dtype)) for name, part in parts.items()}
+    else:
+        parts = {name: quantised(part, by) for name, part in parts.items()}
     mixture = dataclasses.replace(whole, router=whole.router.to(dtype), **parts)
     half_of_it = {
-        name: ExpertWeights(part.values[10:30], part.scale[10:30]) for name, part in parts.items()
+        name: ExpertWeights(part.values[10:30], None if part.scale is None else part.scale[10:30])
+        for name, part in parts.items()
     }
     local = dataclasses.replace(mixture, first=10, **half_of_it)
     # Experts without rows, with some, and (the others' programs) with several tiles.
-    for some, num_tokens in itertools.product((mixture, local), (1, 9, 64, 300)):
+    many = 3000 if plan.is_wide else 300
+    for some, num_tokens in itertools.product((mixture, local), (1, 9, 64, many)):
         x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
         expected = compute_experts(x, some, None, plan.tiles)
         for _ in range(20):  # programs wait for each other's stages: a race is not there each time

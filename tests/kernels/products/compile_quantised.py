@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baton.kernels.experts import fp8_experts_gluon
+from baton.kernels.experts import fp8_experts_gluon, wide_tiles_gluon
 from baton.kernels.experts.tiles import Persistent
 from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
@@ -207,6 +207,24 @@ def persistent_experts(plan: Persistent, is_gated: bool, is_blocked: bool) -> No
     assert "griddepcontrol.wait" in filled, "the weight waits for what is in front"
 
 
+def wide_tiles(is_gated: bool, scaling: int) -> None:
+    constants = {"IS_GATED": is_gated, "SCALING": scaling, "STAGES": 4, "PDL": True}
+    itemsize, element = (1, "fp8e4nv") if scaling else (2, "bf16")
+    layout, floats = wide_tiles_gluon._layout(itemsize), "*fp32" if scaling else "*bf16"
+
+    def of_rows(count: int) -> str:
+        return f"tensordesc<{element}[{count}, {128 // itemsize}],{layout!r}>"
+
+    types = {"vectors": f"*{element}" if is_gated else of_rows(64), "matrix": of_rows(128)}
+    types |= {"x_scale": floats, "scale": floats, "shares": "*i32" if is_gated else "*fp32"}
+    types |= {"out": f"*{element}" if is_gated else "*bf16", "out_scale": floats}
+    options = {"num_warps": 4, "maxnreg": wide_tiles_gluon._REGISTERS}
+    ptx = compiled(wide_tiles_gluon._wide_tiles, constants, types, options, GluonASTSource)
+    kind = "k32.f32.e4m3.e4m3" if scaling else "k16.f32.bf16.bf16"
+    # Each of the two groups of warps has its own.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128{kind}") == 2 * 2 * 4
+
+
 CASES = [
     lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
     lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
@@ -232,6 +250,9 @@ CASES = [
     lambda: persistent_experts(Persistent(16, 6, 11), True, False),
     lambda: persistent_experts(Persistent(32, 5, 10), False, True),
     lambda: norm(0, 8),
+    lambda: wide_tiles(True, 0),
+    lambda: wide_tiles(True, 1),
+    lambda: wide_tiles(False, 2),
 ]
 
 if __name__ == "__main__":
