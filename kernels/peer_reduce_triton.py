@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
+from .launched import cdiv, launched, next_power_of_2
 from .row_room import empty_rows
 
 MAX_RANKS = 8
@@ -83,7 +84,7 @@ def peer_sum(x: Tensor, exchange: Exchange, *, in_parts: bool) -> Tensor:
 
     Waits, on the device, for the other ranks to launch the same.
     """
-    width = _block(triton.cdiv(x.numel(), MAX_PROGRAMS))
+    width = _block(cdiv(x.numel(), MAX_PROGRAMS))
     out = torch.empty_like(x)
     _launch(x, x, x, out, exchange, width, 0.0, in_parts=in_parts, has_norm=False)
     return out
@@ -110,7 +111,7 @@ def peer_add_rms_norm(
 
 
 def _block(width: int) -> int:
-    return max(_LEAST_BLOCK, int(triton.next_power_of_2(width)))
+    return max(_LEAST_BLOCK, int(next_power_of_2(width)))
 
 
 def _launch(
@@ -127,7 +128,7 @@ def _launch(
 ) -> None:
     block, pitch = _block(width), exchange.pitch(width, in_parts=in_parts)
     num_elements = out.numel()
-    _peer_sum[(triton.cdiv(num_elements, width),)](
+    _peer_sum[(cdiv(num_elements, width),)](
         residual if x is None else x,
         residual,
         weight,
@@ -226,6 +227,7 @@ def _clear(address, num_halves, STEP: tl.constexpr):
         tl.store(halves + places, tl.full((STEP,), -32768, tl.int16), mask=places < end)
 
 
+@launched
 @triton.jit
 def _peer_sum(
     x,

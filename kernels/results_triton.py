@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launched import cdiv, launched
+
 _ROWS = 128
 
 
@@ -18,9 +20,10 @@ def fill_in(token_ids: Tensor, places: Tensor, sampled: Tensor) -> None:
     """token_ids[i] becomes sampled[places[i]], and stays where places[i] is -1: all int64, the
     first two [tokens]."""
     n = len(token_ids)
-    _fill_in[(triton.cdiv(n, _ROWS),)](*(token_ids, places, sampled, n), ROWS=_ROWS, num_warps=1)
+    _fill_in[(cdiv(n, _ROWS),)](*(token_ids, places, sampled, n), ROWS=_ROWS, num_warps=1)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _fill_in(token_ids, places, sampled, num_rows, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,11 +39,12 @@ def write_results(
     [n] in pinned memory; there once an event behind this has come to pass. Nobody may get that
     memory before: torch's allocator does not know of the kernel."""
     if n := len(host_token_ids):
-        _write_results[(triton.cdiv(n, _ROWS),)](
+        _write_results[(cdiv(n, _ROWS),)](
             *(token_ids, logprobs, host_token_ids, host_logprobs, n), ROWS=_ROWS, num_warps=1
         )
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _write_results(
     token_ids, logprobs, host_token_ids, host_logprobs, num_rows, ROWS: tl.constexpr

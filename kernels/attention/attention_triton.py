@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
+from ..launched import launched, next_power_of_2
 from ..upload import upload, upload_into
 from .attention import (
     MAX_GRAPH_SLICES,
@@ -91,7 +92,7 @@ class TritonPrefill:
             BLOCK_SIZE=self._block_size,
             PIECE=piece_elements(layer_pool),
             DIM=dim,
-            DIM_PADDED=triton.next_power_of_2(dim),
+            DIM_PADDED=next_power_of_2(dim),
             TILE_QUERIES=_TILE_QUERIES,
             TILE_KEYS=_TILE_KEYS if dim <= 128 and out.element_size() == 2 else 32,
             PRECISION=dot_precision(out),
@@ -141,6 +142,7 @@ def piece_elements(layer_pool: Tensor) -> int:
     return layer_pool.shape[-2] * layer_pool.shape[-1]
 
 
+@launched
 @triton.jit
 def _prefill(
     q,

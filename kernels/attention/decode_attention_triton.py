@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
+from ..launched import cdiv, launched, next_power_of_2
 from ..upload import upload_into
 from .attention import BlockTables, join_tables
 from .attention_8bit_triton import (
@@ -110,7 +111,7 @@ class TritonDecode:
         each = (shares, rows_each * heads)
         partial = torch.empty((*each, dim), dtype=torch.float32, device=device)
         log_sums = torch.empty(each, dtype=torch.float32, device=device)
-        dim_padded = triton.next_power_of_2(dim)
+        dim_padded = next_power_of_2(dim)
         group = heads // self._kv_heads
         # Heads of a share run side by side: they read the same blocks, and a block of a layer lies
         # in a page of memory of its own (heads in the outer place cost 20 % at 64 x 4k).
@@ -132,7 +133,7 @@ class TritonDecode:
             KV_HEADS=self._kv_heads,
             GROUP=group,
             ROWS_EACH=rows_each,
-            GROUP_PADDED=max(8, triton.next_power_of_2(rows_each * group)),
+            GROUP_PADDED=max(8, next_power_of_2(rows_each * group)),
             BLOCK_SIZE=self._block_size,
             PIECE=piece_elements(layer_pool),
             DIM=dim,
@@ -149,7 +150,7 @@ class TritonDecode:
         # Many sequences have few shares each, if more than one.
         has_few = places * heads >= _MANY_HEADS
         heads_each, at_once = (8, 4) if has_few else (1, 32)
-        _join_shares[(places, triton.cdiv(heads, heads_each))](
+        _join_shares[(places, cdiv(heads, heads_each))](
             partial,
             log_sums,
             self._indptr,
@@ -166,6 +167,7 @@ class TritonDecode:
         )
 
 
+@launched
 @triton.jit
 def _attend_share(
     q,
@@ -300,6 +302,7 @@ def _attend_share(
         tl.store(log_sums + at, log_sum, mask=is_row)
 
 
+@launched
 @triton.jit
 def _join_shares(
     partial,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from ..products.weights import BLOCK
 from .experts import ExpertWeights, Mixture
 from .routing_triton import Choice
@@ -31,14 +32,14 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
     """x [tokens, hidden] -> the weighted sum of each token's experts on this rank, like x."""
     num_tokens, hidden = x.shape
     k, inner = mixture.num_chosen, mixture.inner
-    padded = triton.next_power_of_2(k)
+    padded = next_power_of_2(k)
     gated = torch.empty((num_tokens * k, inner), dtype=x.dtype, device=x.device)
     options = {"num_warps": plan.warps, **launch_options(x.device)}
     local = (mixture.first, mixture.num_local)
     gate_up, down = mixture.gate_up, mixture.down
     assert isinstance(gate_up, ExpertWeights) and isinstance(down, ExpertWeights)
     least = BLOCK if gate_up.scaling else 16
-    _gated[(num_tokens * k, triton.cdiv(inner, plan.gated))](
+    _gated[(num_tokens * k, cdiv(inner, plan.gated))](
         x,
         gate_up.values,
         gate_up.values if gate_up.scale is None else gate_up.scale,
@@ -49,15 +50,15 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         INNER=inner,
         K=k,
         OUTPUTS=plan.gated,
-        COLS=max(least, min(plan.inputs, triton.next_power_of_2(hidden))),
+        COLS=max(least, min(plan.inputs, next_power_of_2(hidden))),
         SCALING=gate_up.scaling,
         **options,
     )
     out = torch.empty_like(x)
     cols = 32 * plan.warps * _STEP_OF_THREAD // (padded * plan.down)
-    cols = max(least, min(cols, triton.next_power_of_2(inner)))
+    cols = max(least, min(cols, next_power_of_2(inner)))
     ahead = _BYTES_AHEAD // (_STEP_OF_THREAD * down.values.element_size())
-    _down[(num_tokens, triton.cdiv(hidden, plan.down))](
+    _down[(num_tokens, cdiv(hidden, plan.down))](
         gated,
         down.values,
         down.values if down.scale is None else down.scale,
@@ -71,13 +72,14 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         K_PADDED=padded,
         OUTPUTS=plan.down,
         COLS=cols,
-        AHEAD=min(ahead, triton.cdiv(inner, cols)),  # steps
+        AHEAD=min(ahead, cdiv(inner, cols)),  # steps
         SCALING=down.scaling,
         **options,
     )
     return out
 
 
+@launched
 @triton.jit(do_not_specialize=["first_local", "num_local"])
 def _gated(
     x,
@@ -139,6 +141,7 @@ def _gated(
     tl.store(at, gated.to(out.dtype.element_ty), mask=is_output)
 
 
+@launched
 @triton.jit(do_not_specialize=["first_local", "num_local"])
 def _down(
     gated,

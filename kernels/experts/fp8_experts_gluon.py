@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import launched, next_power_of_2
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
 from .experts import BY_BLOCK, ExpertWeights, Fp8Groups
 from .routing_triton import Choice, Order
@@ -110,7 +110,7 @@ def _launch(
         num_inputs,
         IS_GATED=is_gated,
         IS_BLOCKED=weights.scaling == BY_BLOCK,
-        GROUPS=int(triton.next_power_of_2(num_inputs // BLOCK)),
+        GROUPS=int(next_power_of_2(num_inputs // BLOCK)),
         ROWS=plan.rows,
         STAGES=plan.gated if is_gated else plan.down,
         num_warps=_WARPS,
@@ -379,6 +379,7 @@ def _multiply(
         done += length
 
 
+@launched
 @gluon.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen"])
 def _experts(
     vectors,

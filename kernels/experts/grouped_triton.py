@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
 from .experts import BY_ROW, ExpertInputs, Fp8Groups, Int4Experts, StackedWeights
 from .int4_experts_triton import int4_products
@@ -80,8 +81,8 @@ def sum_pairs(products: Tensor, choice: Choice, first: int, num_local: int) -> T
     num_tokens, k = choice.chosen.shape
     hidden = products.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=products.dtype, device=products.device)
-    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
-    _sum_pairs[(num_tokens, triton.cdiv(hidden, block))](
+    block = min(_SUM_BLOCK, next_power_of_2(hidden))
+    _sum_pairs[(num_tokens, cdiv(hidden, block))](
         products,
         choice.chosen,
         out,
@@ -124,7 +125,7 @@ def _launch(
     if has_descriptor:
         rows_of_all = weights.values.view(-1, num_inputs)
         matrices = TensorDescriptor.from_tensor(rows_of_all, [cut.outputs, cut.inputs])
-    _grouped_product[(num_tiles * triton.cdiv(num_outputs, cut.outputs),)](
+    _grouped_product[(num_tiles * cdiv(num_outputs, cut.outputs),)](
         data,
         scale,
         matrices,
@@ -156,6 +157,7 @@ def _launch(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen", "group"])
 def _grouped_product(
     x,
@@ -302,6 +304,7 @@ def _add_product(
     return sums
 
 
+@launched
 @triton.jit(do_not_specialize=["first", "num_local"])
 def _sum_pairs(
     products,

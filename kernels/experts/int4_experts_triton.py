@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched
 from ..products.int4_triton import sum_of_chunks
 from ..products.int4_weights import CHUNK, PER_WORD
 from .experts import Int4Experts
@@ -35,7 +36,7 @@ def int4_products(
     """Fill `out`: without `shares` the gated product of rows of x [tokens, inputs] by pair, else
     that of x [pairs by expert, inputs], times the pairs' shares."""
     num_outputs, num_tiles = weights.num_outputs, order.tiles.shape[1]
-    _int4_grouped_product[(num_tiles * triton.cdiv(num_outputs, cut.outputs),)](
+    _int4_grouped_product[(num_tiles * cdiv(num_outputs, cut.outputs),)](
         x,
         weights.data,
         weights.groups,
@@ -61,6 +62,7 @@ def int4_products(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen", "group"])
 def _int4_grouped_product(
     x,

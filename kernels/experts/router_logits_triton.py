@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
 from .experts import Fp8Groups
 
@@ -29,25 +30,25 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
     num_experts = len(router)
     if num_tokens <= _MAX_GEMV_TOKENS and quantised is None:
         out = torch.empty((1, num_tokens, num_experts), dtype=torch.float32, device=x.device)
-        _logits_of_few[(num_tokens, triton.cdiv(num_experts, _GEMV_EXPERTS))](
+        _logits_of_few[(num_tokens, cdiv(num_experts, _GEMV_EXPERTS))](
             x,
             router,
             out,
             num_experts,
             hidden,
             EXPERTS=_GEMV_EXPERTS,
-            COLS=min(2048, triton.next_power_of_2(hidden)),
+            COLS=min(2048, next_power_of_2(hidden)),
             num_warps=4,
             **launch_options(x.device),
         )
         return out
     tile_tokens, tile_experts, num_parts = next(cut for most, *cut in _CUTS if num_tokens <= most)
-    tile_experts = min(tile_experts, max(16, triton.next_power_of_2(num_experts)))
-    columns = triton.cdiv(hidden, num_parts * BLOCK) * BLOCK
-    num_parts = triton.cdiv(hidden, columns)
+    tile_experts = min(tile_experts, max(16, next_power_of_2(num_experts)))
+    columns = cdiv(hidden, num_parts * BLOCK) * BLOCK
+    num_parts = cdiv(hidden, columns)
     sizes = (num_parts, num_tokens, num_experts)
     out = torch.empty(sizes, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts), num_parts)
+    grid = (cdiv(num_tokens, tile_tokens), cdiv(num_experts, tile_experts), num_parts)
     _logits[grid](
         x,
         router,
@@ -70,6 +71,7 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
     return out
 
 
+@launched
 @triton.jit
 def _logits_of_few(
     x,
@@ -101,6 +103,7 @@ def _logits_of_few(
     tl.store(out + token * num_experts + experts, tl.sum(sums, axis=1), mask=is_expert)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits(
     x,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from .experts import LayerLoads, Mixture
 
 _BLOCK_ELEMENTS = 4096  # tokens times experts that a program has in registers
@@ -89,7 +90,7 @@ def choose_and_order(
     k, device = mixture.num_chosen, logits.device
     padded = _padded(num_experts)
     block = _block_tokens(num_tokens, padded)
-    num_blocks = triton.cdiv(num_tokens, block)
+    num_blocks = cdiv(num_tokens, block)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=device)
     chosen = torch.empty((num_tokens, k), dtype=torch.int32, device=device)
     is_ordered = tile_rows is not None
@@ -121,7 +122,7 @@ def choose_and_order(
         0 if loads is None else loads.whole.first_slot,
         *bounds,
         PARTS=num_parts,
-        K_PADDED=triton.next_power_of_2(k),
+        K_PADDED=next_power_of_2(k),
         IS_NORMED=mixture.has_normed_weights,
         IS_COUNTED=loads is not None,
         HAS_SLOTS=slots is not None,
@@ -154,14 +155,14 @@ def _int32s(device: torch.device, *sizes: int) -> list[Tensor]:
 
 
 def _padded(num_experts: int) -> int:
-    return max(2, int(triton.next_power_of_2(num_experts)))
+    return max(2, int(next_power_of_2(num_experts)))
 
 
 def _block_tokens(num_tokens: int, padded: int) -> int:
     """Tokens of a program: few, as long as the programs are few."""
     most = max(1, min(_MAX_BLOCK_TOKENS, _BLOCK_ELEMENTS // padded))
     if num_tokens <= most:
-        return int(triton.next_power_of_2(num_tokens))
+        return int(next_power_of_2(num_tokens))
     return min(most, 8 if num_tokens <= 256 else 16) if num_tokens <= 2048 else most
 
 
@@ -171,6 +172,7 @@ def _warps(block: int, *, is_ordered: bool) -> int:
     return min(16, max(block, 4 if is_ordered else 1))
 
 
+@launched
 @triton.jit(do_not_specialize=["first_slot", "num_tokens", "first_local", "num_tiles", "tile_rows"])
 def _choose(
     logits,
@@ -268,6 +270,7 @@ def _choose(
         tl.store(counts + program * EXPERTS + experts, numbers_of)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens", "first_local", "num_tiles", "tile_rows", "num_blocks"])
 def _order(
     chosen,

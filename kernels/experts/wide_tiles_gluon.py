@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import launched
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
 from .experts import BY_BLOCK, BY_ROW, ExpertInputs, ExpertWeights, Fp8Groups
 from .fp8_experts_gluon import ask, copy, num_multiprocessors
@@ -378,6 +379,7 @@ def _multiply(
         expert, first_row, end = next_one
 
 
+@launched
 @gluon.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen"])
 def _wide_tiles(
     vectors,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from .kv_8bit import LARGEST, SMALLEST
 from .kv_blocks import HeadNorms
 
@@ -40,7 +41,7 @@ def pull_blocks(
     """
     target = _words(pool)
     num_words = target.shape[1]
-    num_chunks = len(block_ids) * triton.cdiv(num_words, _PULL_WORDS)
+    num_chunks = len(block_ids) * cdiv(num_words, _PULL_WORDS)
     _pull_words[(min(_PULL_PROGRAMS, num_chunks),)](
         source_address,
         target,
@@ -75,9 +76,9 @@ def pull_heads(
     word = _word(block_size * dim * pool.itemsize)
     head_words = block_size * dim * pool.itemsize // word.itemsize
     num_rows, width = 2 * num_layers, num_heads * head_words
-    num_columns = min(triton.next_power_of_2(width), _CHUNK_WORDS)
+    num_columns = min(next_power_of_2(width), _CHUNK_WORDS)
     num_tile_rows = _CHUNK_WORDS // num_columns
-    tiles_per_block = triton.cdiv(num_rows, num_tile_rows) * triton.cdiv(width, num_columns)
+    tiles_per_block = cdiv(num_rows, num_tile_rows) * cdiv(width, num_columns)
     num_tiles = len(block_ids) * tiles_per_block
     _pull_rows[(min(_PULL_PROGRAMS, num_tiles),)](
         source_address,
@@ -113,6 +114,7 @@ def _word(num_bytes: int) -> torch.dtype:
     return torch.uint8
 
 
+@launched
 @triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=_IDS)
 def _pull_words(
     source_address, target, source_ids, block_ids, num_words, num_chunks, CHUNK: tl.constexpr
@@ -130,6 +132,7 @@ def _pull_words(
         tl.store(written + words, tl.load(read + words, mask=mask), mask=mask)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_IDS)
 def _pull_rows(
     source_address,
@@ -188,7 +191,7 @@ def rotate_and_store(
     _, _, kv_heads, block_size, width = layer_pool.shape
     heads = all_heads - 2 * kv_heads
     cos, sin = rope
-    q_tiles, kv_tiles = triton.cdiv(heads, _TILE_HEADS), triton.cdiv(kv_heads, _TILE_HEADS)
+    q_tiles, kv_tiles = cdiv(heads, _TILE_HEADS), cdiv(kv_heads, _TILE_HEADS)
     _rotate_and_store[(num_tokens, q_tiles + 2 * kv_tiles)](
         qkv,
         cos,
@@ -207,7 +210,7 @@ def rotate_and_store(
         BLOCK_SIZE=block_size,
         PIECE=block_size * width,
         DIM=dim,
-        HALF_PADDED=triton.next_power_of_2(dim // 2),
+        HALF_PADDED=next_power_of_2(dim // 2),
         TILE_HEADS=_TILE_HEADS,
         LARGEST=LARGEST.get(layer_pool.dtype),
         num_warps=2,
@@ -215,6 +218,7 @@ def rotate_and_store(
     )
 
 
+@launched
 @triton.jit
 def _rotate_and_store(
     qkv,

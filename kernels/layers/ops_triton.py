@@ -18,6 +18,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..experts.experts import LayerLoads, Mixture, Pairs
 from ..experts.experts_triton import compute_experts, experts_summand
 from ..gluon_kernels import gluon_kernels
+from ..launched import cdiv, launched, next_power_of_2
 from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import multiply, unscaled
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
@@ -145,7 +146,7 @@ def _launch_norm(
     summands = x.num_chosen if isinstance(x, Pairs) else 1
     x = x if isinstance(x, Tensor) else x.data
     num_tokens, dim = residual.shape
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     out: Activations
     if reader is None:
         out, way, room = empty_rows(residual.shape, x), 0, 0
@@ -175,6 +176,7 @@ def _launch_norm(
     return out
 
 
+@launched
 @triton.jit(do_not_specialize=["room"])
 def _add_rms_norm(
     x,
@@ -231,12 +233,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, width = gate_up.shape
     dim = width // 2
     out = empty_rows((num_tokens, dim), gate_up)
-    grid = (num_tokens, triton.cdiv(dim, _ACTIVATION_BLOCK))
+    grid = (num_tokens, cdiv(dim, _ACTIVATION_BLOCK))
     options = launch_options(gate_up.device)
     _silu_and_mul[grid](gate_up, out, dim, BLOCK=_ACTIVATION_BLOCK, num_warps=4, **options)
     return out
 
 
+@launched
 @triton.jit
 def _silu_and_mul(gate_up, out, dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_in(PDL)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, BlockScaled, Fp8Rows, Fp8Weight
 
 BY_ROW, BY_GROUP = 1, 2
@@ -37,10 +38,10 @@ def silu_and_mul_quantised(gate_up: Tensor, weight: Fp8Weight) -> Fp8Rows:
 
 def _launch(x: Tensor, weight: Fp8Weight, dim: int, *, is_gated: bool) -> Fp8Rows:
     out = Fp8Rows.empty(len(x), weight, x)
-    columns = max(BLOCK, triton.next_power_of_2(dim))
+    columns = max(BLOCK, next_power_of_2(dim))
     if way_of(weight) == BY_GROUP:
         columns = min(columns, _COLUMNS)
-    _quantise[(len(x), triton.cdiv(dim, columns))](
+    _quantise[(len(x), cdiv(dim, columns))](
         x,
         out.data,
         out.scale,
@@ -80,6 +81,7 @@ def store_quantised(
         tl.store(at, scaled.to(out.dtype.element_ty), mask=cols < dim)
 
 
+@launched
 @triton.jit(do_not_specialize=["room"])
 def _quantise(
     x,

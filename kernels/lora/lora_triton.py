@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from ..row_room import empty_rows
 from ..upload import upload_into
 from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
@@ -32,6 +33,7 @@ _TILE_OUTPUTS = 64
 _SHRINK_WARPS, _EXPAND_WARPS = 2, 1
 
 
+@launched
 @triton.jit
 def _shrink(
     x, bank, ranks, rows, blocks, shrunk,
@@ -101,6 +103,7 @@ def _whole(
     return total
 
 
+@launched
 @triton.jit
 def _expand(
     y, bank, ranks, rows, blocks, shrunk,
@@ -136,6 +139,7 @@ def _expand(
     tl.store(out, (value + added).to(y.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _expand_gated(
     y, out, bank, ranks, rows, blocks, shrunk,
@@ -190,7 +194,7 @@ class TritonAdapters:
         self._ranks = torch.zeros(len(bank), dtype=torch.int32, device=bank.device)
         most = max_rows + 3 * num_blocks(max_rows, len(bank))
         self._groups = torch.zeros(most, dtype=torch.int32, device=bank.device)
-        self._rank = max(16, triton.next_power_of_2(bank.shape[1]))
+        self._rank = max(16, next_power_of_2(bank.shape[1]))
 
     def set_rank(self, slot: int, rank: int) -> None:
         """See `AddsAdapters`."""
@@ -206,7 +210,7 @@ class TritonAdapters:
         """[parts of the inputs, rows, projections, rank] in float32."""
         num_rows, projections = len(x), len(place.parts)
         rows, blocks, count = self._blocks(num_rows)
-        parts = triton.cdiv(place.num_inputs, _PART_INPUTS)
+        parts = cdiv(place.num_inputs, _PART_INPUTS)
         tile = max(16, _TILE_WEIGHTS // self._rank)
         shape = (parts, num_rows, projections, self._rank)
         shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -226,7 +230,7 @@ class TritonAdapters:
         rows, blocks, count = self._blocks(num_rows)
         outputs0, outputs1, outputs2 = (*place.parts, 0, 0)[:3]
         slot_stride, row_stride, _ = self._bank.stride()
-        _expand[(count, triton.cdiv(max(place.parts), _TILE_OUTPUTS), projections)](
+        _expand[(count, cdiv(max(place.parts), _TILE_OUTPUTS), projections)](
             y, self._bank, self._ranks, rows, blocks, shrunk,
             num_rows, count, place.outputs_at, outputs0, outputs1, outputs2,
             slot_stride, row_stride, y.stride(0),
@@ -241,7 +245,7 @@ class TritonAdapters:
         width = place.parts[0]
         out = empty_rows((num_rows, width), y)
         slot_stride, row_stride, _ = self._bank.stride()
-        _expand_gated[(count, triton.cdiv(width, _TILE_OUTPUTS))](
+        _expand_gated[(count, cdiv(width, _TILE_OUTPUTS))](
             y, out, self._bank, self._ranks, rows, blocks, shrunk,
             num_rows, count, place.outputs_at, width, slot_stride, row_stride, y.stride(0),
             BLOCK=BLOCK_ROWS, RANK=self._rank, TILE=_TILE_OUTPUTS, PARTS=parts,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from .fp8_triton import Fp8Stages
 from .streamed_product_gluon import _ask, _stage_barriers
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
@@ -51,7 +51,7 @@ def fp8_streamed_product(
     num_outputs, num_inputs = weight.shape
     data, _ = x.with_room
     out = torch.empty((len(x), num_outputs), dtype=x.dtype, device=data.device)
-    _fp8_streamed[(triton.cdiv(num_outputs, stages.outputs),)](
+    _fp8_streamed[(cdiv(num_outputs, stages.outputs),)](
         _boxes(data, x.room),
         _boxes(weight.data, stages.outputs),
         x.scale,
@@ -82,7 +82,7 @@ def registers(stages: Fp8Stages) -> int:
 
 def _groups(num_inputs: int, chunks: int) -> int:
     """Rows of the table of scales: whole steps, a power of 2."""
-    return int(triton.next_power_of_2(triton.cdiv(num_inputs, BLOCK * chunks) * chunks))
+    return int(next_power_of_2(cdiv(num_inputs, BLOCK * chunks) * chunks))
 
 
 def _boxes(matrix: Tensor, num_rows: int) -> TensorDescriptor:
@@ -213,6 +213,7 @@ def _multiply(
     return sums, rows  # older Triton takes apart whatever is returned
 
 
+@launched
 @gluon.jit(do_not_specialize=["num_rows"])
 def _fp8_streamed(
     vectors,

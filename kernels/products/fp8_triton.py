@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from .gemv_triton import _ALIGNED, _prefetch
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
@@ -49,9 +50,9 @@ def fp8_few_rows(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, tiling: Fp8
     num_outputs = len(weight)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.data.device)
     ahead = min(_AHEAD_BYTES // num_outputs, num_inputs) // _ALIGNED * _ALIGNED
-    rows = min(64, max(16, triton.next_power_of_2(num_rows)))
+    rows = min(64, max(16, next_power_of_2(num_rows)))
     is_whole = num_outputs % tiling.outputs == 0 and num_inputs % BLOCK == 0
-    _fp8_few_rows[(triton.cdiv(num_outputs, tiling.outputs), triton.cdiv(num_rows, rows))](
+    _fp8_few_rows[(cdiv(num_outputs, tiling.outputs), cdiv(num_rows, rows))](
         x.data,
         x.scale,
         weight.data,
@@ -75,6 +76,7 @@ def fp8_few_rows(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, tiling: Fp8
     return out
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "room", "num_ahead"])
 def _fp8_few_rows(
     x,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 
 MAX_FEW_ROWS = 64
 _MANY_OUTPUTS = 8192
@@ -62,13 +63,14 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out,
         num_inputs,
         HAS_BIAS=bias is not None,
-        COLS=min(1024, triton.next_power_of_2(num_inputs)),
+        COLS=min(1024, next_power_of_2(num_inputs)),
         num_warps=2 if num_outputs > _MANY_OUTPUTS else 4,
         **launch_options(x.device),
     )
     return out
 
 
+@launched
 @triton.jit
 def _gemv(
     x, weight, bias, out, num_inputs, HAS_BIAS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
@@ -102,7 +104,7 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     row_bytes = num_inputs * x.itemsize
     ahead = min(_AHEAD_BYTES // len(weight), row_bytes) // _ALIGNED * _ALIGNED
-    _few_rows_product[(triton.cdiv(num_outputs, tiling.outputs),)](
+    _few_rows_product[(cdiv(num_outputs, tiling.outputs),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -113,7 +115,7 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
         ahead if row_bytes % _ALIGNED == 0 else 0,
         HAS_BIAS=bias is not None,
         IS_WHOLE=num_outputs % tiling.outputs == 0 and num_inputs % tiling.inputs == 0,
-        ROWS=max(16, triton.next_power_of_2(num_rows)),  # 16: a tile of the matrix units
+        ROWS=max(16, next_power_of_2(num_rows)),  # 16: a tile of the matrix units
         TILE_OUTPUTS=tiling.outputs,
         TILE_INPUTS=tiling.inputs,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -124,6 +126,7 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
     return out
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_ahead"])
 def _few_rows_product(
     x,

@@ -18,7 +18,6 @@ import functools
 import math
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched
 from ..row_room import empty_rows, room_of
 from .int4_triton import Int4Stages, _unpacked
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
@@ -60,7 +60,7 @@ def int4_streamed_product(
     width = num_outputs // 2 if is_gated else num_outputs
     out = empty_rows((num_rows, width), x)
     room = room_of(num_rows)
-    num_tiles = triton.cdiv(num_outputs, stages.outputs)
+    num_tiles = cdiv(num_outputs, stages.outputs)
     num_chunks = num_inputs // CHUNK
     chunks = math.gcd(stages.chunks, num_chunks)
     shares = min(stages.shares, num_chunks // chunks)
@@ -243,6 +243,7 @@ def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
     return sums, zeros  # older Triton takes apart whatever is returned
 
 
+@launched
 @gluon.jit(do_not_specialize=["num_rows"])
 def _int4_streamed(
     vectors,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 from ..row_room import empty_rows
 from .gemv_triton import _prefetch
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
@@ -89,8 +90,8 @@ def int4_product(
     num_outputs = len(weight)
     width = num_outputs // 2 if is_gated else num_outputs
     out = empty_rows((num_rows, width), x)
-    rows = min(128, max(16, triton.next_power_of_2(num_rows)))
-    tiles = (triton.cdiv(num_outputs, tiling.outputs), triton.cdiv(num_rows, rows))
+    rows = min(128, max(16, next_power_of_2(num_rows)))
+    tiles = (cdiv(num_outputs, tiling.outputs), cdiv(num_rows, rows))
     shares = min(tiling.shares, num_inputs // CHUNK)
     if tiles[0] * tiles[1] > len(weight.turns):
         shares = 1
@@ -148,6 +149,7 @@ def _unpacked(words, zero, HAS_ASM: tl.constexpr, type: tl.constexpr):
     return ((words & 0xF) - zero).to(type), words >> 4
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _int4_product(
     x,
@@ -319,7 +321,7 @@ def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     """`weight.dequantised`: [outputs, inputs], for products of many rows."""
     num_outputs, num_inputs = weight.shape
     out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=weight.data.device)
-    grid = (triton.cdiv(num_outputs, _DEQUANTISED_AT_ONCE), num_inputs // CHUNK)
+    grid = (cdiv(num_outputs, _DEQUANTISED_AT_ONCE), num_inputs // CHUNK)
     _dequantise[grid](
         weight.data,
         weight.groups,
@@ -334,6 +336,7 @@ def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@launched
 @triton.jit
 def _dequantise(
     words,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched
 from ..peer_reduce_triton import Exchange, slot_at, state_of
 from ..row_room import ROWS_AT_ONCE, empty_rows
 from .streamed_product import Stages
@@ -88,7 +88,7 @@ def _launch(
 ) -> None:
     """`out`: the product, or of several ranks `Exchange.bases`."""
     whole_x = torch.as_strided(x, (ROWS_AT_ONCE, x.shape[1]), x.stride())
-    _streamed_product[(triton.cdiv(num_outputs, stages.outputs),)](
+    _streamed_product[(cdiv(num_outputs, stages.outputs),)](
         _boxes(whole_x, [ROWS_AT_ONCE, stages.inputs]),
         _boxes(weight, [stages.outputs, stages.inputs]),
         weight if bias is None else bias,
@@ -219,6 +219,7 @@ def _send(
         gl.store(gl.multiple_of(base, 16) + at, words, mask=mask)
 
 
+@launched
 @gluon.jit(do_not_specialize=["num_rows"])
 def _streamed_product(
     vectors,

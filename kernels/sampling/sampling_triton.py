@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..launched import cdiv, launched, next_power_of_2
 
 _CHUNK = 2048
 _MAX_VOCAB = 1 << 24  # ids pass as float32
@@ -62,7 +63,7 @@ def sample_unfiltered(
     if part is not None:
         rank, num_ranks, vocab_size = part.rank, part.num_ranks, part.vocab_size
     assert vocab_size <= _MAX_VOCAB
-    num_own = triton.cdiv(width, _CHUNK)
+    num_own = cdiv(width, _CHUNK)
     num_chunks = num_ranks * num_own
     device = logits.device
     partial = torch.empty((5, num_rows, num_chunks), dtype=torch.float32, device=device)
@@ -89,7 +90,7 @@ def sample_unfiltered(
         logprobs,
         num_chunks,
         partial.stride(0),
-        CHUNKS_PADDED=triton.next_power_of_2(num_chunks),
+        CHUNKS_PADDED=next_power_of_2(num_chunks),
         num_warps=1,
         **launch_options(device),
     )
@@ -111,6 +112,7 @@ def _gumbel(key, ids):
     return -tl.log(-log1p)
 
 
+@launched
 @triton.jit
 def _score(
     logits,
@@ -160,6 +162,7 @@ def _score(
         target += tl.num_programs(1)
 
 
+@launched
 @triton.jit
 def _choose(
     partial,

@@ -1,0 +1,80 @@
+"""Triton kernels whose launches take the host little: what they were compiled for is found quickly.
+
+A launch by `triton.jit` takes 50 to 80 us of a server's processor, most of it to find the compiled
+kernel: it writes options as text and compares the globals that the kernel names. A step of many
+tokens is no CUDA graph and has 400 launches, which take longer than the GPU does. Here a launch is
+looked up by what Triton distinguishes: types, alignment, constants, options. `@launched` stands
+above `@triton.jit` of what is launched, not of what kernels call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_ALIGNED = 16  # bytes, or what integers are multiples of, that kernels are compiled for
+
+
+def cdiv(number: int, by: int) -> int:
+    """Rounded up. `triton.cdiv` can do it in kernels, too, and takes 3 us."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least one that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+class Launched:
+    """A kernel of `triton.jit` or `gluon.jit`; launched like it, constants and options by name."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._is_compiled = isinstance(kernel, triton.JITFunction)  # and not interpreted
+        self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if not self._is_compiled:
+            self._kernel[grid](*args, **options)
+            return
+        key = (torch.cuda.current_device(), *map(_kind, args), *options.items())
+        found = self._compiled.get(key)
+        if found is None:
+            params = self._kernel.params
+            has_names = [param.is_constexpr for param in params]
+            assert has_names == [False] * len(args) + [True] * (len(params) - len(args))
+            constants = [options[param.name] for param in params[len(args) :]]
+            self._compiled[key] = self._kernel[grid](*args, **options), constants
+            return
+        compiled, constants = found
+        x, y, z = (*grid, 1, 1)[:3]
+        compiled[x, y, z](*args, *constants)
+
+
+def launched(kernel: Any) -> Any:
+    """See `Launched`."""
+    return Launched(kernel)
+
+
+def _kind(arg: Any) -> Hashable:
+    """What a kernel is compiled for; finer than Triton's own distinctions, or the same."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % _ALIGNED == 0
+    if type(arg) is int:
+        bits = arg.bit_length()
+        return -1 if arg == 1 else (arg % _ALIGNED == 0) + 2 * (bits > 31) + 2 * (bits > 63)
+    if arg is None or type(arg) in (bool, float):
+        return type(arg).__name__
+    # A tensor descriptor: of Triton, or of Gluon, which has a layout.
+    return arg.base.dtype, tuple(arg.block_shape), getattr(arg, "layout", None)
