@@ -31,31 +31,29 @@ def next_power_of_2(number: int) -> int:
 
 
 class Launched:
-    """A kernel of `triton.jit` or `gluon.jit`; launched like it, constants and options by name."""
+    """A kernel, `jit`, of `triton.jit` or `gluon.jit`; launched like it, constants and options by
+    name."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self.jit = kernel
         self._is_compiled = isinstance(kernel, triton.JITFunction)  # and not interpreted
         self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         if not self._is_compiled:
-            self._kernel[grid](*args, **options)
+            self.jit[grid](*args, **options)
             return
         key = (torch.cuda.current_device(), *map(_kind, args), *options.items())
         found = self._compiled.get(key)
         if found is None:
-            params = self._kernel.params
+            params = self.jit.params
             has_names = [param.is_constexpr for param in params]
             assert has_names == [False] * len(args) + [True] * (len(params) - len(args))
             constants = [options[param.name] for param in params[len(args) :]]
-            self._compiled[key] = self._kernel[grid](*args, **options), constants
+            self._compiled[key] = self.jit[grid](*args, **options), constants
             return
         compiled, constants = found
         x, y, z = (*grid, 1, 1)[:3]

@@ -53,7 +53,7 @@ from baton.kernels.experts.tiles import (
 )
 from baton.kernels.layers.ops import Ops
 from baton.kernels.products.int4_weights import CHUNK, quantise_groups
-from baton.kernels.products.weights import BLOCK, quantise_blocks, quantise_rows
+from baton.kernels.products.weights import quantise_blocks, quantise_rows
 
 from ..floors.figures import commit
 from ..floors.gpu_shapes import BYTES_PER_S, FLOPS, FP8_BLOCK_FLOPS, FP8_FLOPS
@@ -156,7 +156,7 @@ def persistent_plans(layer: Layer, num_tokens: int) -> list[Persistent]:
     """The candidates, each with next to all of shared memory or so much that another kernel's
     programs have room."""
     mixture, is_fp8 = layer.mixture, layer.weights in _QUANTISE
-    if layer.weights == "int4" or mixture.hidden % (2 * BLOCK) or mixture.inner % BLOCK:
+    if not sizes_of(mixture).is_whole:
         return []
     rows = tile_rows(num_tokens * mixture.num_chosen, mixture.num_experts)
     stages = {16: ((6, 11), (5, 8)), 32: ((5, 10), (4, 7))} if is_fp8 else {}

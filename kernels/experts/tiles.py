@@ -68,13 +68,15 @@ class Persistent:
     """Rows of a tile, and steps of 128 bytes of inputs in flight in the two products.
 
     16 or 32 rows: of weights in FP8, with activations in FP8, and sizes that are multiples of 128.
-    128 rows: also of floats; an output of the down product is a multiple of 256.
+    128 rows: also of floats; outputs of the down product are a multiple of 256. Up to `group` tiles
+    follow each other for the same outputs.
     """
 
     rows: int
     gated: int
     down: int
     has_fp8_rows: bool = True
+    group: int = 4
 
     @property
     def is_wide(self) -> bool:
@@ -103,6 +105,11 @@ class Sizes:
     weights: str = ""  # fp8: a scale for each output; fp8-block: for 128 x 128; int4; else floats
 
     @property
+    def is_whole(self) -> bool:
+        """Whether persistent programs can compute it."""
+        return self.hidden % 256 == 0 and self.inner % 128 == 0 and self.weights != "int4"
+
+    @property
     def key(self) -> str:
         key = f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
         return f"{key}, {self.weights}" if self.weights else key
@@ -117,6 +124,8 @@ def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
         steps = {"": _DEFAULTS, "int4": _INT4_DEFAULTS}.get(sizes.weights, _FP8_DEFAULTS)
         # By rows an expert, as a mixture of 128 experts and 8 choices has them.
         num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
+        if num_tokens > _MOST_NARROW and sizes.is_whole:
+            return Persistent(WIDE_ROWS, 4, 4, has_fp8_rows=sizes.weights != "")
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
 
 
@@ -148,6 +157,7 @@ def _table() -> Mapping[str, list[tuple[int, Plan]]]:
     }
 
 
+_MOST_NARROW = 256
 # float32 is for tests: whatever fits into any GPU.
 _EXACT = Tiles(16, Cut(32, 32, 2, 4), Cut(32, 32, 2, 4))
 _DEFAULTS: list[tuple[int, Plan]] = [

@@ -42,8 +42,8 @@ _ROWS = gl.constexpr(64)  # of a tile, those of one group of warps
 _LARGEST, _LEAST = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_MAXIMUM)
 _WARPS = 4
 _REGISTERS = 168  # of a thread at launch: 12 warps share what there is
-_PRODUCER_REGISTERS = gl.constexpr(56)
-_CONSUMER_REGISTERS = gl.constexpr(224)
+_PRODUCER_REGISTERS = gl.constexpr(40)
+_CONSUMER_REGISTERS = gl.constexpr(232)
 _GATHERING = gl.constexpr(2)
 _GATHERING_LANES = gl.constexpr(64)
 
@@ -58,10 +58,10 @@ def gated_products(
     inner, num_pairs = weights.num_outputs // 2, len(order.pairs)
     if isinstance(x, Fp8Groups):
         out = Fp8Groups.empty(num_pairs, inner, x.data.device)
-        _launch(x.data, x.scale, weights, order, None, out.data, out.scale, num_chosen, plan.gated)
+        _launch(x.data, x.scale, weights, order, None, out.data, out.scale, num_chosen, plan)
         return out
     floats = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    _launch(x, x, weights, order, None, floats, floats, num_chosen, plan.gated)
+    _launch(x, x, weights, order, None, floats, floats, num_chosen, plan)
     return floats
 
 
@@ -79,7 +79,7 @@ def down_products(
     )
     rows = _boxes(data, _ROWS.value)
     out = torch.empty((len(order.pairs), weights.num_outputs), dtype=dtype, device=data.device)
-    _launch(rows, scale, weights, order, choice.weights, out, out, 1, plan.down)
+    _launch(rows, scale, weights, order, choice.weights, out, out, 1, plan)
     return out
 
 
@@ -92,7 +92,7 @@ def _launch(
     out: Tensor,
     out_scale: Tensor,
     num_chosen: int,
-    stages: int,
+    plan: Persistent,
 ) -> None:
     """Without `shares` the gated product."""
     is_gated, num_inputs = shares is None, weights.num_inputs
@@ -115,9 +115,10 @@ def _launch(
         num_chosen,
         num_outputs,
         num_inputs,
+        plan.group,
         IS_GATED=is_gated,
         SCALING=weights.scaling,
-        STAGES=stages,
+        STAGES=plan.gated if is_gated else plan.down,
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         **launch_options(out.device),
@@ -136,13 +137,27 @@ def _layout(itemsize: int) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
-def _tile_of(tiles, block, num_tiles, num_experts, per_tile):
-    """Of a block: the tile's expert, first row and end of rows; a tile that is none has no row."""
-    tile = gl.minimum(block // per_tile, num_tiles - 1)
+def _tile_of(tiles, block, num_tiles, num_experts, per_tile, group):
+    """Of a block: its number among the outputs, and the tile's expert, first row and end of rows;
+    a tile that is none has no row.
+
+    Up to `group` tiles with the same outputs follow each other, then the next outputs.
+    """
+    is_there = block < num_tiles * per_tile
+    block = gl.where(is_there, block, 0)
+    first_tile = block // (per_tile * group) * group
+    size = gl.minimum(num_tiles - first_tile, group)
+    place = block % (per_tile * group)
+    tile = first_tile + place % size
     expert = gl.load(tiles + tile)
     row = gl.load(tiles + num_tiles + tile)
-    is_there = (expert < num_experts) & (block < num_tiles * per_tile)
-    return expert, row, gl.where(is_there, gl.load(tiles + 2 * num_tiles + tile), row)
+    is_there = is_there & (expert < num_experts)
+    return (
+        place // size,
+        expert,
+        row,
+        gl.where(is_there, gl.load(tiles + 2 * num_tiles + tile), row),
+    )
 
 
 @gluon.jit
@@ -158,6 +173,7 @@ def _fill(
     num_tiles,
     num_outputs,
     num_inputs,
+    group,
     IS_GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -173,8 +189,8 @@ def _fill(
     let_next_in(PDL)
     index = 0
     for block in range(gl.program_id(0), num_tiles * per_tile, gl.num_programs(0)):
-        expert, row, end = _tile_of(tiles, block, num_tiles, num_experts, per_tile)
-        output = expert * of_expert + block % per_tile * WIDTH
+        at, expert, row, end = _tile_of(tiles, block, num_tiles, num_experts, per_tile, group)
+        output = expert * of_expert + at * WIDTH
         for column in range(0, gl.where(row < end, num_inputs, 0), COLS):
             stage = index % STAGES
             mbarrier.wait(empty.index(stage), (index // STAGES & 1) ^ 1)
@@ -200,6 +216,7 @@ def _gather(
     num_chosen,
     num_outputs,
     num_inputs,
+    group,
     IS_GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -217,7 +234,7 @@ def _gather(
         wait_for_previous(PDL)
         index = 0
         for block in range(gl.program_id(0), num_tiles * per_tile, gl.num_programs(0)):
-            _expert, row, end = _tile_of(tiles, block, num_tiles, num_experts, per_tile)
+            _at, _expert, row, end = _tile_of(tiles, block, num_tiles, num_experts, per_tile, group)
             # A row that is none gets the values of one that is there, and is not stored.
             rows = gl.minimum(row + numbers, end - 1)
             others = gl.minimum(row + _ROWS + numbers, end - 1)
@@ -254,6 +271,7 @@ def _multiply(
     num_chosen,
     num_outputs,
     num_inputs,
+    group,
     PART: gl.constexpr,
     IS_GATED: gl.constexpr,
     SCALING: gl.constexpr,
@@ -281,13 +299,13 @@ def _multiply(
     wait_for_previous(PDL)  # these warps read what other kernels wrote, too
     index = 0
     program, programs = gl.program_id(0), gl.num_programs(0)
-    expert, first_row, end = _tile_of(tiles, program, num_tiles, num_experts, per_tile)
+    at, expert, first_row, end = _tile_of(tiles, program, num_tiles, num_experts, per_tile, group)
     for block in range(program, num_tiles * per_tile, programs):
         # The next block's tile is known before this block ends.
-        next_one = _tile_of(tiles, block + programs, num_tiles, num_experts, per_tile)
+        next_one = _tile_of(tiles, block + programs, num_tiles, num_experts, per_tile, group)
         row = first_row + PART * _ROWS
         if row < end:
-            at = block % per_tile * WIDTH
+            first_output = at * WIDTH
             rows = gl.minimum(row + gl.arange(0, _ROWS, of_rows), end - 1)
             of_sources = x_scale
             if SCALING > 0:
@@ -297,12 +315,14 @@ def _multiply(
                 of_sources = x_scale + sources * num_groups
             of_block = scale
             if SCALING == _BY_BLOCK:
-                of_block = scale + (expert * HALVES * num_outputs + at) // _GROUP * num_groups
+                of_block = (
+                    scale + (expert * HALVES * num_outputs + first_output) // _GROUP * num_groups
+                )
             # What the sums are scaled with, and where they go, is read in front of them.
             by_output = gl.zeros((_GROUP,), gl.float32, flat)
             up_by_output = by_output
             if SCALING == _BY_ROW:
-                outputs = expert * HALVES * num_outputs + at + gl.arange(0, _GROUP, flat)
+                outputs = expert * HALVES * num_outputs + first_output + gl.arange(0, _GROUP, flat)
                 by_output = gl.load(scale + outputs)
                 up_by_output = gl.load(scale + up_at + outputs)
             share = gl.zeros((_ROWS,), gl.float32, flat)
@@ -314,8 +334,6 @@ def _multiply(
             up_sums = zeros
             for step in range(num_steps):
                 stage = index % STAGES
-                by = zeros
-                up_by = zeros
                 if SCALING > 0:
                     by = gl.load(of_sources + step)
                     up_by = by
@@ -352,13 +370,15 @@ def _multiply(
                 up_sums *= gl.convert_layout(up_by_output, of_outputs)[None, :]
             to = row + gl.arange(0, _ROWS, to_rows)
             is_stored = to < end
-            columns = at + gl.arange(0, _GROUP, gl.SliceLayout(0, stored))
+            columns = first_output + gl.arange(0, _GROUP, gl.SliceLayout(0, stored))
             if IS_GATED:
                 sums = sums / (1.0 + gl.exp(-sums)) * up_sums
                 if SCALING > 0:
                     largest = gl.maximum(gl.max(gl.abs(sums), axis=1), _LEAST)
                     # Rows that are none write once more what the last one has.
-                    gl.store(out_scale + rows * per_tile + at // _GROUP, largest / _LARGEST)
+                    gl.store(
+                        out_scale + rows * per_tile + first_output // _GROUP, largest / _LARGEST
+                    )
                     sums *= (_LARGEST / largest)[:, None]
             else:
                 of_pairs = gl.convert_layout(share, of_rows)[:, None]
@@ -376,11 +396,11 @@ def _multiply(
                 mbarrier.wait(full.index(index % STAGES), index // STAGES & 1)
                 mbarrier.arrive(empty.index(index % STAGES), count=1)
                 index += 1
-        expert, first_row, end = next_one
+        at, expert, first_row, end = next_one
 
 
 @launched
-@gluon.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen", "group"])
 def _wide_tiles(
     vectors,
     matrix,
@@ -396,6 +416,7 @@ def _wide_tiles(
     num_chosen,
     num_outputs,
     num_inputs,
+    group,
     IS_GATED: gl.constexpr,
     SCALING: gl.constexpr,
     STAGES: gl.constexpr,
@@ -433,6 +454,7 @@ def _wide_tiles(
                     num_chosen,
                     num_outputs,
                     num_inputs,
+                    group,
                     0,
                     IS_GATED,
                     SCALING,
@@ -458,6 +480,7 @@ def _wide_tiles(
                     num_chosen,
                     num_outputs,
                     num_inputs,
+                    group,
                     1,
                     IS_GATED,
                     SCALING,
@@ -478,6 +501,7 @@ def _wide_tiles(
                     num_tiles,
                     num_outputs,
                     num_inputs,
+                    group,
                     IS_GATED,
                     PDL,
                 ),
@@ -496,6 +520,7 @@ def _wide_tiles(
                     num_chosen,
                     num_outputs,
                     num_inputs,
+                    group,
                     IS_GATED,
                     PDL,
                 ),

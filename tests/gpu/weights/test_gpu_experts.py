@@ -29,7 +29,7 @@ from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products
 from baton.kernels.experts.router_logits_triton import router_logits
 from baton.kernels.experts.routing_triton import choose_and_order
-from baton.kernels.experts.tiles import Cut, Few, Plan, Sizes, Tiles, choose_plan
+from baton.kernels.experts.tiles import Cut, Few, Persistent, Plan, Sizes, Tiles, choose_plan
 from baton.kernels.products.weights import (
     BlockScaled,
     quantise_activations,
@@ -109,6 +109,8 @@ def test_every_plan(sizes: tuple[int, int, int, int], num_tokens: int) -> None:
     for plan in PLANS:
         if isinstance(plan, Few) and num_tokens > 33:
             continue
+        if isinstance(plan, Persistent) and not sizes_of(mixture).is_whole:
+            continue
         found = compute_experts(x, mixture, None, plan)
         assert error_of(found, expected) < 1e-2, plan
         assert torch.equal(found, compute_experts(x, mixture, None, plan)), plan
@@ -150,6 +152,8 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
     for plan in dict.fromkeys([*chosen, *FP8_PLANS]):
         if isinstance(plan, Few) and num_tokens > 33:
             continue
+        if isinstance(plan, Persistent) and not sizes_of(mixture).is_whole:
+            continue
         found = compute_experts(x, mixture, None, plan)
         has_fp8_rows = not isinstance(plan, Few) and plan.has_fp8_rows
         assert error_of(found, expected[has_fp8_rows]) < limits[has_fp8_rows], plan
@@ -158,7 +162,7 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
 
 
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("plan", [*FP8_PLANS[3:], choose_plan(Sizes(8, 2, 0, 0, "fp8"), 9999, 2)])
+@pytest.mark.parametrize("plan", [*FP8_PLANS[3:], choose_plan(Sizes(8, 2, 1, 1, "fp8"), 9999, 2)])
 def test_long_sums_in_fp8_keep_their_bits(by: str, plan: Tiles) -> None:
     """Of 4096 numbers above 0. The matrix units add in 14 bits and cut off the rest: by a model of
     that their own sums are 7e-2 too small, and those of 128 inputs 6e-4."""

@@ -61,13 +61,13 @@ class Case:
     def compile(self) -> tuple[str, int]:
         """PTX, and shared memory in bytes."""
         constants = self.constants | {"PDL": True}
-        names = self.kernel.arg_names
+        names = self.kernel.jit.arg_names
         types = POINTERS | self.types | dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in names}
         values = {(names.index(name),): value for name, value in constants.items()}
         aligned = [name for name in names if signature[name][0] == "*" or name in MULTIPLES]
         attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-        source = ASTSource(self.kernel, signature, values, attributes)
+        source = ASTSource(self.kernel.jit, signature, values, attributes)
         options = {
             "num_warps": self.warps,
             "num_stages": self.stages,

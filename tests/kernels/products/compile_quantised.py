@@ -44,18 +44,18 @@ POINTERS = {
     "pairs": "*i32",
     "tiles": "*i32",
 }
-NUMBERS = ("num_rows", "room", "num_ahead", "num_tiles", "num_experts", "num_chosen")  # any
+NUMBERS = ("num_rows", "room", "num_ahead", "num_tiles", "num_experts", "num_chosen", "group")
 
 
 def compiled(kernel, constants, types, options, source=ASTSource):  # type: ignore[no-untyped-def]
-    names = kernel.arg_names
+    names = kernel.jit.arg_names
     kinds = POINTERS | types | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = [n for n in names if n not in constants and n not in NUMBERS and n != "eps"]
     aligned = [n for n in aligned if not signature[n].startswith("tensordesc")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    made = source(kernel, signature, values, attributes)
+    made = source(kernel.jit, signature, values, attributes)
     return triton.compile(made, target=TARGET, options=options).asm["ptx"]
 
 

@@ -50,12 +50,12 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
         **dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "rank"), "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
-    names = _streamed_product.arg_names
+    names = _streamed_product.jit.arg_names
     signature = {name: types[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     multiples = ("bias", "out", "num_outputs", "num_inputs")  # of 16, as in all models
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
-    source = GluonASTSource(_streamed_product, signature, values, attributes)
+    source = GluonASTSource(_streamed_product.jit, signature, values, attributes)
     options = {"num_warps": _WARPS, "maxnreg": _REGISTERS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
