@@ -67,11 +67,13 @@ AnyWay: TypeAlias = fp8_product.Way | Int4Way
 
 _TILINGS = [Fp8Tiling(*one) for one in itertools.product((64, 128), (4, 6))]
 _STAGES = [
-    Fp8Stages(outputs, chunks, count, early)
-    for outputs, chunks, count, early in itertools.product(
-        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3, 6)
+    Fp8Stages(outputs, chunks, count, early, is_turned)
+    for outputs, chunks, count, early, is_turned in itertools.product(
+        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3, 6), (False, True)
     )
-    if outputs * chunks <= 128 and outputs * chunks * count >= 192 and early <= count
+    if outputs * chunks <= (256 if is_turned else 128)
+    and outputs * chunks * count >= 192
+    and early <= count
 ]
 _INT4_TILINGS = [
     Int4Tiling(*one)
@@ -159,7 +161,10 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
         return [ScaledMm()]
     room = max(16, 1 << (num_rows - 1).bit_length())
     stages = [
-        one for one in _STAGES if (64 + one.outputs) * 128 * one.chunks * one.count <= _SHARED_BYTES
+        one
+        for one in _STAGES
+        for rows in [room + max(64, one.outputs) if one.is_turned else 64 + one.outputs]
+        if rows * 128 * one.chunks * one.count <= _SHARED_BYTES
     ]
     tilings = [one for one in _TILINGS if (room + one.outputs) * 128 * one.stages <= _SHARED_BYTES]
     return [

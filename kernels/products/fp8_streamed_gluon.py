@@ -4,10 +4,10 @@
                weight, vectors ─TMA─► each further stage, once it is empty
     four more  a stage is full ─► wgmma ─► it is empty; what it gave, scaled, is added in float32
 
-wgmma takes 64 rows; of the vectors no more are read than there is room for, 16, 32 or 64: what
-lies in the other rows of a stage is nobody's. A stage is some chunks of 128 inputs, each summed up
-apart: the matrix units add FP8 products with fewer bits than float32 has, and scales of blocks
-belong to one.
+wgmma takes 64 rows. These are vectors, of which no more are read than there is room for, 16, 32 or
+64; or, turned, outputs: what lies in the other rows of a stage is nobody's. A stage is some chunks
+of 128 inputs, each summed up apart: the matrix units add FP8 products with fewer bits than float32
+has, and scales of blocks belong to one.
 """
 
 from __future__ import annotations
@@ -68,15 +68,18 @@ def fp8_streamed_product(
         CHUNKS=stages.chunks,
         STAGES=stages.count,
         EARLY=stages.early,
+        IS_TURNED=stages.is_turned,
         num_warps=_WARPS,
-        maxnreg=registers(stages),
+        maxnreg=registers(stages, x.room),
         **launch_options(data.device),
     )
     return out
 
 
-def registers(stages: Fp8Stages) -> int:
+def registers(stages: Fp8Stages, room: int) -> int:
     """Of a thread that adds up: few, so that what is behind comes in early."""
+    if stages.is_turned:
+        return 48 + max(64, stages.outputs) * room // 128 * (1 + stages.chunks)
     return 64 + stages.outputs // 2 * (1 + stages.chunks)
 
 
@@ -103,14 +106,17 @@ def _ask_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.co
     mbarrier.expect(full.index(stage), num_bytes)
     for chunk in gl.static_range(CHUNKS):
         corner = [gl.program_id(0) * OUTPUTS, (step * CHUNKS + chunk) * _GROUP]
-        _ask(matrix, corner, full.index(stage), ws.index(stage * CHUNKS + chunk))
+        at = ws.index(stage * CHUNKS + chunk)
+        if ws.shape[1] > OUTPUTS:
+            at = at.slice(0, OUTPUTS, 0)
+        _ask(matrix, corner, full.index(stage), at)
 
 
 @gluon.jit
 def _ask_vectors(vectors, step, full, xs, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
     for chunk in gl.static_range(CHUNKS):
         at = xs.index(stage * CHUNKS + chunk)
-        if ROWS < _TILE_ROWS:
+        if xs.shape[1] > ROWS:
             at = at.slice(0, ROWS, 0)
         _ask(vectors, [0, (step * CHUNKS + chunk) * _GROUP], full.index(stage), at)
 
@@ -180,37 +186,56 @@ def _multiply(
     IS_BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
+    IS_TURNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Four warps: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     layout: gl.constexpr = sums.type.layout
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = gl.arange(0, _TILE_ROWS, of_rows)
-    zeros = gl.zeros((_TILE_ROWS, sums.shape[1]), gl.float32, layout)
+    of_rows: gl.constexpr = gl.SliceLayout(0 if IS_TURNED else 1, layout)
+    rows = gl.arange(0, xs.shape[1], of_rows)
+    zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
     if IS_BLOCKED:
         _bring_scales(x_scale, scale, scales, num_groups, ROWS, PDL)
     for step in range(num_steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
-        first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
+        first = _begin(xs.index(stage * CHUNKS), ws.index(stage * CHUNKS), zeros, IS_TURNED)
         if CHUNKS == 2:
-            x, tile = xs.index(stage * 2 + 1), ws.index(stage * 2 + 1).permute((1, 0))
-            second = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
+            second = _begin(xs.index(stage * 2 + 1), ws.index(stage * 2 + 1), zeros, IS_TURNED)
             first, second = warpgroup_mma_wait(0, deps=(first, second))
             mbarrier.arrive(empty.index(stage), count=1)
             if IS_BLOCKED:
-                second *= scales.index(step * 2 + 1).load(of_rows)[:, None]
+                second *= _of_rows(scales.index(step * 2 + 1), of_rows, ROWS, IS_TURNED)
         else:
             first = warpgroup_mma_wait(0, deps=(first,))
             mbarrier.arrive(empty.index(stage), count=1)
         if IS_BLOCKED:
-            first *= scales.index(step * CHUNKS).load(of_rows)[:, None]
+            first *= _of_rows(scales.index(step * CHUNKS), of_rows, ROWS, IS_TURNED)
         sums += first
         if CHUNKS == 2:
             sums += second
     return sums, rows  # older Triton takes apart whatever is returned
+
+
+@gluon.jit
+def _begin(x, tile, zeros, IS_TURNED: gl.constexpr):
+    """A chunk's product of all vectors and outputs, or that product turned, under way."""
+    if IS_TURNED:
+        found = warpgroup_mma(tile, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        found = warpgroup_mma(x, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return found
+
+
+@gluon.jit
+def _of_rows(scales, of_rows: gl.constexpr, ROWS: gl.constexpr, IS_TURNED: gl.constexpr):
+    """What a chunk's product is multiplied with: the scales [64] of its vectors."""
+    if IS_TURNED:
+        found = scales.slice(0, ROWS, 0).load(of_rows)[None, :]
+    else:
+        found = scales.load(of_rows)[:, None]
+    return found
 
 
 @launched
@@ -232,13 +257,18 @@ def _fp8_streamed(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
+    IS_TURNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
     type: gl.constexpr = vectors.dtype
     chunks: gl.constexpr = STAGES * CHUNKS
-    xs = gl.allocate_shared_memory(type, [chunks, _TILE_ROWS, _GROUP], vectors.layout)
-    ws = gl.allocate_shared_memory(type, [chunks, OUTPUTS, _GROUP], matrix.layout)
+    # The rows of wgmma are 64 at least, its columns as many as there are.
+    X_ROWS: gl.constexpr = ROWS if IS_TURNED else _TILE_ROWS
+    W_ROWS: gl.constexpr = _TILE_ROWS if IS_TURNED and OUTPUTS < 64 else OUTPUTS
+    COLUMNS: gl.constexpr = X_ROWS if IS_TURNED else W_ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    xs = gl.allocate_shared_memory(type, [chunks, X_ROWS, _GROUP], vectors.layout)
+    ws = gl.allocate_shared_memory(type, [chunks, W_ROWS, _GROUP], matrix.layout)
     full, empty = _stage_barriers(STAGES)
     first_output = gl.program_id(0) * OUTPUTS
     IS_BLOCKED: gl.constexpr = GROUPS > 0
@@ -251,7 +281,10 @@ def _fp8_streamed(
     num_steps = gl.cdiv(num_groups, CHUNKS)
     # All outputs of a program are of one row of blocks.
     of_blocks = scale + first_output // _GROUP * num_groups
-    sums = gl.zeros((_TILE_ROWS, OUTPUTS), gl.float32, layout)
+    if IS_TURNED:
+        sums = gl.zeros((W_ROWS, X_ROWS), gl.float32, layout)
+    else:
+        sums = gl.zeros((X_ROWS, W_ROWS), gl.float32, layout)
     sums, rows = gl.warp_specialize(
         [
             (
@@ -270,6 +303,7 @@ def _fp8_streamed(
                     IS_BLOCKED,
                     ROWS,
                     CHUNKS,
+                    IS_TURNED,
                     PDL,
                 ),
             ),
@@ -281,14 +315,26 @@ def _fp8_streamed(
         [1],
         [_PRODUCER_REGISTERS],
     )
-    outputs = first_output + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
-    is_row, is_output = rows < num_rows, outputs < num_outputs
+    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
+    places = gl.arange(0, W_ROWS, gl.SliceLayout(1 - ROW_AXIS, layout))
+    outputs = first_output + places
+    is_row, is_output = rows < num_rows, (places < OUTPUTS) & (outputs < num_outputs)
     if not IS_BLOCKED:
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
         of_rows = gl.load(x_scale + rows, mask=is_row, other=0.0)
         of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
-        sums *= of_rows[:, None] * of_outputs[None, :]
+        sums *= gl.expand_dims(of_rows, ROW_AXIS) * gl.expand_dims(of_outputs, 1 - ROW_AXIS)
     if HAS_BIAS:
-        sums += gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)[None, :]
-    at = out + rows[:, None] * num_outputs + outputs[None, :]
-    gl.store(at, sums.to(gl.bfloat16), mask=is_row[:, None] & is_output[None, :])
+        added = gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)
+        sums += gl.expand_dims(added, 1 - ROW_AXIS)
+    values = sums.to(gl.bfloat16)
+    if IS_TURNED:  # outputs of a vector go together
+        stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        values = gl.convert_layout(values, stored)
+        places = gl.arange(0, W_ROWS, gl.SliceLayout(1, stored))
+        outputs = first_output + places
+        rows = gl.arange(0, X_ROWS, gl.SliceLayout(0, stored))
+        is_row, is_output = rows < num_rows, (places < OUTPUTS) & (outputs < num_outputs)
+    rows, outputs = gl.expand_dims(rows, ROW_AXIS), gl.expand_dims(outputs, 1 - ROW_AXIS)
+    is_stored = gl.expand_dims(is_row, ROW_AXIS) & gl.expand_dims(is_output, 1 - ROW_AXIS)
+    gl.store(out + rows * num_outputs + outputs, values, mask=is_stored)

@@ -39,6 +39,7 @@ class Fp8Stages:
     chunks: int  # of 128 inputs, of a stage
     count: int
     early: int  # so many stages before the kernel in front has ended
+    is_turned: bool = False  # outputs are the rows of wgmma, and the vectors its columns
 
 
 def fp8_few_rows(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, tiling: Fp8Tiling) -> Tensor:

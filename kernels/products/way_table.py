@@ -25,7 +25,7 @@ class Measured:
     outputs: int
     inputs: int
     kind: str
-    way: dict[str, int]  # the fields of what the kind stands for
+    way: dict[str, Any]  # the fields of what the kind stands for
     us: float
 
 

@@ -73,14 +73,16 @@ def streamed(stages: Fp8Stages, rows: int, is_blocked: bool) -> str:
         "CHUNKS": stages.chunks,
         "STAGES": stages.count,
         "EARLY": stages.early,
+        "IS_TURNED": stages.is_turned,
         "PDL": True,
     }
     types = {"vectors": boxes(rows), "matrix": boxes(stages.outputs)}
-    options = {"num_warps": _WARPS, "maxnreg": registers(stages)}
+    options = {"num_warps": _WARPS, "maxnreg": registers(stages, rows)}
     ptx = compiled(_fp8_streamed, constants, types, options, GluonASTSource)
     weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
     assert weight_asked < waited, "the weight waits for what is in front"
-    assert f"wgmma.mma_async.sync.aligned.m64n{stages.outputs}k32.f32.e4m3.e4m3" in ptx
+    columns = rows if stages.is_turned else stages.outputs
+    assert f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3" in ptx
     return str(ptx)
 
 
@@ -231,6 +233,9 @@ CASES = [
     lambda: streamed(Fp8Stages(32, 2, 4, 3), 32, True),
     lambda: streamed(Fp8Stages(64, 2, 3, 2), 64, True),
     lambda: streamed(Fp8Stages(128, 1, 4, 2), 64, True),
+    lambda: streamed(Fp8Stages(32, 1, 6, 3, is_turned=True), 16, False),
+    lambda: streamed(Fp8Stages(128, 2, 3, 2, is_turned=True), 64, True),
+    lambda: streamed(Fp8Stages(64, 2, 4, 3, is_turned=True), 32, True),
     lambda: few_rows(64, 16, False),
     lambda: few_rows(64, 64, True),
     lambda: quantise(1, False),

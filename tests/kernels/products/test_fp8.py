@@ -6,6 +6,7 @@ rounded up to a power of two, and halves it: what is quantised there is compared
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -324,6 +325,7 @@ def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
 
 
 STAGES = [Fp8Stages(32, 2, 4, 3), Fp8Stages(64, 1, 6, 6), Fp8Stages(64, 2, 3, 0)]
+STAGES += [dataclasses.replace(one, is_turned=True) for one in STAGES]
 
 
 @pytest.mark.gpu
