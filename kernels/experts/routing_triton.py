@@ -299,19 +299,18 @@ def _order(
     is_token = tokens < num_tokens
     let_next_in(PDL)
     wait_for_previous(PDL)
-    counted = tl.zeros((COUNT_BLOCK, EXPERTS), tl.int32)
-    in_front = tl.zeros((COUNT_BLOCK, EXPERTS), tl.int32)
-    for first in range(0, num_blocks, COUNT_BLOCK):
-        rows = first + blocks
-        at = counts + rows[:, None] * EXPERTS + experts[None, :]
-        some = tl.load(at, mask=(rows < num_blocks)[:, None], other=0)
-        counted += some
-        in_front += tl.where((rows < program)[:, None], some, 0)
-    sizes, before = tl.sum(counted, axis=0), tl.sum(in_front, axis=0)
+    # All that few blocks need is asked for at once.
+    counted = _counts_of(counts, blocks, experts, num_blocks, EXPERTS)
     place = tl.full((TOKENS, EXPERTS), -1, tl.int32)
-    for index in range(K):
+    for index in tl.static_range(K):
         number = tl.load(chosen + tokens * K + index, mask=is_token, other=-1)
         place = tl.where(experts[None, :] == number[:, None], index, place)
+    in_front = tl.where((blocks < program)[:, None], counted, 0)
+    for first in range(COUNT_BLOCK, num_blocks, COUNT_BLOCK):
+        some = _counts_of(counts, first + blocks, experts, num_blocks, EXPERTS)
+        counted += some
+        in_front += tl.where((first + blocks < program)[:, None], some, 0)
+    sizes, before = tl.sum(counted, axis=0), tl.sum(in_front, axis=0)
     _put_in_order(
         pairs,
         tiles,
@@ -329,6 +328,13 @@ def _order(
         TILE_BLOCK,
         HAS_OWN,
     )
+
+
+@triton.jit
+def _counts_of(counts, blocks, experts, num_blocks, EXPERTS: tl.constexpr):
+    """[blocks, experts], zeros behind the last block."""
+    at = counts + blocks[:, None] * EXPERTS + experts[None, :]
+    return tl.load(at, mask=(blocks < num_blocks)[:, None], other=0)
 
 
 @triton.jit
