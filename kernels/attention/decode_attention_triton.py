@@ -40,6 +40,7 @@ _WARPS = 2
 _STAGES = 3
 _REGISTERS_8BIT = 128  # of a thread: decode_shares.py reckons with 8 programs at once
 _MANY_HEADS = 2048  # of all sequences
+_FEW_HEADS = 32  # of keys: all shares' programs begin while what is in front runs
 _ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16 bytes
 # Numbers of a share: what `divide` gives, its table's first index, and how many its sequence has.
 _SHARE_SIZE = 8
@@ -141,6 +142,7 @@ class TritonDecode:
             TILE_KEYS=TILE_KEYS,
             PRECISION=dot_precision(q),
             IS_8BIT=self._is_8bit,
+            IS_AHEAD=places * self._kv_heads <= _FEW_HEADS and q.is_cuda,
             HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
             num_stages=_STAGES,
@@ -195,17 +197,29 @@ def _attend_share(
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_8BIT: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
     HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
-    # What a step was planned with is there before its first kernel begins.
+    # What a step was planned with is there before its first kernel begins: programs without a share
+    # are gone while the kernel in front runs. The first one waits for it whatever it has, so that
+    # this kernel ends after that one, and what is behind may read what both wrote.
     kv_head, entry = tl.program_id(0), shares + tl.program_id(1) * _OF_SHARE
     share, sequence = tl.load(entry), tl.load(entry + 1)
     begin, end = tl.load(entry + 2), tl.load(entry + 3)
     table, num_shares = indices + tl.load(entry + 4), tl.load(entry + 5)
+    is_empty = begin >= end
+    if is_empty & (tl.program_id(1) > 0):
+        return
+    if PDL and IS_AHEAD and not is_empty:  # all keys but the last were written by earlier steps
+        positions = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1)
+        block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
+        keys = layer_pool + block * block_stride + kv_head * PIECE + positions % BLOCK_SIZE * DIM
+        _prefetch(keys, DIM)
+        _prefetch(keys + KV_HEADS * PIECE, DIM)
     wait_for_previous(PDL)
-    if begin >= end:
+    if is_empty:
         return
     rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     is_dim = dims < DIM
@@ -300,6 +314,21 @@ def _attend_share(
         tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask)
         log_sum = tl.where(total > 0, best + tl.log2(share_sum), float("-inf"))
         tl.store(log_sums + at, log_sum, mask=is_row)
+
+
+@triton.jit
+def _prefetch(rows, SIZE: tl.constexpr):
+    """Bring the first numbers of each of `rows` into the L2 cache, written already or not."""
+    line: tl.constexpr = 128 * 8 // rows.dtype.element_ty.primitive_bitwidth
+    for first in tl.static_range(0, SIZE, line):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [rows + first],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @launched
