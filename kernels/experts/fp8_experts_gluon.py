@@ -167,20 +167,9 @@ def _ask_weight(matrix, row, column, num_outputs, full, ws, stage, HALVES: gl.co
 
 @gluon.jit
 def _fill(
-    vectors,
-    matrix,
-    tiles,
-    xs,
-    ws,
-    full,
-    empty,
-    num_experts,
-    num_tiles,
-    num_outputs,
-    num_steps,
-    HALVES: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    vectors, matrix, tiles, xs, ws, full, empty, num_experts, num_tiles, num_outputs, num_steps,
+    HALVES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """One warp: have stage after stage filled, as they become empty."""
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1] if HALVES == 1 else 0
@@ -218,20 +207,9 @@ def _fill(
 
 @gluon.jit
 def _gather(
-    x,
-    tiles,
-    pairs,
-    xs,
-    full,
-    empty,
-    num_experts,
-    num_tiles,
-    num_chosen,
-    num_outputs,
-    num_steps,
-    IS_GATED: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    x, tiles, pairs, xs, full, empty, num_experts, num_tiles, num_chosen, num_outputs, num_steps,
+    IS_GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """One warp: bring the rows of a tile's pairs into each stage, as it becomes empty.
 
     Where these come by TMA there is nothing to do.
@@ -264,27 +242,10 @@ def _gather(
 
 @gluon.jit
 def _multiply(
-    tiles,
-    pairs,
-    shares,
-    x_scale,
-    scale,
-    out,
-    out_scale,
-    xs,
-    ws,
-    full,
-    empty,
-    scales,
-    num_experts,
-    num_tiles,
-    num_chosen,
-    num_outputs,
-    num_steps,
-    HALVES: gl.constexpr,
-    IS_BLOCKED: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    tiles, pairs, shares, x_scale, scale, out, out_scale, xs, ws, full, empty, scales,
+    num_experts, num_tiles, num_chosen, num_outputs, num_steps,
+    HALVES: gl.constexpr, IS_BLOCKED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Four warps: block after block, from the stages as they become full."""
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
@@ -382,27 +343,11 @@ def _multiply(
 @launched
 @gluon.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen"])
 def _experts(
-    vectors,
-    matrix,
-    x_scale,
-    scale,
-    pairs,
-    tiles,
-    shares,
-    out,
-    out_scale,
-    num_tiles,
-    num_experts,
-    num_chosen,
-    num_outputs,
-    num_inputs,
-    IS_GATED: gl.constexpr,
-    IS_BLOCKED: gl.constexpr,
-    GROUPS: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    vectors, matrix, x_scale, scale, pairs, tiles, shares, out, out_scale, num_tiles, num_experts,
+    num_chosen, num_outputs, num_inputs,
+    IS_GATED: gl.constexpr, IS_BLOCKED: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     HALVES: gl.constexpr = 2 if IS_GATED else 1
     type: gl.constexpr = matrix.dtype
     xs = gl.allocate_shared_memory(type, [STAGES, ROWS, _GROUP], matrix.layout)
@@ -417,70 +362,33 @@ def _experts(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     num_steps = num_inputs // _GROUP
+    # fmt: off
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    tiles,
-                    pairs,
-                    shares,
-                    x_scale,
-                    scale,
-                    out,
-                    out_scale,
-                    xs,
-                    ws,
-                    full,
-                    empty,
-                    scales,
-                    num_experts,
-                    num_tiles,
-                    num_chosen,
-                    num_outputs,
-                    num_steps,
-                    HALVES,
-                    IS_BLOCKED,
-                    PDL,
+                    tiles, pairs, shares, x_scale, scale, out, out_scale, xs, ws, full, empty,
+                    scales, num_experts, num_tiles, num_chosen, num_outputs, num_steps, HALVES,
+                    IS_BLOCKED, PDL,
                 ),
             ),
             (
                 _fill,
                 (
-                    vectors,
-                    matrix,
-                    tiles,
-                    xs,
-                    ws,
-                    full,
-                    empty,
-                    num_experts,
-                    num_tiles,
-                    num_outputs,
-                    num_steps,
-                    HALVES,
-                    PDL,
+                    vectors, matrix, tiles, xs, ws, full, empty, num_experts, num_tiles,
+                    num_outputs, num_steps, HALVES, PDL,
                 ),
             ),
             (
                 _gather,
                 (
-                    vectors,
-                    tiles,
-                    pairs,
-                    xs,
-                    full,
-                    empty,
-                    num_experts,
-                    num_tiles,
-                    num_chosen,
-                    num_outputs,
-                    num_steps,
-                    IS_GATED,
-                    PDL,
+                    vectors, tiles, pairs, xs, full, empty, num_experts, num_tiles, num_chosen,
+                    num_outputs, num_steps, IS_GATED, PDL,
                 ),
             ),
         ],
         [1, 1],
         [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
     )
+    # fmt: on

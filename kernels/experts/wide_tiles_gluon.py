@@ -152,31 +152,16 @@ def _tile_of(tiles, block, num_tiles, num_experts, per_tile, group):
     expert = gl.load(tiles + tile)
     row = gl.load(tiles + num_tiles + tile)
     is_there = is_there & (expert < num_experts)
-    return (
-        place // size,
-        expert,
-        row,
-        gl.where(is_there, gl.load(tiles + 2 * num_tiles + tile), row),
-    )
+    end = gl.load(tiles + 2 * num_tiles + tile)
+    return place // size, expert, row, gl.where(is_there, end, row)
 
 
 @gluon.jit
 def _fill(
-    vectors,
-    matrix,
-    tiles,
-    xs,
-    ws,
-    full,
-    empty,
-    num_experts,
-    num_tiles,
-    num_outputs,
-    num_inputs,
+    vectors, matrix, tiles, xs, ws, full, empty, num_experts, num_tiles, num_outputs, num_inputs,
     group,
-    IS_GATED: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    IS_GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """One warp: have stage after stage filled, as they become empty."""
     STAGES: gl.constexpr = full.shape[0]
     COLS: gl.constexpr = ws.shape[2]
@@ -205,21 +190,10 @@ def _fill(
 
 @gluon.jit
 def _gather(
-    x,
-    tiles,
-    pairs,
-    xs,
-    full,
-    empty,
-    num_experts,
-    num_tiles,
-    num_chosen,
-    num_outputs,
-    num_inputs,
+    x, tiles, pairs, xs, full, empty, num_experts, num_tiles, num_chosen, num_outputs, num_inputs,
     group,
-    IS_GATED: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    IS_GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Two warps: bring the rows of a tile's pairs into each stage, as it becomes empty.
 
     Where these come by TMA there is nothing to do.
@@ -255,28 +229,10 @@ def _gather(
 
 @gluon.jit
 def _multiply(
-    tiles,
-    pairs,
-    shares,
-    x_scale,
-    scale,
-    out,
-    out_scale,
-    xs,
-    ws,
-    full,
-    empty,
-    num_experts,
-    num_tiles,
-    num_chosen,
-    num_outputs,
-    num_inputs,
-    group,
-    PART: gl.constexpr,
-    IS_GATED: gl.constexpr,
-    SCALING: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    tiles, pairs, shares, x_scale, scale, out, out_scale, xs, ws, full, empty, num_experts,
+    num_tiles, num_chosen, num_outputs, num_inputs, group,
+    PART: gl.constexpr, IS_GATED: gl.constexpr, SCALING: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Four warps: block after block of one half of the rows, from the stages as they become full.
 
     `SCALING` is `ExpertWeights.scaling`; with one activations are in FP8, too.
@@ -402,26 +358,10 @@ def _multiply(
 @launched
 @gluon.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen", "group"])
 def _wide_tiles(
-    vectors,
-    matrix,
-    x_scale,
-    scale,
-    pairs,
-    tiles,
-    shares,
-    out,
-    out_scale,
-    num_tiles,
-    num_experts,
-    num_chosen,
-    num_outputs,
-    num_inputs,
-    group,
-    IS_GATED: gl.constexpr,
-    SCALING: gl.constexpr,
-    STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    vectors, matrix, x_scale, scale, pairs, tiles, shares, out, out_scale, num_tiles, num_experts,
+    num_chosen, num_outputs, num_inputs, group,
+    IS_GATED: gl.constexpr, SCALING: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     type: gl.constexpr = matrix.dtype
     COLS: gl.constexpr = matrix.block_shape[1]
     xs = gl.allocate_shared_memory(type, [STAGES * 2, _ROWS, COLS], matrix.layout)
@@ -433,99 +373,41 @@ def _wide_tiles(
         mbarrier.init(full.index(stage), count=1 + (_GATHERING_LANES if IS_GATED else 0))
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
+    # fmt: off
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    tiles,
-                    pairs,
-                    shares,
-                    x_scale,
-                    scale,
-                    out,
-                    out_scale,
-                    xs,
-                    ws,
-                    full,
-                    empty,
-                    num_experts,
-                    num_tiles,
-                    num_chosen,
-                    num_outputs,
-                    num_inputs,
-                    group,
-                    0,
-                    IS_GATED,
-                    SCALING,
-                    PDL,
+                    tiles, pairs, shares, x_scale, scale, out, out_scale, xs, ws, full, empty,
+                    num_experts, num_tiles, num_chosen, num_outputs, num_inputs, group, 0,
+                    IS_GATED, SCALING, PDL,
                 ),
             ),
             (
                 _multiply,
                 (
-                    tiles,
-                    pairs,
-                    shares,
-                    x_scale,
-                    scale,
-                    out,
-                    out_scale,
-                    xs,
-                    ws,
-                    full,
-                    empty,
-                    num_experts,
-                    num_tiles,
-                    num_chosen,
-                    num_outputs,
-                    num_inputs,
-                    group,
-                    1,
-                    IS_GATED,
-                    SCALING,
-                    PDL,
+                    tiles, pairs, shares, x_scale, scale, out, out_scale, xs, ws, full, empty,
+                    num_experts, num_tiles, num_chosen, num_outputs, num_inputs, group, 1,
+                    IS_GATED, SCALING, PDL,
                 ),
             ),
             (
                 _fill,
                 (
-                    vectors,
-                    matrix,
-                    tiles,
-                    xs,
-                    ws,
-                    full,
-                    empty,
-                    num_experts,
-                    num_tiles,
-                    num_outputs,
-                    num_inputs,
-                    group,
-                    IS_GATED,
-                    PDL,
+                    vectors, matrix, tiles, xs, ws, full, empty, num_experts, num_tiles,
+                    num_outputs, num_inputs, group, IS_GATED, PDL,
                 ),
             ),
             (
                 _gather,
                 (
-                    vectors,
-                    tiles,
-                    pairs,
-                    xs,
-                    full,
-                    empty,
-                    num_experts,
-                    num_tiles,
-                    num_chosen,
-                    num_outputs,
-                    num_inputs,
-                    group,
-                    IS_GATED,
-                    PDL,
+                    vectors, tiles, pairs, xs, full, empty, num_experts, num_tiles, num_chosen,
+                    num_outputs, num_inputs, group, IS_GATED, PDL,
                 ),
             ),
         ],
         [4, 1, _GATHERING],
         [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
     )
+    # fmt: on
