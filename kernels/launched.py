@@ -70,7 +70,7 @@ def _kind(arg: Any) -> Hashable:
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % _ALIGNED == 0
     if type(arg) is int:
-        bits = arg.bit_length()
+        bits = (arg if arg >= 0 else ~arg).bit_length()
         return -1 if arg == 1 else (arg % _ALIGNED == 0) + 2 * (bits > 31) + 2 * (bits > 63)
     if arg is None or type(arg) in (bool, float):
         return type(arg).__name__

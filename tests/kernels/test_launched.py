@@ -12,6 +12,9 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels import launched as launching
 from baton.kernels.launched import Launched, cdiv, launched, next_power_of_2
@@ -88,6 +91,30 @@ def test_what_triton_distinguishes_is_compiled_apart(jit: Jit, other: dict[str, 
         kernel[(1,)](x, count, **options)
     assert jit.num_compiled == 2
     assert [number for number, *_ in jit.launches] == [0, 0, 1, 0]
+
+
+NUMBERS = [0, 1, -1, 16, *(edge + by for edge in (1 << 31, 1 << 63) for by in (-16, -1, 0, 1, 16))]
+NUMBERS += [-(1 << 31) - 16, -(1 << 31) - 1, -(1 << 31), -(1 << 31) + 1, -(1 << 63), -(1 << 63) + 1]
+
+
+def test_numbers_of_a_kind_have_one_type_in_triton() -> None:
+    types: dict[Any, Any] = {}
+    for number in NUMBERS:
+        found = native_specialize_impl(CUDABackend, number, False, True, True)
+        assert types.setdefault(launching._kind(number), found) == found, number
+
+
+def test_descriptors_are_told_apart_by_type_and_box_alone(jit: Jit) -> None:
+    kernel = Launched(jit)
+    for rows, dtype, box, number in (
+        (8, torch.float32, [4, 16], 0),
+        (9, torch.float32, [4, 16], 0),  # how many rows there are is an argument
+        (8, torch.float32, [8, 16], 1),
+        (8, torch.bfloat16, [4, 16], 2),
+    ):
+        x = TensorDescriptor.from_tensor(torch.zeros(rows, 16, dtype=dtype), box)
+        kernel[(1,)](x, 32, BLOCK=128, HAS_BIAS=False)
+        assert jit.launches[-1][0] == number
 
 
 def test_another_device_compiles_anew(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
