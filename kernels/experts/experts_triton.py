@@ -39,7 +39,9 @@ def _products(
     x: Tensor, mixture: Mixture, loads: LayerLoads | None, plan: Plan | None
 ) -> tuple[Tensor, Choice | None]:
     """Of each pair, and the choice; or their sums, and None."""
-    plan = plan or choose_plan(sizes_of(mixture), len(x), x.itemsize)
+    has_programs = gluon_kernels("experts.wide_tiles_gluon", x.device) is not None
+    sizes = sizes_of(mixture)
+    plan = plan or choose_plan(sizes, len(x), x.itemsize, has_programs=has_programs)
     if isinstance(plan, Few):
         logits = router_logits(x, mixture.router)
         choice, _ = choose_and_order(logits, mixture, loads, None)

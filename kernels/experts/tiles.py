@@ -87,7 +87,7 @@ class Persistent:
         """What has the same rows, where Gluon's kernels do not run."""
         cut = _TURNED
         if self.is_wide:
-            cut = Cut(128, 128 if self.has_fp8_rows else 64, 3, 8)
+            cut = Cut(128, 128 if self.has_fp8_rows else 64, 3, 8, self.group)
         return Tiles(self.rows, cut, cut, self.has_fp8_rows)
 
 
@@ -115,17 +115,27 @@ class Sizes:
         return f"{key}, {self.weights}" if self.weights else key
 
 
-def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
-    """What is fastest for so many tokens, which have numbers of `itemsize` bytes."""
+def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_programs: bool = True) -> Plan:
+    """What is fastest for so many tokens, which have numbers of `itemsize` bytes.
+
+    `has_programs`: persistent programs run here. Others have wide tiles for many rows an expert
+    alone: they multiply rows that are none, too.
+    """
     if itemsize != 2:
         return _EXACT
-    steps = _table().get(sizes.key)
-    if steps is None:
-        steps = {"": _DEFAULTS, "int4": _INT4_DEFAULTS}.get(sizes.weights, _FP8_DEFAULTS)
-        # By rows an expert, as a mixture of 128 experts and 8 choices has them.
-        num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
-        if num_tokens > _MOST_NARROW and sizes.is_whole:
-            return Persistent(WIDE_ROWS, 4, 4, has_fp8_rows=sizes.weights != "")
+    if (steps := _table().get(sizes.key)) is not None:
+        plan = _first(steps, num_tokens)
+        if has_programs or not (isinstance(plan, Persistent) and plan.is_wide):
+            return plan
+    steps = {"": _DEFAULTS, "int4": _INT4_DEFAULTS}.get(sizes.weights, _FP8_DEFAULTS)
+    # By rows an expert, as a mixture of 128 experts and 8 choices has them.
+    num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
+    if num_tokens > _MOST_NARROW[has_programs] and sizes.is_whole:
+        return Persistent(WIDE_ROWS, 4, 4, has_fp8_rows=sizes.weights != "")
+    return _first(steps, num_tokens)
+
+
+def _first(steps: list[tuple[int, Plan]], num_tokens: int) -> Plan:
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
 
 
@@ -157,7 +167,7 @@ def _table() -> Mapping[str, list[tuple[int, Plan]]]:
     }
 
 
-_MOST_NARROW = 256
+_MOST_NARROW = {True: 256, False: 1024}  # by `has_programs`
 # float32 is for tests: whatever fits into any GPU.
 _EXACT = Tiles(16, Cut(32, 32, 2, 4), Cut(32, 32, 2, 4))
 _DEFAULTS: list[tuple[int, Plan]] = [

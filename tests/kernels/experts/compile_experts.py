@@ -26,7 +26,7 @@ from baton.kernels.experts.grouped_triton import _grouped_product, _sum_pairs
 from baton.kernels.experts.int4_experts_triton import _int4_grouped_product
 from baton.kernels.experts.router_logits_triton import _logits, _logits_of_few
 from baton.kernels.experts.routing_triton import _choose, _order
-from baton.kernels.experts.tiles import Cut, Few, Sizes, Tiles, choose_plan
+from baton.kernels.experts.tiles import Cut, Few, Persistent, Sizes, Tiles, choose_plan
 
 MAX_SHARED_BYTES = 227 << 10
 MOST_SPILLED_BYTES = 128  # of a thread: one version of Triton spills none where the next does
@@ -186,28 +186,37 @@ def is_good(case: Case) -> bool:
     return good
 
 
-MIXTURES = (Sizes(128, 8, 2048, 768), Sizes(8, 2, 4096, 14_336))
+MIXTURES = (Sizes(128, 8, 2048, 768), Sizes(8, 2, 4096, 14_336), Sizes(8, 2, 4096, 192))
+
+
+def plans_of(sizes: Sizes) -> set[Few | Tiles]:
+    """With those of GPUs that have no persistent programs."""
+    plans = {
+        choose_plan(sizes, 2**n, 2, has_programs=has_programs)
+        for n in range(15)
+        for has_programs in (True, False)
+    }
+    return {plan.tiles if isinstance(plan, Persistent) else plan for plan in plans}
 
 
 if __name__ == "__main__":
     plans = {
-        (choose_plan(replace(sizes, weights=name), 2**n, 2), sizes, scaling)
+        (plan, sizes, scaling)
         for sizes in MIXTURES
-        for n in range(15)
         for scaling, name in enumerate(SCALINGS)
+        for plan in plans_of(replace(sizes, weights=name))
     }
     products = {
         (plan.rows, replace(cut, group=1), is_gated, scaling, plan.has_fp8_rows)
         for plan, _, scaling in plans
-        if isinstance(plan, Tiles)
+        if not isinstance(plan, Few)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))
     }
     packed = {
         (plan.rows, replace(cut, group=1), is_gated)
         for sizes in MIXTURES
-        for n in range(15)
-        for plan in [choose_plan(replace(sizes, weights="int4"), 2**n, 2)]
-        if isinstance(plan, Tiles)
+        for plan in plans_of(replace(sizes, weights="int4"))
+        if not isinstance(plan, Few)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))
     }
     cases = [product_case(*product) for product in sorted(products, key=str)]

@@ -607,6 +607,22 @@ def test_plans() -> None:
         assert plans[2].has_fp8_rows
 
 
+MEASURED = Sizes(128, 8, 2048, 768)
+
+
+@pytest.mark.parametrize("weights", ["", "fp8", "fp8-block"])
+@pytest.mark.parametrize("sizes", [MEASURED, Sizes(64, 4, 512, 128)], ids=str)
+def test_few_rows_an_expert_have_wide_tiles_by_persistent_programs_alone(
+    sizes: Sizes, weights: str
+) -> None:
+    sizes = dataclasses.replace(sizes, weights=weights)
+    for num_tokens, has_programs in itertools.product((200, 300, 900, 9999), (True, False)):
+        plan = choose_plan(sizes, num_tokens, 2, has_programs=has_programs)
+        is_wide = num_tokens > (256 if has_programs else 1024)
+        assert not isinstance(plan, Few) and (plan.rows == 128) == is_wide
+        assert isinstance(plan, Persistent) or not is_wide
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_products_compile_without_a_gpu() -> None:
