@@ -1,8 +1,8 @@
-"""Compiles the products with quantised weights for Hopper, on any machine: python THIS CASE..."""
+"""Compiles the products with quantised weights for Hopper, on any machine: python THIS KERNEL..."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 import triton
@@ -227,40 +227,53 @@ def wide_tiles(is_gated: bool, scaling: int) -> None:
     assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128{kind}") == 2 * 2 * 4
 
 
-CASES = [
-    lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
-    lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
-    lambda: streamed(Fp8Stages(32, 2, 4, 3), 32, True),
-    lambda: streamed(Fp8Stages(64, 2, 3, 2), 64, True),
-    lambda: streamed(Fp8Stages(128, 1, 4, 2), 64, True),
-    lambda: streamed(Fp8Stages(32, 1, 6, 3, is_turned=True), 16, False),
-    lambda: streamed(Fp8Stages(128, 2, 3, 2, is_turned=True), 64, True),
-    lambda: streamed(Fp8Stages(64, 2, 4, 3, is_turned=True), 32, True),
-    lambda: few_rows(64, 16, False),
-    lambda: few_rows(64, 64, True),
-    lambda: quantise(1, False),
-    lambda: quantise(2, True),
-    lambda: norm(1),
-    lambda: norm(2),
-    lambda: int4(16, Int4Tiling(64, 4, 6), 128),
-    dequantise,
-    lambda: int4(64, Int4Tiling(128, 4, 4, 8), 128, is_gated=True),
-    lambda: int4(16, Int4Tiling(64, 1, 6), 32),
-    lambda: int4(128, Int4Tiling(128, 2, 3, 8), 128),
-    lambda: int4(32, Int4Tiling(64, 2, 4), 128, "fp16"),
-    lambda: int4_streamed(Int4Stages(64, 4, 2, 4, 3), 8),
-    lambda: int4_streamed(Int4Stages(256, 2, 1, 4, 3, 8), 64, is_gated=True),
-    lambda: int4_streamed(Int4Stages(128, 1, 2, 4, 3, 8), 64),
-    lambda: int4_streamed(Int4Stages(64, 2, 4, 3, 2), 16, "fp16"),
-    lambda: persistent_experts(Persistent(16, 6, 11), True, False),
-    lambda: persistent_experts(Persistent(32, 5, 10), False, True),
-    lambda: norm(0, 8),
-    lambda: wide_tiles(True, 0),
-    lambda: wide_tiles(True, 1),
-    lambda: wide_tiles(False, 2),
-]
+CASES = {
+    "streamed": [
+        lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
+        lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
+        lambda: streamed(Fp8Stages(32, 2, 4, 3), 32, True),
+        lambda: streamed(Fp8Stages(64, 2, 3, 2), 64, True),
+        lambda: streamed(Fp8Stages(128, 1, 4, 2), 64, True),
+    ],
+    "turned": [
+        lambda: streamed(Fp8Stages(64, 2, 4, 3, is_turned=True), 32, True),
+        lambda: streamed(Fp8Stages(32, 1, 6, 3, is_turned=True), 16, False),
+        lambda: streamed(Fp8Stages(128, 2, 3, 2, is_turned=True), 64, True),
+    ],
+    "few_rows": [lambda: few_rows(64, 64, True), lambda: few_rows(64, 16, False)],
+    "quantise": [lambda: quantise(2, True), lambda: quantise(1, False)],
+    "norm": [lambda: norm(1), lambda: norm(2), lambda: norm(0, 8)],
+    "experts": [
+        lambda: persistent_experts(Persistent(16, 6, 11), True, False),
+        lambda: persistent_experts(Persistent(32, 5, 10), False, True),
+    ],
+    "wide_tiles": [
+        lambda: wide_tiles(True, 1),
+        lambda: wide_tiles(True, 0),
+        lambda: wide_tiles(False, 2),
+    ],
+    "int4": [
+        lambda: int4(16, Int4Tiling(64, 4, 6), 128),
+        lambda: int4(64, Int4Tiling(128, 4, 4, 8), 128, is_gated=True),
+        lambda: int4(16, Int4Tiling(64, 1, 6), 32),
+        lambda: int4(128, Int4Tiling(128, 2, 3, 8), 128),
+        lambda: int4(32, Int4Tiling(64, 2, 4), 128, "fp16"),
+    ],
+    "int4_dequantised": [dequantise],
+    "int4_streamed": [
+        lambda: int4_streamed(Int4Stages(64, 4, 2, 4, 3), 8),
+        lambda: int4_streamed(Int4Stages(256, 2, 1, 4, 3, 8), 64, is_gated=True),
+        lambda: int4_streamed(Int4Stages(128, 1, 2, 4, 3, 8), 64),
+        lambda: int4_streamed(Int4Stages(64, 2, 4, 3, 2), 16, "fp16"),
+    ],
+}
 
 if __name__ == "__main__":
-    for number in sys.argv[1:]:
-        CASES[int(number)]()
-    print("compiled", len(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernels", nargs="+", choices=CASES)
+    parser.add_argument("--first", action="store_true", help="one case of each kernel")
+    arguments = parser.parse_args()
+    for name in arguments.kernels:
+        for compile_case in CASES[name][: 1 if arguments.first else None]:
+            compile_case()
+        print("compiled", name)

@@ -225,18 +225,16 @@ def test_the_usual_tiling_keeps_a_card_busy(rows: int, outputs: int, inputs: int
     assert inputs // 128 // tiling.shares >= 8
 
 
-ALL_CASES = tuple(str(number) for number in range(11, 21))
+KERNELS = ("int4", "int4_dequantised", "int4_streamed")
 
 
-@pytest.mark.parametrize(
-    "cases", [("11", "12", "17"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
-)
-def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [("--first",), pytest.param((), marks=pytest.mark.slow)])
+def test_the_kernels_compile_without_a_gpu(options: tuple[str, ...]) -> None:
     program = Path(__file__).with_name("compile_quantised.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(program), *cases]
+    command = [sys.executable, str(program), *KERNELS, *options]
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert f"compiled {len(cases)}" in ended.stdout
+    assert f"compiled {KERNELS[-1]}" in ended.stdout
