@@ -111,7 +111,7 @@ def peer_add_rms_norm(
 
 
 def _block(width: int) -> int:
-    return max(_LEAST_BLOCK, int(next_power_of_2(width)))
+    return max(_LEAST_BLOCK, next_power_of_2(width))
 
 
 def _launch(

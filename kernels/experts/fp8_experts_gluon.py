@@ -110,7 +110,7 @@ def _launch(
         num_inputs,
         IS_GATED=is_gated,
         IS_BLOCKED=weights.scaling == BY_BLOCK,
-        GROUPS=int(next_power_of_2(num_inputs // BLOCK)),
+        GROUPS=next_power_of_2(num_inputs // BLOCK),
         ROWS=plan.rows,
         STAGES=plan.gated if is_gated else plan.down,
         num_warps=_WARPS,

@@ -155,14 +155,14 @@ def _int32s(device: torch.device, *sizes: int) -> list[Tensor]:
 
 
 def _padded(num_experts: int) -> int:
-    return max(2, int(next_power_of_2(num_experts)))
+    return max(2, next_power_of_2(num_experts))
 
 
 def _block_tokens(num_tokens: int, padded: int) -> int:
     """Tokens of a program: few, as long as the programs are few."""
     most = max(1, min(_MAX_BLOCK_TOKENS, _BLOCK_ELEMENTS // padded))
     if num_tokens <= most:
-        return int(next_power_of_2(num_tokens))
+        return next_power_of_2(num_tokens)
     return min(most, 8 if num_tokens <= 256 else 16) if num_tokens <= 2048 else most
 
 

@@ -85,7 +85,7 @@ def registers(stages: Fp8Stages, room: int) -> int:
 
 def _groups(num_inputs: int, chunks: int) -> int:
     """Rows of the table of scales: whole steps, a power of 2."""
-    return int(next_power_of_2(cdiv(num_inputs, BLOCK * chunks) * chunks))
+    return next_power_of_2(cdiv(num_inputs, BLOCK * chunks) * chunks)
 
 
 def _boxes(matrix: Tensor, num_rows: int) -> TensorDescriptor:
