@@ -72,4 +72,5 @@ def sizes_of(mixture: Mixture) -> Sizes:
     weights = "int4"
     if not isinstance(mixture.gate_up, Int4Experts):
         weights = ("", "fp8", "fp8-block")[mixture.gate_up.scaling]
-    return Sizes(mixture.num_local, mixture.num_chosen, mixture.hidden, mixture.inner, weights)
+    num_local, num_ranks = mixture.num_local, mixture.num_experts // mixture.num_local
+    return Sizes(num_local, mixture.num_chosen, mixture.hidden, mixture.inner, weights, num_ranks)

@@ -103,6 +103,7 @@ class Sizes:
     hidden: int
     inner: int
     weights: str = ""  # fp8: a scale for each output; fp8-block: for 128 x 128; int4; else floats
+    num_ranks: int = 1  # that have such a part, of other experts
 
     @property
     def is_whole(self) -> bool:
@@ -112,6 +113,8 @@ class Sizes:
     @property
     def key(self) -> str:
         key = f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
+        if self.num_ranks > 1:
+            key = f"of {self.num_ranks} ranks, {key}"
         return f"{key}, {self.weights}" if self.weights else key
 
 
@@ -129,7 +132,8 @@ def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_programs: b
             return plan
     steps = {"": _DEFAULTS, "int4": _INT4_DEFAULTS}.get(sizes.weights, _FP8_DEFAULTS)
     # By rows an expert, as a mixture of 128 experts and 8 choices has them.
-    num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
+    num_experts = sizes.num_experts * sizes.num_ranks
+    num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // num_experts)
     if num_tokens > _MOST_NARROW[has_programs] and sizes.is_whole:
         return Persistent(WIDE_ROWS, 4, 4, has_fp8_rows=sizes.weights != "")
     return _first(steps, num_tokens)

@@ -623,6 +623,18 @@ def test_few_rows_an_expert_have_wide_tiles_by_persistent_programs_alone(
         assert isinstance(plan, Persistent) or not is_wide
 
 
+@pytest.mark.parametrize("weights", ["", "fp8", "int4"])
+def test_a_part_of_the_experts_has_the_plans_of_all(weights: str) -> None:
+    """Each has as many rows, wherever the others are."""
+    router = torch.zeros(64, 512)
+    whole = dataclasses.replace(make_mixture(64, 4, 512, 128), router=router)
+    part = dataclasses.replace(make_mixture(8, 4, 512, 128), router=router, first=16)
+    sizes = [dataclasses.replace(sizes_of(each), weights=weights) for each in (whole, part)]
+    for num_tokens in (1, 4, 5, 30, 200, 300, 9999):
+        of_whole, of_part = (choose_plan(each, num_tokens, 2) for each in sizes)
+        assert of_whole == of_part
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_products_compile_without_a_gpu() -> None:
