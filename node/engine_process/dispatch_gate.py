@@ -3,6 +3,7 @@ compiled, a LoRA adapter read, each on a thread of its own.
 
     dispatch ──► what it names is here ──────────────────► role
             └──► not here ──► thread ──► Gated ─► inbox ─► role
+                                           └─► Gated of each that waited for the same adapter
     LoadAdapter ──► read on a thread ──► Gated ─► inbox ─► AdapterLoaded
     AdapterRoom.fetch ──► read on a thread ──► Gated ─► inbox ─► room
 The role sees a dispatch late, as if it had come late: one that was cancelled until then finds its
@@ -32,13 +33,14 @@ from ...proto.v1 import node_pb2
 log = logging.getLogger(__name__)
 
 _Message: TypeAlias = node_pb2.Dispatch | node_pb2.LoadAdapter | Adapter
-_Found: TypeAlias = Grammar | HostAdapter | BatonError
+_Found: TypeAlias = Grammar | HostAdapter | BatonError | None
 
 
 @dataclass(slots=True)
 class Gated:
     """What a dispatch, or an order of `gateway`, waited for, or why there is none; or an adapter
-    that the room asked for. `is_read`: that was its adapter, behind which nothing comes."""
+    that the room asked for. `is_read`: that was its adapter, behind which nothing comes. `found` is
+    None where another dispatch had it read."""
 
     gateway: str
     message: _Message
@@ -73,6 +75,9 @@ class DispatchGate:
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._reading = ThreadPoolExecutor(1, "adapters")
         self._fetching: set[str] = set()  # digests
+        # While a dispatch has an adapter of this path and digest read: the others that wait for it,
+        # each with its gateway and since when.
+        self._behind: dict[tuple[str, str], list[tuple[str, node_pb2.Dispatch, float]]] = {}
         if room is not None:
             room.fetch = self._fetch
 
@@ -109,13 +114,15 @@ class DispatchGate:
         """The dispatch that can go on now, with what is left of its deadline; None: it waits for
         more, its gateway is gone, or it was none. Call once; others may go on in the engine."""
         dispatch, gateway, found = gated.message, gated.gateway, gated.found
+        has_failed = gated.is_read and isinstance(found, BatonError)
+        if gated.is_read and isinstance(dispatch, node_pb2.Dispatch):
+            self._release_behind(dispatch.adapter, found if isinstance(found, BatonError) else None)
         if isinstance(found, HostAdapter) and self._room is not None:
             with suppress(Overloaded):  # it is fetched for who has a slot for it
                 self._room.keep(found)
         if isinstance(dispatch, node_pb2.LoadAdapter):
             self._answer(gateway, dispatch, found)
             return None
-        has_failed = gated.is_read and isinstance(found, BatonError)
         if isinstance(dispatch, Adapter):
             self._fetching.discard(dispatch.digest)
             if has_failed:
@@ -140,8 +147,20 @@ class DispatchGate:
             return True
         if room.has(adapter.digest) or not room.has_room_for(adapter.digest):
             return True
-        self._read(gateway, dispatch, adapter.path, adapter.digest)
+        key = (adapter.path, adapter.digest)
+        if (behind := self._behind.get(key)) is not None:
+            self._waiting[dispatch.request_id, dispatch.attempt] = gateway
+            behind.append((gateway, dispatch, time.monotonic()))
+        else:
+            self._behind[key] = []
+            self._read(gateway, dispatch, *key)
         return False
+
+    def _release_behind(self, adapter: node_pb2.Adapter, error: BatonError | None) -> None:
+        """One read was for all: they go on as its dispatch does."""
+        now_s = time.monotonic()
+        for gateway, dispatch, since_s in self._behind.pop((adapter.path, adapter.digest), ()):
+            self._put(Gated(gateway, dispatch, True, error, now_s - since_s))
 
     def _fetch(self, adapter: Adapter) -> None:
         if adapter.digest not in self._fetching:

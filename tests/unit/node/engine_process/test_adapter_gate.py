@@ -104,6 +104,25 @@ def test_a_dispatch_waits_until_its_adapter_is_read() -> None:
     assert world.gate.admits("g", dispatch(request_id="s")), "it is in host memory now"
 
 
+@pytest.mark.parametrize("path", ["/a", "/bad"])
+def test_one_read_is_for_all_that_wait_for_it(path: str) -> None:
+    world = World()
+    for request_id in ("r", "s", "t"):
+        assert not world.gate.admits("g", dispatch(path, request_id=request_id))
+    assert not world.gate.admits("g", dispatch("/elsewhere", request_id="u"))
+    released = [one.request_id for _ in range(4) for _, one in world.next_read()]
+    assert sorted(released) == ["r", "s", "t", "u"] and not world.gate.num_waiting
+    assert world.reader.asked == [(path, DIGEST), ("/elsewhere", DIGEST)]
+
+
+def test_what_could_not_be_read_is_read_again_for_the_next() -> None:
+    world = World()
+    for _ in range(2):
+        assert not world.gate.admits("g", dispatch("/bad"))
+        world.next_read()
+    assert world.reader.asked == [("/bad", DIGEST)] * 2
+
+
 @pytest.mark.parametrize("path", ["/bad", "/broken"])
 def test_one_that_cannot_be_read_goes_on_without(path: str) -> None:
     """The engine then says that the adapter is not there."""
