@@ -31,7 +31,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
 from ..validation.validation import is_label
-from .shared_list import Entry, SharedList, is_newer
+from .shared_list import Entry, SharedList, holds
 
 log = logging.getLogger(__name__)
 
@@ -69,25 +69,27 @@ class AdapterRegistry:
         """Serve the adapter at `path`, a folder of every engine's host.
 
         A relative path is one from where this gateway was started. Raises InvalidRequest for a
-        name that is taken or none and for no path, AdapterRefused, which names the engine,
-        Unavailable where there is no engine.
+        name that is taken, here or by another gateway meanwhile, or none and for no path,
+        AdapterRefused, which names the engine, Unavailable where there is no engine.
         """
         if not is_label(name):
             raise InvalidRequest("no name of a model", "lora_name", "invalid_value")
         if not _is_path(path):
             raise InvalidRequest("no path of a folder", "lora_path", "invalid_value")
         if name == self._model or name in self._adapters or name in self._loading:
-            message = f"the name {name!r} is taken: unload it first"
-            raise InvalidRequest(message, "lora_name", "invalid_value")
+            raise _taken(name)
         self._loading.add(name)
         try:
             adapter = await self._load(name, os.path.join(self._folder, path))
         finally:
             self._loading.discard(name)
-        self._note(name, adapter)
-        if self._shared is not None:
-            await self._exchange(self._shared)
-            await asyncio.sleep(_SHARE_S)  # then the others serve it, too
+        if name not in self._adapters:
+            self._note(name, adapter)
+            if self._shared is not None:
+                await self._exchange(self._shared)
+                await asyncio.sleep(_SHARE_S)  # then the others serve it, too
+        if self._adapters.get(name, adapter).digest != adapter.digest:
+            raise _taken(name)
         return adapter
 
     def unload(self, name: str) -> None:
@@ -115,7 +117,7 @@ class AdapterRegistry:
     async def _exchange(self, shared: SharedList) -> None:
         for entry in await shared.exchange(self._entries):
             is_sound = entry.name != self._model and is_label(entry.name) and _is_path(entry.path)
-            if is_sound and is_newer(entry, self._entries):  # still: it may have changed meanwhile
+            if is_sound and holds(entry, self._entries):  # still: it may have changed meanwhile
                 self._take(entry)
 
     async def share(self) -> None:
@@ -185,6 +187,11 @@ class AdapterRegistry:
         """An engine is gone: it owes no answer."""
         for key in [key for key in self._orders if key[0] == incarnation]:
             self.answered(*key, NodeLost("a node was lost"))
+
+
+def _taken(name: str) -> InvalidRequest:
+    message = f"the name {name!r} is taken: unload it first"
+    return InvalidRequest(message, "lora_name", "invalid_value")
 
 
 def _is_path(path: str) -> bool:

@@ -2,10 +2,11 @@
 
     baton:{cluster}:adapters:{of the model}   [model, [[name, version, digest, path], ...]], sealed
 
-Of two entries of a name the greater one holds. One that is unloaded stays as an entry without a
-digest, so that neither a gateway that was away nor a Redis that lost its data brings it back. The
-list outlives its gateways for an hour. What is read is bounded and checked, whoever wrote it.
-Knows no engine.
+Of two entries of a name the one with the greater version holds, and else the one that was in the
+list first: a gateway that has loaded another adapter of the name finds that it is taken. One that
+is unloaded stays as an entry without a digest, so that neither a gateway that was away nor a Redis
+that lost its data brings it back. The list outlives its gateways for an hour. What is read is
+bounded and checked, whoever wrote it. Knows no engine.
 """
 
 from __future__ import annotations
@@ -57,20 +58,20 @@ class SharedList:
         self._key = f"{redis.prefix}adapters:{of_model}"
 
     async def exchange(self, mine: Mapping[str, Entry]) -> list[Entry]:
-        """Add to the list what it lacks of `mine`; returns its entries that are newer. Nothing of
-        either while Redis is away."""
-        newer: list[Entry] = []
+        """Add to the list what it lacks of `mine`; returns its entries that hold against these.
+        Nothing of either while Redis is away."""
+        held: list[Entry] = []
         try:
             for _ in range(_NUM_TRIES):
                 # Junk may be huge: never read all of it.
                 last = _MAX_BYTES + TAG_BYTES
                 [found] = await self._redis.run(("GETRANGE", self._key, 0, last))
                 theirs = {entry.name: entry for entry in self._decode(found)}
-                newer = [one for one in theirs.values() if is_newer(one, mine)]
-                if not any(is_newer(one, theirs) for one in mine.values()):
+                held = [one for one in theirs.values() if holds(one, mine)]
+                if not any(_is_lacking(one, theirs) for one in mine.values()):
                     await self._redis.run(("EXPIRE", self._key, _TTL_S))
                     break
-                merged = {**mine, **{one.name: one for one in newer}}
+                merged = {**mine, **{one.name: one for one in held}}
                 sealed = self._encode(merged.values())
                 if len(sealed) > _MAX_BYTES:
                     log.error("too many LoRA adapters for one list: %d", len(merged))
@@ -83,7 +84,7 @@ class SharedList:
                     break
         except RedisAway as error:
             log.debug("the list of LoRA adapters: %s", error)
-        return newer
+        return held
 
     def _encode(self, entries: Iterable[Entry]) -> bytes:
         return self._redis.secret.seal(msgspec.msgpack.encode((self._model, [*entries])))
@@ -99,10 +100,16 @@ class SharedList:
         return [one for one in entries if _is_sound(one)] if model == self._model else []
 
 
-def is_newer(entry: Entry, than: Mapping[str, Entry]) -> bool:
-    """Whether it holds against what `than` has of its name, if anything."""
-    other = than.get(entry.name)
-    return other is None or entry > other
+def holds(entry: Entry, mine: Mapping[str, Entry]) -> bool:
+    """Whether it, of the list, takes the place of what a gateway has of its name, if anything."""
+    other = mine.get(entry.name)
+    return other is None or (entry != other and entry.version >= other.version)
+
+
+def _is_lacking(entry: Entry, listed: Mapping[str, Entry]) -> bool:
+    """Whether it, a gateway's, belongs into the list."""
+    other = listed.get(entry.name)
+    return other is None or entry.version > other.version
 
 
 def _is_sound(entry: Entry) -> bool:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
 import msgspec
 import pytest
 from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
 
 from baton.cluster.redis_client import Command, RedisAway, RedisClient
 from baton.cluster.secret import ClusterSecret
-from baton.core.errors import ModelNotFound
+from baton.core.errors import InvalidRequest, ModelNotFound
+from baton.core.membership import Member, Role
 from baton.core.request.request import Adapter
+from baton.gateway.adapters import adapter_registry
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.adapters.shared_list import Entry, SharedList
 from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.prefix_index.mirror import PrefixMirror
 
+ENGINE = "dd" * 16
 ONE, TWO = "1" * 32, "2" * 32
 SECRET = ClusterSecret("secret")
 
@@ -55,12 +61,27 @@ class PlayedRedis(RedisClient):
 
 
 class Gateway:
+    """With one engine, whose answers the test gives."""
+
     def __init__(self, redis: PlayedRedis) -> None:
         self.shared = SharedList(redis, "base")
-        self.registry = AdapterRegistry(EngineTable(PrefixMirror(FakeClock())), "base")
+        table = EngineTable(PrefixMirror(FakeClock()))
+        self.link = FakeLink(ENGINE)
+        member = Member(ENGINE, Role.DECODE, "node", "h:1", "base", "fp", 200, 4, 100)
+        table.add(LinkedEngine(member, self.link))
+        self.registry = AdapterRegistry(table, "base", shared=self.shared)
 
     def load(self, name: str, digest: str = ONE, path: str = "/a") -> None:
         self.registry._note(name, Adapter(name, digest, path))
+
+    async def begin_load(self) -> asyncio.Task[Adapter]:
+        """Of sql, until the engine has answered."""
+        loading = asyncio.create_task(self.registry.load("sql", "/sql"))
+        await asyncio.sleep(0)
+        return loading
+
+    def answer(self, digest: str) -> None:
+        self.registry.answered(ENGINE, self.link.adapter_orders[-1][0], digest)
 
     async def exchange(self) -> dict[str, str]:
         await self.registry._exchange(self.shared)
@@ -108,7 +129,39 @@ async def test_two_that_load_one_name_at_once_agree() -> None:
         gateways[0].load("sql", ONE)
         gateways[1].load("sql", TWO)
         redis.num_lost_races = 2
-        assert await exchanged(*(gateways[index] for index in order)) == {"sql": TWO}
+        first = (ONE, TWO)[order[0]]
+        assert await exchanged(*(gateways[index] for index in order)) == {"sql": first}
+
+
+@pytest.mark.parametrize("digests", [(ONE, TWO), (TWO, ONE)])
+@pytest.mark.parametrize("is_known", [True, False], ids=["the list was read", "at once"])
+async def test_the_later_of_two_that_load_one_name_is_refused(
+    digests: tuple[str, str], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_registry, "_SHARE_S", 0.0)
+    redis = PlayedRedis()
+    first, second = Gateway(redis), Gateway(redis)
+    loading = [await gateway.begin_load() for gateway in (first, second)]
+    first.answer(digests[0])
+    if is_known:
+        await loading[0]
+        await second.exchange()
+    second.answer(digests[1])
+    assert (await loading[0]).digest == digests[0]
+    with pytest.raises(InvalidRequest, match="the name 'sql' is taken"):
+        await loading[1]
+    assert await exchanged(first, second) == {"sql": digests[0]}
+
+
+async def test_two_that_load_the_same_at_once_both_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_registry, "_SHARE_S", 0.0)
+    redis = PlayedRedis()
+    gateways = Gateway(redis), Gateway(redis)
+    loading = [await gateway.begin_load() for gateway in gateways]
+    for gateway in gateways:
+        gateway.answer(ONE)
+    assert [one.digest for one in await asyncio.gather(*loading)] == [ONE, ONE]
+    assert await exchanged(*gateways) == {"sql": ONE}
 
 
 @pytest.mark.parametrize(
