@@ -7,6 +7,7 @@ import sys
 import time
 
 from ..core.engine_config import EngineConfig
+from ..core.errors import InvalidRequest
 from ..core.ports import SystemEntropy
 from ..core.process.event_loop import interruptible
 from ..core.request.request import SAMPLING, Request, SamplingParams
@@ -18,7 +19,8 @@ async def run(
 ) -> int:
     """Continue every prompt in one continuous batch and print them with the time it took.
 
-    Raises InvalidRequest, StartupFailed.
+    One that cannot be served is reported, and left out: then the exit code is 1. Raises
+    InvalidRequest for what is to hold for all, StartupFailed.
     """
     wanted = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = SamplingParams(
@@ -33,17 +35,29 @@ async def run(
 
         local = LocalEngine.load(config, report)
     tokenizer = load_tokenizer(local.model_dir, local.runner.eos_token_ids)
-    requests = [
-        Request(SystemEntropy().new_id(), 0, await tokenizer.encode(prompt), sampling)
-        for prompt in prompts
-    ]
+    limits, vocab_size = local.engine.limits, local.runner.model_config.vocab_size
+    requests: dict[int, Request] = {}  # by the prompt's number
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            token_ids = await tokenizer.encode(prompt)
+            if (largest := max(token_ids, default=0)) >= vocab_size:
+                message = f"it has token {largest}; the vocabulary has {vocab_size} ids"
+                raise InvalidRequest(message, "prompt", "invalid_token_id")
+            request = Request(SystemEntropy().new_id(), 0, token_ids, sampling)
+            limits.check(request)
+            requests[number] = request
+        except InvalidRequest as error:
+            report(f"error: prompt {number}: {error.message}")
     began_s = time.monotonic()
     outputs: dict[str, list[int]] = {}
-    for _ in local.generating(requests, outputs):
+    for _ in local.generating([*requests.values()], outputs):
         await asyncio.sleep(0)  # Ctrl-C ends it between two steps
     took_s = time.monotonic() - began_s
-    for prompt, request in zip(prompts, requests, strict=True):
-        print(prompt + await tokenizer.decode(outputs[request.key]))
+    for number, request in requests.items():
+        output = outputs[request.key]
+        print(prompts[number - 1] + await tokenizer.decode(output))
+        if len(output) < max_tokens and output[-1] not in local.runner.eos_token_ids:
+            report(f"prompt {number}: the context of {limits.max_model_len} tokens is full")
     num_tokens = sum(len(tokens) for tokens in outputs.values())
     report(f"{num_tokens} tokens in {took_s:.2f} s")
-    return 0
+    return 0 if len(requests) == len(prompts) else 1

@@ -1,10 +1,18 @@
-"""`baton generate`: what is out of range is refused before anything is loaded."""
+"""`baton generate`: what is out of range is refused before anything is loaded, a prompt that cannot
+be served beside the others, and where the context ends it is said."""
 
 from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from baton.cli.main import main
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+SMALL = ("--device", "cpu", "--cpu-kv-bytes", str(16 << 20), "--max-model-len", "32")
 
 
 @pytest.mark.parametrize(
@@ -26,3 +34,25 @@ def test_sampling_out_of_range(
     monkeypatch.setattr("sys.argv", command)
     assert main() == 1
     assert capsys.readouterr().err == f"error: {refusal}\n"
+
+
+def test_prompts_that_are_refused_and_one_that_fills_its_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    beyond = tokenizer["added_tokens"][0] | {"id": 4096, "content": "<beyond>", "special": False}
+    tokenizer["added_tokens"].append(beyond)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    prompts = ["def read_file(path):", "import <beyond>", "", "import os"]
+    options = ["--model", str(model), "--max-tokens", "28", *SMALL]
+    monkeypatch.setattr("sys.argv", ["baton", "generate", *prompts, *options])
+    assert main() == 1
+    captured = capsys.readouterr()
+    assert "def read_file(path):\n" in captured.out and "import os\n" in captured.out
+    assert "<beyond>" not in captured.out
+    assert captured.err.splitlines()[1:-1] == [
+        "error: prompt 2: it has token 4096; the vocabulary has 4096 ids",
+        "error: prompt 3: the prompt is empty",
+        "prompt 1: the context of 32 tokens is full",
+    ]
