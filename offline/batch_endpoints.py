@@ -4,7 +4,6 @@ place of a port, so that lines of a batch are answered as a server answers them,
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
 from ..core.ports import SystemClock
 from ..core.process.event_loop import interruptible
+from ..core.process.runtime_folder import RuntimeFolder
 from ..gateway.http.chat import chat
 from ..gateway.http.chat.chat_model import CHAT_MODEL, ChatModel
 from ..gateway.http.generate import completions
@@ -58,8 +58,8 @@ async def serving(app: web.Application) -> AsyncIterator[Path]:
     """Answer on the Unix socket that it yields, for as long as the block lasts."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
-    with tempfile.TemporaryDirectory(prefix="baton-batch-") as folder:
-        path = Path(folder) / "http"
+    with RuntimeFolder.make("baton-batch-") as folder:
+        path = folder.path / "http"
         try:
             await web.UnixSite(runner, str(path), backlog=_BACKLOG).start()
             yield path

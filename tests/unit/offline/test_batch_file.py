@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import aiohttp
@@ -149,3 +151,14 @@ def test_what_a_file_system_filled_up_is_cut_off(tmp_path: Path) -> None:
     path.write_bytes(bytes(100))
     ResultFile(path).close()
     assert path.read_bytes() == b""
+
+
+async def test_what_a_killed_batch_left_goes_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="b-") as root:  # pytest's are too long for sockets
+        monkeypatch.setenv("XDG_RUNTIME_DIR", root)
+        left = tempfile.mkdtemp(prefix="baton-batch-", dir=root)
+        async with serving(web.Application()) as path:
+            assert os.listdir(root) == [path.parent.name] != [Path(left).name]
+        assert not os.listdir(root)
