@@ -30,9 +30,20 @@ _NUM_BYTES = 8
 
 def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Like asyncio.run, of what `start` gives; it is called before there is a loop."""
+    _open_standard_streams()
     main = start()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
+
+
+def _open_standard_streams() -> None:
+    """Those with which nobody started us, as /dev/null: else what is opened next has their numbers,
+    and uvloop, which closes none of these, aborts."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # at `fd`: the lowest
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,10 +1,13 @@
-"""When a child's event loop is taken for hung, on looks that the test plays."""
+"""When a child's event loop is taken for hung, on looks that the test plays; what a loop has around
+it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +15,21 @@ import pytest
 
 from baton.core.process import event_loop as loop_watch
 from baton.core.process.event_loop import LoopWatch, interruptible
+
+PARENT = """
+import asyncio
+from asyncio.subprocess import DEVNULL, PIPE
+from baton.core.process import event_loop
+
+async def main():
+    child = await asyncio.create_subprocess_exec(
+        *("sh", "-c", "echo heard; echo lost >&2"), stdin=DEVNULL, stdout=PIPE
+    )
+    said, _ = await child.communicate()
+    assert (said, child.returncode) == (b"heard\\n", 0)
+
+event_loop.run(main)
+"""
 
 
 class Child:
@@ -117,3 +135,9 @@ def test_a_thread_beside_the_main_one_has_no_ctrl_c() -> None:
 
     with ThreadPoolExecutor() as threads:
         threads.submit(work).result()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_without_standard_streams_has_children(closed: str) -> None:
+    start = f'exec "$0" -c "$1" {closed}'
+    assert subprocess.run(["sh", "-c", start, sys.executable, PARENT]).returncode == 0
