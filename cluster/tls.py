@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
@@ -209,14 +210,30 @@ def bind(
     where the port came from."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        _try_to_bind(host, port)
         if files is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, files.server_credentials()))
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise StartupFailed(
             f"cannot listen on {host}:{port}: the port is taken, or the address is not this host's",
             hint=f"another {flag} (0 takes a free one) or --host",
         ) from error
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    """To one of the host's addresses, as gRPC will, which says on stderr that it cannot. Raises
+    OSError."""
+    refusal = OSError(f"{host} has no address")
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gateways may share it
+            try:
+                return tried.bind(address)
+            except OSError as error:
+                refusal = error
+    raise refusal
 
 
 def check_peer_role(context: Any, *roles: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import pytest
 from fakes.clock import FakeClock
 from hypothesis import given
@@ -25,7 +27,7 @@ from baton.cli.host.certs import (
 from baton.cluster import tls
 from baton.cluster.certificate_times import validities
 from baton.cluster.exposure import check_exposure, is_loopback
-from baton.cluster.tls import CertificateFiles, ClusterTls, check_peer_role
+from baton.cluster.tls import CertificateFiles, ClusterTls, bind, check_peer_role
 from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import PermissionDenied, StartupFailed
@@ -404,3 +406,14 @@ def test_with_the_loud_flag_a_gateway_may_lie_open(caplog: pytest.LogCaptureFixt
     config = GatewayConfig(host="0.0.0.0", insecure_bind=True)
     assert Security.of(config, ClusterConfig(), SystemClock()).certificate is None
     assert "--api-keys" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["taken", "another host's"])
+async def test_who_cannot_listen_says_so_in_words_of_its_own(
+    host: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupFailed, match=f"cannot listen on {host}:{port}"):
+            bind(grpc.aio.server(), host, port, None, flag="--port")
+    assert capfd.readouterr().err == ""
