@@ -134,6 +134,9 @@ class ResultFile:
         self.done: set[str] = set()
         self.num_errors = 0
         try:
+            if path.exists() and not path.is_file():
+                hint = "-o continues the results that it finds"
+                raise StartupFailed(f"{path} is no regular file", hint=hint)
             path.touch()
             self._file: BinaryIO = path.open("r+b")
         except OSError as error:

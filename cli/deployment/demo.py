@@ -11,6 +11,7 @@ from ...client import AsyncClient, Result
 from ...core.config import GatewayConfig, NodeConfig, UpConfig
 from ...core.engine_config import EngineConfig
 from ...core.metrics import percentile
+from ...core.request.request import SAMPLING
 from .deployment import Deployment
 
 _SHARED = '"""Small tools for reading and writing text files."""\n\nimport os\nimport sys\n\n\n'
@@ -53,7 +54,8 @@ class _Screen:
 
 
 async def run(max_tokens: int, *, verbose: bool) -> int:
-    """Start, stream, print, stop. Returns the exit code."""
+    """Start, stream, print, stop. Returns the exit code. Raises InvalidRequest."""
+    SAMPLING["max_tokens"].kind.check(max_tokens, "max_tokens", 0)
     began_s = time.monotonic()
     running = asyncio.current_task()
     assert running is not None

@@ -1,5 +1,5 @@
-"""`baton generate`: what is out of range is refused before anything is loaded, a prompt that cannot
-be served beside the others, and where the context ends it is said."""
+"""`baton generate`: what is out of range is refused before anything is loaded (by `baton demo`,
+too), a prompt that cannot be served beside the others, and where the context ends it is said."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from baton.cli.main import main
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 SMALL = ("--device", "cpu", "--cpu-kv-bytes", str(16 << 20), "--max-model-len", "32")
+
+
+def test_a_demo_of_no_tokens_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["baton", "demo", "--max-tokens", "0"])
+    assert main() == 1
+    assert capsys.readouterr() == ("", "error: max_tokens must be at least 1\n")
 
 
 @pytest.mark.parametrize(

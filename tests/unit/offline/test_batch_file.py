@@ -162,3 +162,11 @@ async def test_what_a_killed_batch_left_goes_with_the_next(
         async with serving(web.Application()) as path:
             assert os.listdir(root) == [path.parent.name] != [Path(left).name]
         assert not os.listdir(root)
+
+
+def test_results_go_to_no_device_and_to_no_pipe(tmp_path: Path) -> None:
+    """Nothing can be resumed there."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full"), tmp_path):
+        with pytest.raises(StartupFailed, match=f"{path} is no regular file"):
+            ResultFile(path)
