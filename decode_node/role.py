@@ -151,6 +151,7 @@ class DecodeRole(EngineRole[_Intent]):
         first, *forks = intent.samples
         if not self._request_io.knows(_token_ids_of(state)):
             raise HandoffFailed("the source sampled what is no token of the vocabulary")
+        self._engine.lacks_drafts(reservation, state.first_undrafted)
         if first.sampling.use_beam_search:
             self._start_beams(intent, reservation, state.first, summary)
             return

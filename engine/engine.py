@@ -126,6 +126,10 @@ class Engine:
         """An adapter has come into host memory: those go on that waited for it."""
         self._sequences.unpark()
 
+    def lacks_drafts(self, reservation: Reservation, first: int | None) -> None:
+        """Before `start`: block number `first` came without the draft model's KV, if one did."""
+        self._tables.lacks_drafts(self._sequences.by_key[reservation.key], first)
+
     def start(self, reservation: Reservation, token_id: int) -> None:
         """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
 
@@ -220,6 +224,14 @@ class Engine:
         A block has a hash once a step is launched that fills it.
         """
         return self._tables.refs(self._sequences.by_key[key], first, last)
+
+    def first_undrafted(self, key: str) -> int | None:
+        """Of the computed blocks of a request that holds blocks: which lacks the draft model's KV,
+        the first one; None: none."""
+        sequence = self._sequences.by_key[key]
+        num_tokens = sequence.num_drafted_tokens
+        is_whole = num_tokens >= sequence.num_computed_tokens
+        return None if is_whole else num_tokens // self.limits.block_size
 
     def num_outputs(self, key: str) -> int:
         """Tokens behind a request's prompt, so far; 0 if it has no sequence here."""

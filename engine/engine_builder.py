@@ -33,6 +33,7 @@ from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
+from .speculation.draft_model import DraftModelProposer
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
 from .step_results import StepResults
@@ -84,6 +85,7 @@ def build_engine(
         )
     host_prefixes = None if host is None else HostPrefixes(host, limits.block_size)
     tables = BlockTables(pool, cache, generations, limits.block_size, host_prefixes)
+    tables.has_draft_model = isinstance(proposer, DraftModelProposer) and not proposer.is_head
     scheduler = Scheduler(limits, pool, tables, estimator, step_costs)
     if adapters is not None:
         scheduler.queues.parked = adapters.parked

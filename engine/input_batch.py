@@ -164,7 +164,7 @@ class InputBatch:
             first_target,
             num_top,
             sequence.adapter_slot,
-            is_prompt=is_prompt,
+            is_prompt=is_prompt and sequence.num_drafted_tokens >= start,
             next_token_id=next_token_id,
         )
 

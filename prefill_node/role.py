@@ -85,12 +85,13 @@ class PrefillRole(EngineRole[_Offer]):
             return
         num_tokens, state = chunk.num_computed_tokens, None
         blocks = self._next_blocks(chunk.key, offer, num_tokens, is_last=chunk.is_last)
+        num_blocks, lacking = offer.num_offered_blocks, self._engine.first_undrafted(chunk.key)
         if chunk.first is not None:
             offer.is_first_token_out = True  # none will be: the puller outputs all
-            state = HandoffState(offer.num_offered_blocks, first=chunk.first)
+            state = HandoffState(num_blocks, first=chunk.first, first_undrafted=lacking)
         elif chunk.is_last:
-            first_token_id, *fork_token_ids = (first_tokens[each.key] for each in offer.samples)
-            state = HandoffState(offer.num_offered_blocks, first_token_id, tuple(fork_token_ids))
+            first_token_id, *others = (first_tokens[each.key] for each in offer.samples)
+            state = HandoffState(num_blocks, first_token_id, tuple(others), first_undrafted=lacking)
         self._peers.feed_source(Chunk(offer.ticket.transfer_id, blocks, num_tokens, state))
 
     def _on_launched(self, chunk: ChunkLaunched) -> None:

@@ -37,8 +37,8 @@ class SequenceSlice(NamedTuple):
     `draft_samples`: the slice's tokens behind its first are drafts, as many, and a token is sampled
     in front of each: by `draft_samples[i]` what draft i is if it is right, by `sample` what is
     behind the last. `is_prompt`: its tokens were known at its admission, a draft model computes
-    their KV too. `next_token_id`: what follows a prompt's slice behind which nothing is sampled, if
-    that is known; a draft head reads it.
+    their KV too, unless it lacks that of tokens in front. `next_token_id`: what follows a prompt's
+    slice behind which nothing is sampled, if that is known; a draft head reads it.
     """
 
     token_ids: Sequence[int]

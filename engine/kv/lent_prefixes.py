@@ -47,6 +47,10 @@ class LentPrefixes:
         generations = map(self._generations.read, block_ids)
         return self._hold(block_ids), BlockRefs.pack(block_ids, generations, block_hashes)
 
+    def first_undrafted(self, lent: BlockRefs) -> int | None:
+        """See PrefixCache."""
+        return self._cache.first_undrafted(lent.block_ids.tolist())
+
     def give_back(self, fence: Fence) -> None:
         """Nobody copies from these any more. A second call does nothing."""
         self._fences.discard(fence)
@@ -68,10 +72,13 @@ class LentPrefixes:
         self._pool.release(fresh)  # the fence has them
         return BorrowedPrefix(tuple(block_hashes), (*cached, *fresh), len(cached), fences)
 
-    def keep(self, prefix: BorrowedPrefix) -> None:
-        """The copy has filled them: they are in the prefix cache, for the next step to use."""
+    def keep(self, prefix: BorrowedPrefix, first_undrafted: int | None = None) -> None:
+        """The copy has filled them: they are in the prefix cache, for the next step to use; from
+        that place on without the draft model's KV."""
         fresh = slice(prefix.num_cached_blocks, None)
         self._cache.store(prefix.block_hashes[fresh], prefix.block_ids[fresh])
+        end = len(prefix.block_ids) if first_undrafted is None else first_undrafted
+        self._cache.note_drafted(prefix.block_ids[fresh], max(0, end - fresh.start))
         self.drop(prefix)
 
     def drop(self, prefix: BorrowedPrefix) -> None:

@@ -8,7 +8,7 @@ observer is told of the two as one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
@@ -46,6 +46,7 @@ class PrefixCache:
         self._observer = observer
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
+        self._undrafted: set[int] = set()
         pool.on_evict(self._remove)
 
     def __len__(self) -> int:
@@ -81,6 +82,15 @@ class PrefixCache:
         self._block_of |= entered
         self._hash_of |= hash_of
         self._notify_device(entered, is_there=True)
+
+    def note_drafted(self, block_ids: Sequence[int], num_drafted: int) -> None:
+        """Of these the first `num_drafted` have a draft model's KV, and the others lack it."""
+        self._undrafted.difference_update(block_ids[:num_drafted])
+        self._undrafted.update(block_ids[num_drafted:])
+
+    def first_undrafted(self, block_ids: Iterable[int]) -> int | None:
+        """The place of the first of these that lacks a draft model's KV."""
+        return next((n for n, each in enumerate(block_ids) if each in self._undrafted), None)
 
     def entered_host(self, block_hashes: Iterable[BlockHash]) -> None:
         """They are in host memory now, and were not before."""

@@ -42,7 +42,8 @@ class StepFence:
 
 
 class BlockTables:
-    """Block tables of all sequences of one engine."""
+    """Block tables of all sequences of one engine. `has_draft_model`: one that computes what is
+    decoded without drafts later, if ever, so that blocks may lack its KV."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class BlockTables:
         """`host`: where the prefix cache goes on, if it does."""
         self._pool = pool
         self.host = host
+        self.has_draft_model = False
         self._cache = cache
         self._generations = generations
         self._block_size = block_size
@@ -94,7 +96,16 @@ class BlockTables:
         self.num_hit_tokens += sequence.num_cached_tokens
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_launched_tokens = sequence.num_cached_tokens
+        if self.has_draft_model:
+            sequence.drafted = (sequence.num_tokens, ())
+            self.lacks_drafts(sequence, self._cache.first_undrafted(matched))
         return True
+
+    def lacks_drafts(self, sequence: Sequence, first: int | None) -> None:
+        """Its block number `first` lacks the draft model's KV; None: no block does."""
+        if first is not None and sequence.drafted is not None:
+            num_drafted_tokens = min(sequence.drafted[0], first * self._block_size)
+            sequence.drafted = (num_drafted_tokens, ())
 
     def share(self, sequence: Sequence, shared: Row[int]) -> bool:
         """Give an empty-handed sequence these blocks and more for all its slots, or none."""
@@ -109,6 +120,8 @@ class BlockTables:
 
     def loaded(self, sequence: Sequence, num_blocks: int) -> None:
         """What host memory had is there: so many blocks count as computed beside the cached."""
+        assert self.host is not None
+        self.lacks_drafts(sequence, self.host.first_undrafted(sequence, num_blocks))
         num_tokens = num_blocks * self._block_size
         sequence.num_cached_tokens += num_tokens
         sequence.num_computed_tokens += num_tokens
@@ -143,6 +156,14 @@ class BlockTables:
         hashes = sequence.block_hashes(num_full, self._block_size)
         self._cache.store(hashes[fresh], sequence.block_ids[fresh])
         sequence.num_stored_blocks = num_full
+        self._note_drafted(sequence, fresh.start)
+
+    def _note_drafted(self, sequence: Sequence, first: int) -> None:
+        """Which of its stored blocks, from `first` on, have the draft model's KV by now."""
+        if self.has_draft_model:
+            num_drafted = max(first, sequence.num_drafted_tokens // self._block_size) - first
+            stored = sequence.block_ids[first : sequence.num_stored_blocks]
+            self._cache.note_drafted(stored, num_drafted)
 
     def prepare_store(self, sequence: Sequence) -> None:
         """Hash what the launched step completes, before its results are waited for."""
@@ -161,6 +182,7 @@ class BlockTables:
         for step in self._steps:
             if sequence in step.places:
                 step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
+        self._note_drafted(sequence, 0)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = array("i")
         sequence.num_stored_blocks = sequence.num_computed_tokens = 0

@@ -43,6 +43,7 @@ class Forks:
         """
         child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
         child.num_launched_tokens = child.num_computed_tokens
+        child.drafted = parent.drafted
         child.state = SequenceState.RUNNING
         has_slot = child.group is not None or self._queues.has_slot()  # a group's are kept for it
         copies = self._share_blocks(parent, child) if has_slot else None

@@ -12,6 +12,8 @@ from ...core.request.token_ids import BlockHash
 from ..kv.host_tier import HostMatch, HostTier, Load
 from .sequence import Sequence
 
+_MOST_UNDRAFTED = 1 << 20  # hashes; the oldest are dropped
+
 
 class HostPrefixes:
     """Of one engine."""
@@ -19,6 +21,7 @@ class HostPrefixes:
     def __init__(self, tier: HostTier, block_size: int) -> None:
         self._tier = tier
         self._block_size = block_size
+        self._undrafted: dict[BlockHash, None] = {}  # went without the draft model's KV
 
     def match(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
         """What of its first `num_tokens` tokens goes on behind `num_matched` cached blocks, if it
@@ -68,4 +71,17 @@ class HostPrefixes:
 
     def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], Row[int]]:
         n = sequence.num_stored_blocks
-        return sequence.block_hashes(n, self._block_size), sequence.block_ids[:n]
+        hashes = sequence.block_hashes(n, self._block_size)
+        for each in hashes[sequence.num_drafted_tokens // self._block_size :]:
+            self._undrafted.pop(each, None)
+            self._undrafted[each] = None
+        while len(self._undrafted) > _MOST_UNDRAFTED:
+            del self._undrafted[next(iter(self._undrafted))]
+        return hashes, sequence.block_ids[:n]
+
+    def first_undrafted(self, sequence: Sequence, num_blocks: int) -> int | None:
+        """The first of so many blocks behind its cached ones, which came from here, that lacks the
+        draft model's KV."""
+        first = sequence.num_stored_blocks
+        hashes = sequence.block_hashes(first + num_blocks, self._block_size)[first:]
+        return next((n for n, each in enumerate(hashes, first) if each in self._undrafted), None)

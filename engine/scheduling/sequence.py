@@ -82,7 +82,8 @@ class Sequence:
     `adapter_slot` where the runner has its LoRA adapter. `draft_token_ids` are guesses at what
     follows its tokens, which the next step verifies or the one in flight: their KV comes behind
     theirs, and none of what counts tokens counts them. `drafted` is for the draft model, if there
-    is one: its KV reaches over so many tokens, and as far as these follow.
+    is one: its KV reaches over so many tokens, those of prompts that are to be computed included,
+    and as far as these follow; None: there is none, and nothing lacks its KV.
 
     A decode is clear while fewer than `num_clear_tokens` of its tokens are launched: the next one
     has room in its blocks, and what it samples is not the last token that it can have. Where it
@@ -120,7 +121,7 @@ class Sequence:
     constrained: Constrained | None = None
     adapter_slot: int | None = None
     draft_token_ids: Row[int] = ()
-    drafted: tuple[int, Row[int]] = (0, ())
+    drafted: tuple[int, Row[int]] | None = None
     num_candidates: int = 0
     group: SequenceGroup | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
@@ -145,6 +146,18 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known to the host; the KV of the last one may be still to compute."""
         return len(self.token_ids)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """How many of its known tokens the draft model has KV of, or will have with the prompt."""
+        if self.drafted is None:
+            return len(self.token_ids)
+        num_tokens, behind = self.drafted
+        for token_id in behind:
+            if num_tokens == len(self.token_ids) or self.token_ids[num_tokens] != token_id:
+                break
+            num_tokens += 1
+        return num_tokens
 
     @property
     def num_slots(self) -> int:

@@ -17,38 +17,31 @@ from .proposer import Context
 
 
 class DraftModelProposer:
-    """A Proposer. Keeps nothing but `Sequence.drafted`; the KV lies in the sequences' blocks."""
+    """A Proposer. Keeps nothing but `Sequence.drafted`; the KV lies in the sequences' blocks.
+
+    `is_head`: a head's is there with each step, whether it drafts or not.
+    """
 
     takes_steps = True
 
-    def __init__(self, drafter: Drafter, max_drafts: int) -> None:
-        self.max_drafts = max_drafts
+    def __init__(self, drafter: Drafter, max_drafts: int, *, is_head: bool = False) -> None:
+        self.max_drafts, self.is_head = max_drafts, is_head
         self._drafter = drafter
 
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:
         """See Proposer."""
         drafts = self._drafter.draft([_slice(one) for one in contexts])
-        for context, each in zip(contexts, drafts, strict=True):
-            # The last of them is not computed: no other follows it.
-            context.sequence.drafted = (len(context.token_ids), each[:-1])
+        if not self.is_head:
+            for context, each in zip(contexts, drafts, strict=True):
+                # The last of them is not computed: no other follows it.
+                context.sequence.drafted = (len(context.token_ids), each[:-1])
         return [*drafts]
 
 
-def num_drafted_tokens(context: Context) -> int:
-    """How many of its tokens the draft model has KV of: all but the last at most."""
-    sequence, token_ids = context.sequence, context.token_ids
-    num_tokens, behind = sequence.drafted
-    for token_id in behind:
-        if num_tokens == len(token_ids) or token_ids[num_tokens] != token_id:
-            break
-        num_tokens += 1
-    # Prompts are computed with the model's own, and so is what was preempted, or handed over.
-    return min(max(num_tokens, sequence.num_prefill_tokens), len(token_ids) - 1)
-
-
 def _slice(context: Context) -> SequenceSlice:
-    sequence, start = context.sequence, num_drafted_tokens(context)
+    sequence = context.sequence
     request, first = sequence.request, len(sequence.token_ids)
+    start = min(sequence.num_drafted_tokens, first - 1)  # the last one is read again
     params = _drafting_params(request.sampling)
     specs = [
         SampleSpec(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.speculative_config import NGRAM, SpeculativeConfig
+from ...core.speculative_config import DRAFT_MODEL, NGRAM, SpeculativeConfig
 from ..execution.batch import Drafter
 from .draft_model import DraftModelProposer
 from .ngram import NgramProposer
@@ -16,4 +16,4 @@ def make_proposer(config: SpeculativeConfig | None, drafter: Drafter) -> Propose
     most = config.num_speculative_tokens
     if config.method == NGRAM:
         return NgramProposer(most, config.prompt_lookup_max, config.prompt_lookup_min)
-    return DraftModelProposer(drafter, most)
+    return DraftModelProposer(drafter, most, is_head=config.method != DRAFT_MODEL)

@@ -85,6 +85,7 @@ class HandoffState(msgspec.Struct, frozen=True):
     # The first tokens of the dispatch's further samples.
     fork_token_ids: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
     first: SampledToken | None = None  # of a search of beams, which has no first token yet
+    first_undrafted: _Number | None = None  # of the blocks: it lacks the draft model's KV
 
 
 class Manifest(_Message, frozen=True):

@@ -57,7 +57,9 @@ class PrefixLoans:
             return (Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")),)
         self._fences[transfer_id], refs = lent
         num_tokens = len(refs) * self._engine.limits.block_size
-        chunk = Chunk(transfer_id, refs, num_tokens, HandoffState(len(refs)))
+        first_undrafted = self._engine.prefixes.first_undrafted(refs)
+        state = HandoffState(len(refs), first_undrafted=first_undrafted)
+        chunk = Chunk(transfer_id, refs, num_tokens, state)
         return Offered(ticket, LOAN_KEY, deadline_s=math.inf), chunk
 
     def take_back(self, transfer_id: str) -> None:
@@ -142,7 +144,7 @@ class PrefixFetches:
 
     def complete(self, complete: Complete) -> None:
         fetch = self.by_transfer.pop(complete.transfer_id)
-        self._engine.prefixes.keep(fetch.prefix)
+        self._engine.prefixes.keep(fetch.prefix, complete.state.first_undrafted)
         self.counts.num_fetches += 1
         self.counts.fetched_blocks += complete.num_pulled_blocks
         self.counts.fetched_bytes += complete.num_pulled_blocks * self._block_bytes

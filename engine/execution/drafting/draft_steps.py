@@ -6,8 +6,9 @@
     e follows d3:  and d3 is computed with it      [ d3, e ]  -> d1' -> d2' -> d3'
 
 Prompts are computed in the step that the engine computes them in. What the engine decodes without
-drafts, the draft model computes when it is to draft again, all at once. On a GPU the steps of one
-call are launched behind each other, and a token is known to the host when all are done.
+drafts, the draft model computes when it is to draft again, all at once; so it does where cached
+blocks lack its KV, with the prompt behind them. On a GPU the steps of one call are launched behind
+each other, and a token is known to the host when all are done.
 """
 
 from __future__ import annotations

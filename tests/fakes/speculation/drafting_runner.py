@@ -17,12 +17,12 @@ class FakeDraftSteps(FakeRunner):
     """Draws what the fake runner will, of `rate` of all places: the same ones always.
 
     As a GPU's steps any number may be in flight, and a token that follows another one is found by
-    its row. With `may_miss` KV that is not the sequence's makes wrong drafts, else it is an error.
+    its row. KV that is not the sequence's is an error.
     """
 
-    def __init__(self, *args: int, rate: float, may_miss: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: int, rate: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rate, self._may_miss = rate, may_miss
+        self._rate = rate
         self._rows: list[SampledToken] = []
         self.num_late_rows = 0  # computed for drafts, beside those that are drawn
 
@@ -47,14 +47,6 @@ class FakeDraftSteps(FakeRunner):
         self.num_late_rows += len(self._rows) - len(drawn)
         return found
 
-    def _attend(self, one: SequenceSlice) -> SampledToken | None:
-        try:
-            return super()._attend(one)
-        except AssertionError:
-            assert self._may_miss
-            wrong = SampledToken(0, 0.0)
-            return wrong._replace(at_drafts=(wrong,) * len(one.draft_samples))
-
     def _sampled(self, chain: int, spec: SampleSpec) -> SampledToken:
         token = super()._sampled(chain, spec)
         if mix64(chain ^ spec.key) < self._rate * 2**64:
@@ -65,10 +57,10 @@ class FakeDraftSteps(FakeRunner):
 class DraftingRunner(FakeRunner):
     """A Runner and a Drafter."""
 
-    def __init__(self, *args: int, rate: float, may_miss: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: int, rate: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         kwargs.pop("on_completed", None)
-        steps = FakeDraftSteps(*args, rate=rate, may_miss=may_miss, **kwargs)
+        steps = FakeDraftSteps(*args, rate=rate, **kwargs)
         self.draft_steps = steps
         self._drafts = DraftSteps(steps, most_tokens=7)  # type: ignore[arg-type]
         self.draft = self._drafts.draft

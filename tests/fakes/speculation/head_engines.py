@@ -41,7 +41,7 @@ class Recorder(DraftModelProposer):
     """Keeps what was drafted behind which tokens."""
 
     def __init__(self, runner: ModelRunner, most: int) -> None:
-        super().__init__(runner, most)
+        super().__init__(runner, most, is_head=True)
         self.found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:

@@ -78,9 +78,9 @@ class FakeCopier:
         self, runner: FakeRunner, num_blocks: int, draw_looks: Callable[[], int] = lambda: 2
     ) -> None:
         self.runner = runner
-        self.block_bytes = runner.block_bytes
+        self.block_bytes = len(runner.read_block(0))  # a draft model's part with it
         self.num_blocks = num_blocks
-        self.memory = HostBytes(num_blocks, runner.block_bytes)
+        self.memory = HostBytes(num_blocks, self.block_bytes)
         self.queues: dict[Direction, deque[FakeCopy]] = {each: deque() for each in Direction}
         self.num_copied = dict.fromkeys(Direction, 0)
         self._draw_looks = draw_looks

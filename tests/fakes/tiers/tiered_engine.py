@@ -21,9 +21,11 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.host_tier import Load
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
+from baton.engine.speculation.draft_model import DraftModelProposer
 
 from ..clock import TickingClock
 from ..runner import FakeRunner, expected_tokens
+from ..speculation.drafting_runner import DraftingRunner
 from .disk import Fault, MemoryFile, PlayedDisk
 from .host_copier import FakeCopier
 
@@ -55,27 +57,33 @@ class Observer:
 @dataclass
 class Rig:
     """An engine of `capacity` blocks over a fake runner, with `num_host` blocks of host memory, and
-    `num_disk` slots, whose thread does 0 to 3 jobs between two looks."""
+    `num_disk` slots, whose thread does 0 to 3 jobs between two looks. A draft model, if it has one,
+    drafts for half of the requests."""
 
     capacity: int = 12
     num_host: int = 40
     num_disk: int = 0
     draw_fault: Callable[[], Fault] = lambda: Fault.NONE
     runs_ahead: bool = False
+    has_draft_model: bool = False
     budget: int = 64
     num_looks: range = range(3)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         num_blocks = self.capacity + NUM_RESERVED_BLOCKS
-        runner = FakeRunner(
-            num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=self.runs_ahead, num_looks=1
-        )
+        kind = {"vocab_size": VOCAB_SIZE, "runs_ahead": self.runs_ahead, "num_looks": 1}
+        proposer = None
+        if self.has_draft_model:
+            runner: FakeRunner = DraftingRunner(num_blocks, BLOCK_SIZE, rate=0.8, **kind)
+            proposer = DraftModelProposer(runner, 4)  # type: ignore[arg-type]
+        else:
+            runner = FakeRunner(num_blocks, BLOCK_SIZE, **kind)  # type: ignore[arg-type]
         self.copier = FakeCopier(runner, self.num_host, lambda: self.rng.choice(self.num_looks))
         self.observer = Observer()
         self.disk: PlayedDisk | None = None
         if self.num_disk:
-            size = runner.block_bytes
+            size = self.copier.block_bytes
             self.file = MemoryFile(self.num_disk * slot_bytes_of(size), self.draw_fault)
             view = self.copier.memory.view
             self.disk = PlayedDisk(self.file, self.num_disk, size, view, self.draw_jobs)
@@ -90,6 +98,7 @@ class Rig:
             cache_observer=self.observer,
             host_copier=self.copier,
             disk=self.disk,
+            proposer=proposer,
         )
         self.num_shared = 0  # blocks that were coming for others
         self.watch_loads()
@@ -115,7 +124,10 @@ class Rig:
         return block_hashes(root_hash("f"), prompt, BLOCK_SIZE)
 
     def add(self, prompt: list[int], max_tokens: int = 1, *, hold: bool = False) -> str:
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        is_drafted = self.has_draft_model and self.rng.random() < 0.5
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=max_tokens, speculative=is_drafted
+        )
         request = Request(f"r{len(self.requests)}", 0, tuple(prompt), params)
         self.engine.add(request, hold=hold)
         self.requests[request.key], self.tokens[request.key] = request, []
@@ -167,6 +179,7 @@ class Rig:
             shared=self.num_shared,
             disk_hits=totals.disk.num_hit_blocks,
             disk_failures=totals.disk.num_failures,
+            accepted=sum(totals.speculation.accepted),
         )
 
 
@@ -178,8 +191,15 @@ def fill(rig: Rig) -> None:
     rig.serve([9] * (4 * rig.capacity - 1))
 
 
-def play(seed: int, *, num_disk: int = 0, faults: Sequence[Fault] = (Fault.NONE,)) -> Counter[str]:
-    """One schedule: chats that share beginnings, aborts, holds; ends with an idle engine."""
+def play(
+    seed: int,
+    *,
+    num_disk: int = 0,
+    faults: Sequence[Fault] = (Fault.NONE,),
+    has_draft_model: bool = False,
+) -> Counter[str]:
+    """One schedule: chats that share beginnings, aborts, holds; ends with an idle engine. With a
+    draft model chats go on behind what was answered."""
     rng = random.Random(seed)
     rig = Rig(
         capacity=rng.randrange(11, 20),
@@ -187,6 +207,7 @@ def play(seed: int, *, num_disk: int = 0, faults: Sequence[Fault] = (Fault.NONE,
         num_disk=num_disk,
         draw_fault=lambda: rng.choice(faults),
         runs_ahead=rng.random() < 0.5,
+        has_draft_model=has_draft_model,
         budget=rng.choice([4, 16, 64]),
         num_looks=range(rng.choice([1, 3, 12])),
         rng=rng,
@@ -204,6 +225,8 @@ def play(seed: int, *, num_disk: int = 0, faults: Sequence[Fault] = (Fault.NONE,
                 held += [key] * is_held
                 if rng.random() < 0.3:
                     rig.add([*chat, rng.randrange(3)], rng.randrange(1, 12))
+                if has_draft_model:
+                    chat += expected_tokens(chat, rng.randrange(9), vocab_size=VOCAB_SIZE)
                 chat += [rng.randrange(3) for _ in range(rng.randrange(6))]
             case 2:
                 if rig.requests:

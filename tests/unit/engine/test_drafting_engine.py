@@ -1,12 +1,10 @@
-"""A draft model over fake runners: its KV is read back at every draft, and must be the sequence's.
-
-But of what a prefix cache has kept of steps without drafts: there its KV may be missing.
-"""
+"""A draft model over fake runners: its KV is read back at every draft, and is the sequence's."""
 
 from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +17,7 @@ from fakes.speculation.drafting_runner import DraftingRunner
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_builder import build_engine
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -49,7 +48,6 @@ def make_engine(
         runs_ahead=runs_ahead,
         num_looks=2,
         rate=rate,
-        may_miss=has_cache,
         on_completed=lambda number: clock.advance(5e-3),
     )
     runner.draft_steps.on_execute = lambda batch: clock.advance(3e-4)
@@ -86,6 +84,10 @@ class Scene:
             logprobs=draw.choice([None, 1]),
         )
         prompt = tuple(draw.choices(range(3), k=draw.randint(1, 25)))
+        if self.requests and draw.random() < 0.4:  # the next turn of a chat
+            key = draw.choice([*self.requests])
+            known = (*self.requests[key].prompt_token_ids, *self.tokens[key])
+            prompt = (*known[:20], *prompt)[:25]
         forks = tuple(f"{len(self.requests)}-{i}" for i in range(draw.choice([0, 0, 2])))
         request = Request(f"r{len(self.requests)}", 0, prompt, sampling, fork_ids=forks)
         for one in (request, *request.forks):
@@ -168,6 +170,7 @@ def hand_over(scene: Scene, source: Engine, puller: Engine, request: Request) ->
     for theirs, ours in zip(refs.block_ids, reservation.block_ids[first:last], strict=True):
         content = source._runner.read_block(int(theirs))  # type: ignore[attr-defined]
         puller._runner.write_block(ours, content)  # type: ignore[attr-defined]
+    puller.lacks_drafts(reservation, source.first_undrafted(request.key))
     puller.start(reservation, scene.tokens[request.key][-1])
     source.abort(request.key)
 
@@ -214,6 +217,68 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(rate: float, runs_ah
     assert one[2] == other[2] == NUM_REQUESTS * 59
     assert other[1] / other[0] == pytest.approx(one[1] / one[0], rel=0.02)
     assert one[1] > 15 * NUM_REQUESTS
+
+
+def copy_prefix(source: Engine, puller: Engine, request: Request) -> None:
+    hashes = source.block_hashes(request, 40)
+    lent, prefix = source.prefixes.lend(hashes), puller.prefixes.borrow(hashes)
+    assert lent is not None and prefix is not None
+    fence, refs = lent
+    for theirs, ours in zip(refs.block_ids, prefix.block_ids, strict=True):
+        content = source._runner.read_block(int(theirs))  # type: ignore[attr-defined]
+        puller._runner.write_block(ours, content)  # type: ignore[attr-defined]
+    puller.prefixes.keep(prefix, source.prefixes.first_undrafted(refs))
+    source.prefixes.give_back(fence)
+
+
+@pytest.mark.parametrize("is_first_drafted", [False, True])
+def test_a_chats_turn_goes_on_elsewhere(is_first_drafted: bool) -> None:
+    """Its prefix comes from the engine that decoded it, what is behind is computed, and a third one
+    decodes: all drafts are right, though the first turn may have had none."""
+    scene = Scene(3)
+    first, second, third = (
+        make_engine(200, runs_ahead=False, rate=1.0, has_cache=True) for _ in range(3)
+    )
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    turns = [Request("a", 0, (1, 2, 3), replace(sampling, speculative=is_first_drafted))]
+    for engine, key in ((first, "a/0"), (second, "b/0")):
+        scene.requests[key], scene.tokens[key] = turns[-1], []
+        engine.add(turns[-1], hold=engine is second)
+        while engine.has_work:
+            scene.take(engine.step())
+        if engine is first:
+            prompt = (1, 2, 3, *scene.tokens["a/0"], 4, 5)
+            turns.append(Request("b", 0, prompt, sampling))
+            copy_prefix(first, second, turns[-1])
+    assert second.stats.totals().prefix_hit_tokens == 40
+    hand_over(scene, second, third, turns[-1])
+    while third.has_work:
+        scene.take(third.step())
+    scene.check(first, second, third)
+    counts = third.stats.totals().speculation
+    assert sum(counts.accepted) == counts.num_draft_tokens > 20
+
+
+def test_what_was_made_up_for_is_there_for_the_next_turn() -> None:
+    engine, scene = make_engine(200, runs_ahead=False, rate=1.0, has_cache=True), Scene(4)
+    longest: list[int] = []  # of what the draft model computes at once, by turn
+
+    def watch(batch: Sequence[SequenceSlice]) -> None:
+        longest[-1] = max(longest[-1], *(len(one.token_ids) for one in batch))
+
+    steps = engine._runner.draft_steps  # type: ignore[attr-defined]
+    steps.on_execute, prompt = watch, (1, 2, 3)
+    for turn, is_drafted in enumerate((False, True, True)):
+        longest.append(0)
+        sampling = SamplingParams(30, temperature=0.0, ignore_eos=True, speculative=is_drafted)
+        request = Request(f"r{turn}", 0, prompt, sampling)
+        scene.requests[request.key], scene.tokens[request.key] = request, []
+        engine.add(request)
+        while engine.has_work:
+            scene.take(engine.step())
+        prompt = (*prompt, *scene.tokens[request.key])
+    scene.check(engine)
+    assert longest[1] > BLOCK_SIZE >= longest[2]
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -335,6 +335,14 @@ def test_tokens_are_the_same_in_any_schedule() -> None:
     assert all(totals[each] > 20 for each in ("swaps", "host_hits", "lost", "shared")), totals
 
 
+def test_a_draft_models_kv_that_is_missing_is_never_read() -> None:
+    """Whatever went out, or to a disk, without it, came back and was caught up meanwhile."""
+    totals: Counter[str] = Counter()
+    for seed in range(number(80, 400)):
+        totals += play(seed, num_disk=(0, 30)[seed % 2], has_draft_model=True)
+    assert all(totals[each] > 20 for each in ("swaps", "host_hits", "accepted")), totals
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tokens_are_the_same_in_thousands_of_schedules() -> None:

@@ -56,7 +56,7 @@ class Scene:
         most, sizes = self.random.randint(1, 6), (num_blocks, BLOCK_SIZE)
         kind = {"vocab_size": VOCAB_SIZE, "runs_ahead": runs_ahead, "num_looks": 2}
         if has_draft_model:
-            runner: FakeRunner = DraftingRunner(*sizes, rate=rate, may_miss=True, **kind)
+            runner: FakeRunner = DraftingRunner(*sizes, rate=rate, **kind)
             proposer: Proposer = DraftModelProposer(runner, most)  # type: ignore[arg-type]
         else:
             runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]

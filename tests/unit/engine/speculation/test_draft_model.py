@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import write_checkpoint
 from engines.generation import outputs_of
 from engines.integrity import check_integrity
+from fakes.clock import FakeClock
 from tokenizers import Tokenizer
 
 from baton.core.engine_config import EngineConfig
@@ -58,6 +61,7 @@ def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
         fingerprint="test",
         eos_token_ids=(),
         proposer=recorder,
+        clock=FakeClock(),
     )
     return engine, recorder
 
@@ -156,6 +160,33 @@ def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None
         if (key, tuple(known)) in drafts
     ]
     assert len(same) > 10 and sum(same) >= len(same) - 1
+
+
+def second_turn(demo: LocalEngine, *, is_first_drafted: bool) -> tuple[list[int], float]:
+    """Its tokens, and how many of its drafts are accepted, of a chat whose first turn is cached."""
+    demo.runner.kv.tensor.normal_(generator=torch.Generator().manual_seed(3))  # KV of nothing
+    engine, _ = engine_of(demo)
+    first, other = requests((0.0, 0.0))
+    sampling = replace(first.sampling, max_tokens=90, speculative=is_first_drafted)
+    engine.add(replace(first, sampling=sampling))
+    (answer,) = run(engine).values()
+    before = engine.stats.totals().speculation
+    assert bool(before.num_drafts) == is_first_drafted
+    prompt = (*first.prompt_token_ids, *answer, *other.prompt_token_ids)
+    engine.add(Request("second", 0, prompt, replace(sampling, max_tokens=60, speculative=True)))
+    (tokens,) = run(engine).values()
+    totals = engine.stats.totals()
+    assert totals.prefix_hit_tokens > 80
+    num_drafts = totals.speculation.num_draft_tokens - before.num_draft_tokens
+    return tokens, (sum(totals.speculation.accepted) - sum(before.accepted)) / num_drafts
+
+
+def test_a_second_turn_is_drafted_as_if_the_first_had_been(demo: LocalEngine) -> None:
+    """What was decoded without drafts is cached without the draft model's KV: it is made up for."""
+    tokens, share = second_turn(demo, is_first_drafted=True)
+    others, other_share = second_turn(demo, is_first_drafted=False)
+    assert others == tokens
+    assert other_share == pytest.approx(share, abs=0.05) and share > 0.4
 
 
 def demo_draft_layers() -> int:

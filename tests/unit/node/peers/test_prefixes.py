@@ -110,6 +110,31 @@ def test_a_handed_off_prompt_takes_its_prefix_from_the_engine_that_will_decode_i
     assert_clean(world)
 
 
+@pytest.mark.parametrize("is_handed_off", [False, True])
+def test_that_blocks_lack_a_draft_models_kv_goes_with_them(
+    world: NodeWorld, is_handed_off: bool
+) -> None:
+    """With a prefix out of the cache, and with a prompt that was computed behind such a one."""
+    source, puller = world.decode, world.prefill
+    if is_handed_off:
+        source, puller = puller, source
+    one = from_peer(request(1, LENGTH), source)
+    for node in (source, puller):
+        node.engine._tables.has_draft_model = True
+    compute_at(world, source, one)
+    hashes = source.engine.block_hashes(one)
+    caches = [node.engine._tables._cache for node in (source, puller)]
+    caches[0].note_drafted(caches[0].match(hashes)[2:], 0)
+    if is_handed_off:
+        world.hand_off(dataclasses.replace(one, prefix_source=None))
+    else:
+        world.dispatch(one, node_pb2.WORK_LOCAL, puller, None, 60.0)
+    world.settle()
+    found = caches[1].match(hashes)
+    assert len(found) == NUM_BLOCKS and caches[1].first_undrafted(found) == 2
+    assert_clean(world)
+
+
 def test_only_what_is_missing_is_pulled(world: NodeWorld) -> None:
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
