@@ -234,6 +234,7 @@ TestHandoff.settings = _quick
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 class TestHandoffLong(Handoff.TestCase):
     settings = settings(_quick, max_examples=5_000, stateful_step_count=80)
 
