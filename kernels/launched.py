@@ -51,7 +51,8 @@ class Launched:
         if found is None:
             params = self.jit.params
             has_names = [param.is_constexpr for param in params]
-            assert has_names == [False] * len(args) + [True] * (len(params) - len(args))
+            if has_names != [False] * len(args) + [True] * (len(params) - len(args)):
+                raise TypeError("constants are given by name, and nothing else is")
             constants = [options[param.name] for param in params[len(args) :]]
             self._compiled[key] = self.jit[grid](*args, **options), constants
             return
