@@ -85,6 +85,7 @@ class Load:
             for at_s, one in zip(due_s, asked, strict=False):
                 await self._sleep_until(at_s)
                 tasks.append(asyncio.create_task(self._send(group, at_s, one)))
+            await asyncio.sleep(0)  # the last one is sent, and has all of the time
             await wait(tasks, _until(drain_s))
 
     async def _send(self, group: str, due_s: float, asked: Asked) -> None:
