@@ -202,15 +202,19 @@ def _fill(
 
 
 @gluon.jit
-def _add_scaled(sums, part, both):
-    layout: gl.constexpr = sums.type.layout
-    scale = (both.load(gl.SliceLayout(1, layout)) & -256).to(gl.float32, bitcast=True)
-    return sums + part * scale[:, None]
+def _scale_of(both, sums):
+    layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    scale = (both & -256).to(gl.float32, bitcast=True)
+    return gl.convert_layout(scale, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
-    """All warps but one: add up stage after stage, as they become full."""
+    """All warps but one: add up stage after stage, as they become full.
+
+    A stage is empty when its products are there, since they wait for all that is read of it: a load
+    that nothing waits for may still be under way when TMA writes what comes next.
+    """
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     of_sums: gl.constexpr = sums.type.layout
     layout: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
@@ -218,28 +222,25 @@ def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
     for step in range(num_steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        part = zeros
+        part, scale = zeros, zeros
         for index in gl.static_range(CHUNKS):
             at = stage * CHUNKS + index
             x = xs.index(at)
             packed = ws.index(at).load(layout)
-            both = gs.index(at).reshape((gs.shape[2],))
-            of_zeros = both.load(gl.SliceLayout(1, layout))
-            zero, packed = gl.broadcast(gl.expand_dims(of_zeros & 0xFF, 1), packed)
-            before = part
-            part = zeros
+            both = gs.index(at).reshape((gs.shape[2],)).load(gl.SliceLayout(1, layout))
+            zero, packed = gl.broadcast(gl.expand_dims(both & 0xFF, 1), packed)
+            before, scale_before = part, scale
+            part, scale = zeros, _scale_of(both, sums)
             for number in gl.static_range(_PER_WORD):  # four tiles, each of a number of every word
                 values, packed = _unpacked(packed, zero, True, x.dtype)
                 piece = x.slice(number * _WORDS, _WORDS, 1).permute((1, 0))
                 part = warpgroup_mma(values, piece, part, use_acc=number > 0, is_async=True)
                 if index > 0 and number == _PER_WORD // 2 - 1:  # the chunk before is multiplied
                     before = warpgroup_mma_wait(_PER_WORD // 2, deps=(before,))
-                    of_before = gs.index(at - 1).reshape((gs.shape[2],))
-                    sums = _add_scaled(sums, before, of_before)
+                    sums += before * scale_before
         part = warpgroup_mma_wait(0, deps=(part,))
-        last = gs.index(stage * CHUNKS + CHUNKS - 1).reshape((gs.shape[2],))
-        sums = _add_scaled(sums, part, last)
         mbarrier.arrive(empty.index(stage), count=1)
+        sums += part * scale
     return sums, zeros  # older Triton takes apart whatever is returned
 
 

@@ -96,6 +96,17 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
     assert not weight.turns.any()
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_stages_are_kept_until_they_were_read(count: int) -> None:
+    """Of few stages in programs that fill the multiprocessors, each is filled anew at once."""
+    torch.manual_seed(0)
+    weight, x = weight_of(4096, 14_336), rows_of(17, 14_336, torch.bfloat16)
+    way = Int4Stages(64, 8, 1, count, 2)
+    expected = multiply_by(Int4Stages(64, 8, 1, 6, 4), x, weight, None)
+    for _ in range(200):
+        assert torch.equal(multiply_by(way, x, weight, None), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 33, 64])
