@@ -81,7 +81,7 @@ class Attention:
         if self.head_norms:
             q_norm, k_norm = self.head_norms
             norms = HeadNorms(q_norm.weight, k_norm.weight, self._eps)
-        return self.out(attention.run(self._layer, qkv, rope, norms).view(len(x), -1))
+        return self.out(attention.run(self._layer, qkv, rope, norms, self.out.fp8_weight))
 
     def products(self) -> list[tuple[int, Product]]:
         """See DecoderLayer."""

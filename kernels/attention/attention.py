@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kv.kv_blocks import HeadNorms
+from ..products.weights import Activations, Fp8Weight
 
 MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, with padding
 
@@ -63,11 +64,12 @@ class AttentionBackend(Protocol):
         qkv: Tensor,
         rope: tuple[Tensor, Tensor],
         norms: HeadNorms | None = None,
-    ) -> Tensor:
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
         """Norm and rotate q and k, store k and v, then attend.
 
         qkv [tokens, heads + 2 kv_heads, dim] contiguous, which may be overwritten, `rope` as
-        kv_blocks.rope_angles gives it -> [tokens, heads, dim].
+        kv_blocks.rope_angles gives it -> [tokens, heads * dim], quantised for `reader` or not.
         """
         ...
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from ..kv.kv_8bit import is_8bit
 from ..kv.kv_blocks import HeadNorms
 from ..kv.kv_blocks_triton import rotate_and_store
+from ..products.weights import Activations, Fp8Rows, Fp8Weight
 from ..row_room import empty_rows
 from .attention import AttentionMetadata, BlockTables
 from .attention_triton import TritonGraphPrefill, TritonPrefill
-from .decode_attention_triton import TritonDecode
+from .decode_attention_triton import TritonDecode, can_quantise
 
 _HIGH_PRIORITY = -5  # the highest; torch's own streams have 0
 
@@ -110,15 +111,19 @@ class GpuAttention:
         qkv: Tensor,
         rope: tuple[Tensor, Tensor],
         norms: HeadNorms | None = None,
-    ) -> Tensor:
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
         layer_pool, window = self._layers[layer], self._windows[layer]
         rotate_and_store(qkv, rope, norms, layer_pool, self._slot_mapping)
         num_tokens, all_heads, dim = qkv.shape
         heads = all_heads - 2 * layer_pool.shape[2]
-        shape = (num_tokens, heads, dim)
-        out = empty_rows(shape, qkv)
         n = self._num_rows if self._graph_decodes is None else self._graph_decodes
         has_prefill = self._num_decodes < self._num_slices
+        if reader is not None and not has_prefill and can_quantise(qkv, reader):
+            quantised = Fp8Rows.empty(num_tokens, reader, qkv, in_groups=True)
+            self._decode.run(qkv[:, :heads], layer_pool, quantised, window)
+            return quantised
+        out = empty_rows((num_tokens, heads, dim), qkv)
         if has_prefill:
             with self._beside(is_alone=n == 0):
                 if self._graph_decodes is None:
@@ -129,7 +134,7 @@ class GpuAttention:
             self._decode.run(qkv[:n, :heads], layer_pool, out[:n], window)
             if has_prefill and self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
-        return out
+        return out.flatten(1)
 
     @contextmanager
     def _beside(self, *, is_alone: bool) -> Iterator[None]:

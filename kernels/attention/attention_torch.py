@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kv.kv_8bit import dequantize, head_dim_of, is_8bit, store_kv_8bit
 from ..kv.kv_blocks import HeadNorms, apply_rope, block_rows, norm_heads, store_kv
+from ..products.weights import Fp8Weight
 from .attention import AttentionMetadata
 
 _TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
@@ -80,13 +81,15 @@ class TorchAttention:
         qkv: Tensor,
         rope: tuple[Tensor, Tensor],
         norms: HeadNorms | None = None,
+        reader: Fp8Weight | None = None,
     ) -> Tensor:
         q_and_k, v = qkv.tensor_split([-self._kv_heads], dim=1)
         if norms is not None:
             q_and_k = norm_heads(q_and_k, self._kv_heads, norms)
         q, k = apply_rope(q_and_k, *rope).tensor_split([-self._kv_heads], dim=1)
         self._store_kv(self._pool, layer, k, v, self._blocks, self._offsets)
-        return torch.cat([self._run_slice(layer, s, q[s.first : s.last]) for s in self._slices])
+        out = [self._run_slice(layer, s, q[s.first : s.last]) for s in self._slices]
+        return torch.cat(out).flatten(1)
 
     def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Tensor:
         """q [query_len, heads, dim] of one slice -> the same shape."""

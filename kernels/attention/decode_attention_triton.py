@@ -22,6 +22,8 @@ from torch import Tensor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
 from ..launched import cdiv, launched, next_power_of_2
+from ..products.fp8_product import takes_groups
+from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, Fp8Rows, Fp8Weight
 from ..upload import upload_into
 from .attention import BlockTables, join_tables
 from .attention_8bit_triton import (
@@ -45,6 +47,13 @@ _ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16
 # Numbers of a share: what `divide` gives, its table's first index, and how many its sequence has.
 _SHARE_SIZE = 8
 _OF_SHARE = tl.constexpr(_SHARE_SIZE)
+_LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
+
+
+def can_quantise(qkv: Tensor, reader: Fp8Weight) -> bool:
+    """Whether `TritonDecode.run` may quantise for `reader`: a head is a group of its inputs."""
+    is_group = qkv.shape[-1] == BLOCK and qkv.dtype == torch.bfloat16
+    return is_group and takes_groups(qkv, reader)
 
 
 class TritonDecode:
@@ -99,9 +108,10 @@ class TritonDecode:
         parts[4][:] = indices
         upload_into(self._plan, plan)
 
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        """q [rows, heads, dim], of which a token's heads lie together; out the same, contiguous.
-        Of a graph as many rows as it has room for; those of no decode are left as they are.
+    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor | Fp8Rows, window: int | None) -> None:
+        """q [rows, heads, dim], of which a token's heads lie together; out the same, contiguous, or
+        if `can_quantise` [rows, heads * dim] with a scale for each head. Of a graph as many rows as
+        it has room for; those of no decode are left as they are.
 
         layer_pool [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
         """
@@ -114,6 +124,10 @@ class TritonDecode:
         log_sums = torch.empty(each, dtype=torch.float32, device=device)
         dim_padded = next_power_of_2(dim)
         group = heads // self._kv_heads
+        is_quantised = isinstance(out, Fp8Rows)
+        data, scales, room = (
+            (out.data, out.scale, out.room) if isinstance(out, Fp8Rows) else (out, out, 0)
+        )
         # Heads of a share run side by side: they read the same blocks, and a block of a layer lies
         # in a page of memory of its own (heads in the outer place cost 20 % at 64 x 4k).
         _attend_share[(self._kv_heads, shares)](
@@ -123,7 +137,9 @@ class TritonDecode:
             self._seq_lens,
             self._shares,
             self._starts,
-            out,
+            data,
+            scales,
+            room,
             partial,
             log_sums,
             LOG2_E / math.sqrt(dim),
@@ -142,6 +158,7 @@ class TritonDecode:
             TILE_KEYS=TILE_KEYS,
             PRECISION=dot_precision(q),
             IS_8BIT=self._is_8bit,
+            IS_QUANTISED=is_quantised,
             IS_AHEAD=places * self._kv_heads <= _FEW_HEADS and q.is_cuda,
             HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
@@ -157,7 +174,10 @@ class TritonDecode:
             log_sums,
             self._indptr,
             self._starts,
-            out,
+            data,
+            scales,
+            room,
+            IS_QUANTISED=is_quantised,
             ROWS_EACH=rows_each,
             HEADS=heads,
             HEADS_EACH=heads_each,
@@ -170,7 +190,7 @@ class TritonDecode:
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _attend_share(
     q,
     layer_pool,
@@ -179,6 +199,8 @@ def _attend_share(
     shares,
     starts,
     out,
+    out_scale,
+    room,
     partial,
     log_sums,
     scale,
@@ -197,6 +219,7 @@ def _attend_share(
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_8BIT: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
     IS_AHEAD: tl.constexpr,
     HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -307,8 +330,8 @@ def _attend_share(
     result = acc / share_sum[:, None]
     mask = is_row[:, None] & is_dim[None, :]
     if num_shares == 1:  # the share that is the whole is the result
-        at = row * KV_HEADS * GROUP + head
-        tl.store(out + at[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask)
+        HEADS: tl.constexpr = KV_HEADS * GROUP
+        _store(result, out, out_scale, room, row, head, is_row, dims, HEADS, DIM, IS_QUANTISED)
     else:
         at = share.to(tl.int64) * ROWS_EACH * KV_HEADS * GROUP + place
         tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask)
@@ -331,14 +354,42 @@ def _prefetch(rows, SIZE: tl.constexpr):
         )
 
 
-@launched
 @triton.jit
+def _store(
+    values,
+    out,
+    out_scale,
+    room,
+    row,
+    head,
+    is_head,
+    dims,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+):
+    """values [heads, dims] in float32, of heads `head` of rows `row` [heads]."""
+    if IS_QUANTISED:  # as quantise_triton.py does behind it
+        values = values.to(tl.bfloat16).to(tl.float32)
+        one = tl.maximum(tl.max(tl.abs(values), axis=1), _LEAST) / _LARGEST
+        tl.store(out_scale + head * room + row, one, mask=is_head)
+        values = values * (1.0 / one)[:, None]
+    at = out + (row * HEADS + head)[:, None] * DIM + dims[None, :]
+    mask = is_head[:, None] & (dims < DIM)[None, :]
+    tl.store(at, values.to(out.dtype.element_ty), mask=mask)
+
+
+@launched
+@triton.jit(do_not_specialize=["room"])
 def _join_shares(
     partial,
     log_sums,
     indptr,
     starts,
     out,
+    out_scale,
+    room,
+    IS_QUANTISED: tl.constexpr,
     ROWS_EACH: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_EACH: tl.constexpr,
@@ -382,5 +433,17 @@ def _join_shares(
             total = total * fade + tl.sum(weights, axis=1)
             best = larger
         joined = joined / tl.where(is_head, total, 1.0)[:, None]
-        at = ((first_row + row).to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
-        tl.store(out + at, joined.to(out.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
+        of_heads = (first_row + row).to(tl.int64) + tl.zeros_like(heads)
+        _store(
+            joined,
+            out,
+            out_scale,
+            room,
+            of_heads,
+            heads,
+            is_head,
+            dims,
+            HEADS,
+            DIM,
+            IS_QUANTISED,
+        )

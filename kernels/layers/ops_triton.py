@@ -30,7 +30,6 @@ from ..products.streamed_product import choose_stages
 from ..products.weights import (
     BLOCK,
     Activations,
-    Fp8Rows,
     Fp8Weight,
     RowScaled,
     Unscaled,
@@ -38,7 +37,12 @@ from ..products.weights import (
 )
 from ..row_room import empty_rows
 from .ops import Ops
-from .quantise_triton import quantise, silu_and_mul_quantised, store_quantised, way_of
+from .quantise_triton import (
+    empty_quantised,
+    quantise,
+    silu_and_mul_quantised,
+    store_quantised,
+)
 
 _ACTIVATION_BLOCK = 1024
 
@@ -152,8 +156,8 @@ def _launch_norm(
         out, way, room = empty_rows(residual.shape, x), 0, 0
         data = scale = out
     else:
-        out, way, block = Fp8Rows.empty(num_tokens, reader, x), way_of(reader), max(BLOCK, block)
-        data, scale, room = out.data, out.scale, out.room
+        out, way = empty_quantised(residual, reader)
+        data, scale, room, block = out.data, out.scale, out.room, max(BLOCK, block)
     _add_rms_norm[(num_tokens,)](
         x,
         weight if scales is None else scales.of_rows,

@@ -1,8 +1,8 @@
 """Activations to FP8 in Triton: of a norm, of a gated activation, or as they are.
 
-A row is quantised by its largest number (RowScaled), or each 128 of it by theirs (BlockScaled): see
-products/weights.py. What is quantised has been rounded to the type of the model, as if it had been
-stored: fused or not, the numbers are the same.
+A row is quantised by its largest number, or each 128 of it by theirs (BlockScaled, and few rows for
+RowScaled): see products/weights.py. What is quantised has been rounded to the type of the model, as
+if it had been stored: fused or not, the numbers are the same.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
-from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, BlockScaled, Fp8Rows, Fp8Weight
+from ..products.fp8_product import takes_groups
+from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, Fp8Rows, Fp8Weight
 
-BY_ROW, BY_GROUP = 1, 2
+_BY_ROW, _BY_GROUP = 1, 2
 _LARGEST = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(LEAST_MAXIMUM)
 _GROUP = tl.constexpr(BLOCK)
 _COLUMNS = 1024  # of a program that quantises by group
 
 
-def way_of(weight: Fp8Weight) -> int:
-    return BY_GROUP if isinstance(weight, BlockScaled) else BY_ROW
+def empty_quantised(x: Tensor, weight: Fp8Weight) -> tuple[Fp8Rows, int]:
+    """Uninitialised, for x [rows, ..] quantised for `weight`; and WAY of `store_quantised`."""
+    in_groups = takes_groups(x, weight)
+    out = Fp8Rows.empty(len(x), weight, x, in_groups=in_groups)
+    return out, _BY_GROUP if in_groups else _BY_ROW
 
 
 def quantise(x: Tensor, weight: Fp8Weight) -> Fp8Rows:
@@ -37,9 +41,9 @@ def silu_and_mul_quantised(gate_up: Tensor, weight: Fp8Weight) -> Fp8Rows:
 
 
 def _launch(x: Tensor, weight: Fp8Weight, dim: int, *, is_gated: bool) -> Fp8Rows:
-    out = Fp8Rows.empty(len(x), weight, x)
+    out, way = empty_quantised(x, weight)
     columns = max(BLOCK, next_power_of_2(dim))
-    if way_of(weight) == BY_GROUP:
+    if way == _BY_GROUP:
         columns = min(columns, _COLUMNS)
     _quantise[(len(x), cdiv(dim, columns))](
         x,
@@ -48,7 +52,7 @@ def _launch(x: Tensor, weight: Fp8Weight, dim: int, *, is_gated: bool) -> Fp8Row
         dim,
         out.room,
         IS_GATED=is_gated,
-        WAY=way_of(weight),
+        WAY=way,
         COLS=columns,
         num_warps=min(16, max(4, columns // 1024)),
         **launch_options(x.device),
@@ -61,7 +65,7 @@ def store_quantised(
     value, out, scale, row, first, dim, room, WAY: tl.constexpr, COLS: tl.constexpr
 ):
     """value [COLS] in float32, zeros behind `dim`: columns from `first` on of a row, which is all
-    that there is of it if WAY is BY_ROW."""
+    that there is of it if WAY is _BY_ROW."""
     cols = first + tl.arange(0, COLS)
     at = out + row.to(tl.int64) * dim + cols
     if WAY == 1:

@@ -50,6 +50,7 @@ def fp8_streamed_product(
     """
     num_outputs, num_inputs = weight.shape
     data, _ = x.with_room
+    is_grouped = isinstance(weight, BlockScaled) or x.scale.shape[1] > 1
     out = torch.empty((len(x), num_outputs), dtype=x.dtype, device=data.device)
     _fp8_streamed[(cdiv(num_outputs, stages.outputs),)](
         _boxes(data, x.room),
@@ -62,7 +63,8 @@ def fp8_streamed_product(
         num_outputs,
         num_inputs,
         HAS_BIAS=bias is not None,
-        GROUPS=_groups(num_inputs, stages.chunks) if isinstance(weight, BlockScaled) else 0,
+        IS_BLOCKED=isinstance(weight, BlockScaled),
+        GROUPS=_groups(num_inputs, stages.chunks) if is_grouped else 0,
         ROWS=x.room,
         OUTPUTS=stages.outputs,
         CHUNKS=stages.chunks,
@@ -151,24 +153,36 @@ def _fill(
 
 
 @gluon.jit
-def _bring_scales(x_scale, of_blocks, scales, num_groups, ROWS: gl.constexpr, PDL: gl.constexpr):
-    """What the products of each chunk and row are multiplied with, into `scales` [chunks, 64]: a
+def _bring_scales(
+    x_scale,
+    of_blocks,
+    scales,
+    num_groups,
+    IS_BLOCKED: gl.constexpr,
+    ROWS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """What the products of each chunk and row are multiplied with, into `scales` [chunks, rows]: a
     load in the loop over the stages would be waited for in each."""
     GROUPS: gl.constexpr = scales.shape[0]
+    X_ROWS: gl.constexpr = scales.shape[1]
     PART: gl.constexpr = _SCALES_AT_ONCE if GROUPS > _SCALES_AT_ONCE else GROUPS
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // ROWS, ROWS // 4], [4, 1], [1, 0])
     order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    table = _view(scales, gl.float32, [GROUPS, _TILE_ROWS], order).slice(0, ROWS, 1)
+    table = _view(scales, gl.float32, [GROUPS, X_ROWS], order)
+    if X_ROWS > ROWS:
+        table = table.slice(0, ROWS, 1)
     rows = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     parts = gl.arange(0, PART, gl.SliceLayout(1, layout))
     wait_for_previous(PDL)  # these warps read what other kernels wrote, too
     for first in gl.static_range(0, GROUPS, PART):
         groups = first + parts
         is_there = groups < num_groups
-        of_block = gl.load(of_blocks + groups, mask=is_there, other=0.0)
         at = x_scale + groups[:, None] * ROWS + rows[None, :]
         of_rows = gl.load(at, mask=is_there[:, None], other=0.0)
-        table.slice(first, PART, 0).store(of_rows * of_block[:, None])
+        if IS_BLOCKED:
+            of_rows *= gl.load(of_blocks + groups, mask=is_there, other=0.0)[:, None]
+        table.slice(first, PART, 0).store(of_rows)
 
 
 @gluon.jit
@@ -184,6 +198,7 @@ def _multiply(
     num_groups,
     sums,
     IS_BLOCKED: gl.constexpr,
+    IS_GROUPED: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
     IS_TURNED: gl.constexpr,
@@ -192,11 +207,12 @@ def _multiply(
     """Four warps: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     layout: gl.constexpr = sums.type.layout
-    of_rows: gl.constexpr = gl.SliceLayout(0 if IS_TURNED else 1, layout)
+    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
+    of_rows: gl.constexpr = gl.SliceLayout(ROW_AXIS, layout)
     rows = gl.arange(0, xs.shape[1], of_rows)
     zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
-    if IS_BLOCKED:
-        _bring_scales(x_scale, scale, scales, num_groups, ROWS, PDL)
+    if IS_GROUPED:
+        _bring_scales(x_scale, scale, scales, num_groups, IS_BLOCKED, ROWS, PDL)
     for step in range(num_steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -205,13 +221,13 @@ def _multiply(
             second = _begin(xs.index(stage * 2 + 1), ws.index(stage * 2 + 1), zeros, IS_TURNED)
             first, second = warpgroup_mma_wait(0, deps=(first, second))
             mbarrier.arrive(empty.index(stage), count=1)
-            if IS_BLOCKED:
-                second *= _of_rows(scales.index(step * 2 + 1), of_rows, ROWS, IS_TURNED)
+            if IS_GROUPED:
+                second *= gl.expand_dims(scales.index(step * 2 + 1).load(of_rows), ROW_AXIS)
         else:
             first = warpgroup_mma_wait(0, deps=(first,))
             mbarrier.arrive(empty.index(stage), count=1)
-        if IS_BLOCKED:
-            first *= _of_rows(scales.index(step * CHUNKS), of_rows, ROWS, IS_TURNED)
+        if IS_GROUPED:
+            first *= gl.expand_dims(scales.index(step * CHUNKS).load(of_rows), ROW_AXIS)
         sums += first
         if CHUNKS == 2:
             sums += second
@@ -228,16 +244,6 @@ def _begin(x, tile, zeros, IS_TURNED: gl.constexpr):
     return found
 
 
-@gluon.jit
-def _of_rows(scales, of_rows: gl.constexpr, ROWS: gl.constexpr, IS_TURNED: gl.constexpr):
-    """What a chunk's product is multiplied with: the scales [64] of its vectors."""
-    if IS_TURNED:
-        found = scales.slice(0, ROWS, 0).load(of_rows)[None, :]
-    else:
-        found = scales.load(of_rows)[:, None]
-    return found
-
-
 @launched
 @gluon.jit(do_not_specialize=["num_rows"])
 def _fp8_streamed(
@@ -251,7 +257,8 @@ def _fp8_streamed(
     num_outputs,
     num_inputs,
     HAS_BIAS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    IS_BLOCKED: gl.constexpr,  # the weight's scales are of blocks
+    GROUPS: gl.constexpr,  # of the vectors' scales, 0 if each has one
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -271,10 +278,10 @@ def _fp8_streamed(
     ws = gl.allocate_shared_memory(type, [chunks, W_ROWS, _GROUP], matrix.layout)
     full, empty = _stage_barriers(STAGES)
     first_output = gl.program_id(0) * OUTPUTS
-    IS_BLOCKED: gl.constexpr = GROUPS > 0
+    IS_GROUPED: gl.constexpr = GROUPS > 0
     scales = gl.allocate_shared_memory(
         gl.float32,
-        [GROUPS if IS_BLOCKED else 1, _TILE_ROWS],
+        [GROUPS if IS_GROUPED else 1, X_ROWS],
         gl.SwizzledSharedLayout(1, 1, 1, order=[0]),
     )
     num_groups = gl.cdiv(num_inputs, _GROUP)
@@ -285,6 +292,13 @@ def _fp8_streamed(
         sums = gl.zeros((W_ROWS, X_ROWS), gl.float32, layout)
     else:
         sums = gl.zeros((X_ROWS, W_ROWS), gl.float32, layout)
+    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
+    places = gl.arange(0, W_ROWS, gl.SliceLayout(1 - ROW_AXIS, layout))
+    outputs = first_output + places
+    is_output = (places < OUTPUTS) & (outputs < num_outputs)
+    of_outputs = gl.full([W_ROWS], 1.0, gl.float32, gl.SliceLayout(1 - ROW_AXIS, layout))
+    if not IS_BLOCKED:
+        of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
     sums, rows = gl.warp_specialize(
         [
             (
@@ -301,6 +315,7 @@ def _fp8_streamed(
                     num_groups,
                     sums,
                     IS_BLOCKED,
+                    IS_GROUPED,
                     ROWS,
                     CHUNKS,
                     IS_TURNED,
@@ -315,15 +330,14 @@ def _fp8_streamed(
         [1],
         [_PRODUCER_REGISTERS],
     )
-    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
-    places = gl.arange(0, W_ROWS, gl.SliceLayout(1 - ROW_AXIS, layout))
-    outputs = first_output + places
-    is_row, is_output = rows < num_rows, (places < OUTPUTS) & (outputs < num_outputs)
+    is_row = rows < num_rows
     if not IS_BLOCKED:
-        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
-        of_rows = gl.load(x_scale + rows, mask=is_row, other=0.0)
-        of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
-        sums *= gl.expand_dims(of_rows, ROW_AXIS) * gl.expand_dims(of_outputs, 1 - ROW_AXIS)
+        by = gl.expand_dims(of_outputs, 1 - ROW_AXIS)
+        if not IS_GROUPED:
+            wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+            of_rows = gl.load(x_scale + rows, mask=is_row, other=0.0)
+            by = gl.expand_dims(of_rows, ROW_AXIS) * by
+        sums *= by
     if HAS_BIAS:
         added = gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)
         sums += gl.expand_dims(added, 1 - ROW_AXIS)

@@ -1,6 +1,7 @@
 """Weights of a byte each (FP8, e4m3) with their scales, and activations of the same kind.
 
-    RowScaled      a scale for each output          activations: a scale for each token
+    RowScaled      a scale for each output          activations: a scale for each token, or of few
+                                                    tokens as with BlockScaled
     BlockScaled    a scale for 128 x 128 weights    activations: a scale for 128 inputs of a token
 
 A weight in the type of the model is a plain tensor. What is here is plain torch, the reference of
@@ -63,7 +64,8 @@ Weight: TypeAlias = Tensor | Fp8Weight | Int4Weight
 class Fp8Rows:
     """Activations: data[row, input] * scale[row, input // (inputs / groups)].
 
-    One group if a weight of RowScaled reads them, ceil(inputs / 128) if one of BlockScaled.
+    Groups are ceil(inputs / 128) if a weight of BlockScaled reads them; if one of RowScaled does,
+    one, or of few rows as many too.
     """
 
     data: Tensor  # [rows, inputs], e4m3
@@ -71,8 +73,11 @@ class Fp8Rows:
     dtype: torch.dtype  # of what they were made of, and of products with them
 
     @classmethod
-    def empty(cls, num_rows: int, weight: Fp8Weight, like: Tensor) -> Fp8Rows:
+    def empty(
+        cls, num_rows: int, weight: Fp8Weight, like: Tensor, *, in_groups: bool = False
+    ) -> Fp8Rows:
         """Uninitialised, for the product with `weight`; of the type and device of `like`.
+        `in_groups`: with a scale for each 128 inputs whatever the weight has.
 
         Behind the rows there is room for some more that kernels may read, see `room`.
         """
@@ -80,7 +85,8 @@ class Fp8Rows:
         room = -(-num_rows // 16) * 16
         if num_rows <= 64:
             room = max(16, 1 << (num_rows - 1).bit_length())
-        groups = -(-num_inputs // BLOCK) if isinstance(weight, BlockScaled) else 1
+        in_groups = in_groups or isinstance(weight, BlockScaled)
+        groups = -(-num_inputs // BLOCK) if in_groups else 1
         data = torch.empty((room, num_inputs), dtype=FP8, device=like.device)
         scale = torch.empty((groups, room), dtype=torch.float32, device=like.device).t()
         return cls(data[:num_rows], scale[:num_rows], like.dtype)

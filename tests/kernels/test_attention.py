@@ -77,7 +77,9 @@ def attend(backend: AttentionBackend, step: Step, rows: slice = slice(None)) -> 
     """Run the planned backend on q, k and v that are rotated already: by no angle."""
     qkv = torch.cat((step.q, step.k, step.v), dim=1)[rows]
     cos = torch.ones(len(qkv), 1, qkv.shape[2])
-    return backend.run(LAYER, qkv, (cos, torch.zeros_like(cos)))
+    out = backend.run(LAYER, qkv, (cos, torch.zeros_like(cos)))
+    assert isinstance(out, torch.Tensor)
+    return out.unflatten(1, (-1, qkv.shape[2]))
 
 
 def run(name: str, step: Step) -> torch.Tensor:

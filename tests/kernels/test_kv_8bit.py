@@ -151,7 +151,7 @@ class Step:
         )
         attention.plan(self.metadata)
         result: torch.Tensor = attention.run(1, self.qkv.clone(), self.rope)
-        return result
+        return result.unflatten(1, (-1, self.qkv.shape[2]))
 
     def by_torch(self) -> torch.Tensor:
         """The CPU's backend, over a copy of the pool; float32."""
@@ -159,7 +159,8 @@ class Step:
         slots = self.metadata.slot_mapping.cpu()
         backend.plan(dataclasses.replace(self.metadata, slot_mapping=slots))
         cos, sin = self.rope
-        return backend.run(1, self.qkv.cpu().float(), (cos.cpu(), sin.cpu()))
+        out = backend.run(1, self.qkv.cpu().float(), (cos.cpu(), sin.cpu()))
+        return out.unflatten(1, (-1, self.qkv.shape[2]))
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         """In float64, token by token, from what now is in the pool."""
@@ -405,7 +406,9 @@ def attend(hay: Haystack, kv_dtype: torch.dtype, prefill: str | None = None) -> 
     else:
         backend = TorchAttention(pool, dtype=dtype)
     backend.plan(metadata)
-    return backend.run(1, qkv, rope)[-1]
+    out = backend.run(1, qkv, rope)
+    assert isinstance(out, torch.Tensor)
+    return out[-1].unflatten(0, (-1, dim))
 
 
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)

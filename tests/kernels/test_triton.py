@@ -27,12 +27,22 @@ from baton.kernels.kv.kv_blocks import HeadNorms
 from baton.kernels.kv.kv_blocks_triton import rotate_and_store
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps, silu_and_mul
+from baton.kernels.layers.quantise_triton import quantise
+from baton.kernels.products.fp8_product import takes_groups
 from baton.kernels.products.gemv_triton import (
     MAX_FEW_ROWS,
     Tiling,
     few_rows_product,
     few_rows_tiling,
     gemv,
+)
+from baton.kernels.products.weights import (
+    FP8,
+    Activations,
+    BlockScaled,
+    Fp8Rows,
+    Fp8Weight,
+    RowScaled,
 )
 from baton.kernels.results_triton import fill_in, write_results
 from baton.kernels.sampling import sampling
@@ -311,7 +321,12 @@ class Batch:
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.metadata)
-        return backend.run(1, self.qkv.clone(), self.rope)
+        return self.by_head(backend.run(1, self.qkv.clone(), self.rope))
+
+    def by_head(self, out: Activations) -> torch.Tensor:
+        """[tokens, heads, dim]"""
+        assert isinstance(out, torch.Tensor)
+        return out.unflatten(1, (-1, self.qkv.shape[2]))
 
     def reference(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, pool behind it) on the CPU, in float32 from the same inputs."""
@@ -320,7 +335,8 @@ class Batch:
         slots = self.metadata.slot_mapping.cpu()
         backend.plan(dataclasses.replace(self.metadata, slot_mapping=slots))
         cos, sin = self.rope
-        return backend.run(1, self.qkv.cpu().float(), (cos.cpu(), sin.cpu())), pool
+        out = backend.run(1, self.qkv.cpu().float(), (cos.cpu(), sin.cpu()))
+        return self.by_head(out), pool
 
 
 def triton_attention(
@@ -439,6 +455,30 @@ def test_rows_of_drafts(
     for _ in range(1 + is_graph):
         close_to_float32(batch.run(attention), expected)
     close_to_float32(batch.pool, expected_pool)
+
+
+@pytest.mark.parametrize("kind", [BlockScaled, RowScaled])
+@pytest.mark.parametrize("lens", ["drafts", "several shares", "beside a prompt"])
+def test_decodes_quantise_as_if_behind(lens: str, kind: type[Fp8Weight]) -> None:
+    """What one kernel gives, or one that joins shares; beside prompts it is left to what reads it,
+    as it is for a weight whose product takes a scale for each row."""
+    pairs, num_decodes = DRAFTS[lens]
+    batch = Batch((4, 2), 128, pairs, torch.bfloat16)
+    batch.metadata = dataclasses.replace(batch.metadata, num_decodes=num_decodes)
+    weight = kind(randn(64, 4 * 128).to(FP8), torch.ones(1, 4, device=DEVICE))
+    attention = triton_attention(batch, rows_each=4)
+    attention.plan(batch.metadata)
+    floats, found = (
+        attention.run(1, batch.qkv.clone(), batch.rope, None, reader) for reader in (None, weight)
+    )
+    assert isinstance(floats, torch.Tensor)
+    if num_decodes < len(pairs) or not takes_groups(batch.qkv, weight):
+        assert isinstance(found, torch.Tensor) and torch.equal(found, floats)
+        return
+    expected = quantise(floats, weight)
+    assert isinstance(found, Fp8Rows)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
 @given(

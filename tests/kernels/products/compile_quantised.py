@@ -64,10 +64,11 @@ def boxes(num_rows: int) -> str:
     return f"tensordesc<fp8e4nv[{num_rows}, 128],{layout!r}>"
 
 
-def streamed(stages: Fp8Stages, rows: int, is_blocked: bool) -> str:
+def streamed(stages: Fp8Stages, rows: int, is_blocked: bool, groups: int | None = None) -> str:
     constants = {
         "HAS_BIAS": True,
-        "GROUPS": 128 if is_blocked else 0,
+        "IS_BLOCKED": is_blocked,
+        "GROUPS": (128 if is_blocked else 0) if groups is None else groups,
         "ROWS": rows,
         "OUTPUTS": stages.outputs,
         "CHUNKS": stages.chunks,
@@ -239,6 +240,7 @@ CASES = {
         lambda: streamed(Fp8Stages(64, 2, 4, 3, is_turned=True), 32, True),
         lambda: streamed(Fp8Stages(32, 1, 6, 3, is_turned=True), 16, False),
         lambda: streamed(Fp8Stages(128, 2, 3, 2, is_turned=True), 64, True),
+        lambda: streamed(Fp8Stages(32, 2, 6, 3, is_turned=True), 16, False, groups=32),
     ],
     "few_rows": [lambda: few_rows(64, 64, True), lambda: few_rows(64, 16, False)],
     "quantise": [lambda: quantise(2, True), lambda: quantise(1, False)],
