@@ -194,9 +194,10 @@ def _multiply(
     scales,
     x_scale,
     scale,
-    num_steps,
-    num_groups,
+    num_outputs,
+    num_inputs,
     sums,
+    OUTPUTS: gl.constexpr,
     IS_BLOCKED: gl.constexpr,
     IS_GROUPED: gl.constexpr,
     ROWS: gl.constexpr,
@@ -206,13 +207,25 @@ def _multiply(
 ):
     """Four warps: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
+    num_groups = gl.cdiv(num_inputs, _GROUP)
+    num_steps = gl.cdiv(num_groups, CHUNKS)
     layout: gl.constexpr = sums.type.layout
     ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
     of_rows: gl.constexpr = gl.SliceLayout(ROW_AXIS, layout)
     rows = gl.arange(0, xs.shape[1], of_rows)
     zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
+    first_output = gl.program_id(0) * OUTPUTS
+    places = gl.arange(0, ws.shape[1], gl.SliceLayout(1 - ROW_AXIS, layout))
+    outputs = first_output + places
+    is_output = (places < OUTPUTS) & (outputs < num_outputs)
+    of_outputs = gl.full([ws.shape[1]], 1.0, gl.float32, gl.SliceLayout(1 - ROW_AXIS, layout))
+    of_blocks = scale
+    if IS_BLOCKED:  # all outputs of a program are of one row of blocks
+        of_blocks += first_output // _GROUP * num_groups
+    else:
+        of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
     if IS_GROUPED:
-        _bring_scales(x_scale, scale, scales, num_groups, IS_BLOCKED, ROWS, PDL)
+        _bring_scales(x_scale, of_blocks, scales, num_groups, IS_BLOCKED, ROWS, PDL)
     for step in range(num_steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -231,7 +244,7 @@ def _multiply(
         sums += first
         if CHUNKS == 2:
             sums += second
-    return sums, rows  # older Triton takes apart whatever is returned
+    return sums, rows, outputs, is_output, of_outputs
 
 
 @gluon.jit
@@ -277,29 +290,18 @@ def _fp8_streamed(
     xs = gl.allocate_shared_memory(type, [chunks, X_ROWS, _GROUP], vectors.layout)
     ws = gl.allocate_shared_memory(type, [chunks, W_ROWS, _GROUP], matrix.layout)
     full, empty = _stage_barriers(STAGES)
-    first_output = gl.program_id(0) * OUTPUTS
     IS_GROUPED: gl.constexpr = GROUPS > 0
     scales = gl.allocate_shared_memory(
         gl.float32,
         [GROUPS if IS_GROUPED else 1, X_ROWS],
         gl.SwizzledSharedLayout(1, 1, 1, order=[0]),
     )
-    num_groups = gl.cdiv(num_inputs, _GROUP)
-    num_steps = gl.cdiv(num_groups, CHUNKS)
-    # All outputs of a program are of one row of blocks.
-    of_blocks = scale + first_output // _GROUP * num_groups
+    num_steps = gl.cdiv(gl.cdiv(num_inputs, _GROUP), CHUNKS)
     if IS_TURNED:
         sums = gl.zeros((W_ROWS, X_ROWS), gl.float32, layout)
     else:
         sums = gl.zeros((X_ROWS, W_ROWS), gl.float32, layout)
-    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
-    places = gl.arange(0, W_ROWS, gl.SliceLayout(1 - ROW_AXIS, layout))
-    outputs = first_output + places
-    is_output = (places < OUTPUTS) & (outputs < num_outputs)
-    of_outputs = gl.full([W_ROWS], 1.0, gl.float32, gl.SliceLayout(1 - ROW_AXIS, layout))
-    if not IS_BLOCKED:
-        of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
-    sums, rows = gl.warp_specialize(
+    sums, rows, outputs, is_output, of_outputs = gl.warp_specialize(
         [
             (
                 _multiply,
@@ -310,10 +312,11 @@ def _fp8_streamed(
                     empty,
                     scales,
                     x_scale,
-                    of_blocks,
-                    num_steps,
-                    num_groups,
+                    scale,
+                    num_outputs,
+                    num_inputs,
                     sums,
+                    OUTPUTS,
                     IS_BLOCKED,
                     IS_GROUPED,
                     ROWS,
@@ -330,6 +333,7 @@ def _fp8_streamed(
         [1],
         [_PRODUCER_REGISTERS],
     )
+    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1
     is_row = rows < num_rows
     if not IS_BLOCKED:
         by = gl.expand_dims(of_outputs, 1 - ROW_AXIS)
@@ -346,7 +350,7 @@ def _fp8_streamed(
         stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         values = gl.convert_layout(values, stored)
         places = gl.arange(0, W_ROWS, gl.SliceLayout(1, stored))
-        outputs = first_output + places
+        outputs = gl.program_id(0) * OUTPUTS + places
         rows = gl.arange(0, X_ROWS, gl.SliceLayout(0, stored))
         is_row, is_output = rows < num_rows, (places < OUTPUTS) & (outputs < num_outputs)
     rows, outputs = gl.expand_dims(rows, ROW_AXIS), gl.expand_dims(outputs, 1 - ROW_AXIS)
