@@ -19,6 +19,7 @@ _PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even 
 _RESIDENT_8BIT = 8 * 132
 _ROUNDS_8BIT = 3
 _SHORT = 4 * TILE_KEYS  # still shorter shares take longer to join than rounds to fill
+_JOINED_AT_ONCE = 4  # of many heads
 
 Int32s = NDArray[Any]
 
@@ -38,7 +39,7 @@ def divide(
     Sequence i's shares have the places from indptr[i] to indptr[i + 1]. They are whole tiles but
     for a sequence's last, those of a sequence equal within a tile, and at most `max_shares` in
     number. The longest come first: programs begin in this order, and so all end at about the same
-    time.
+    time; the last ones are short if that needs no more shares than a step may have.
     """
     if not len(seq_lens):
         return np.empty((0, 4), np.int32), np.zeros(1, np.int32)
@@ -51,6 +52,8 @@ def divide(
     counts = -(-lens // most)
     sizes = -(-lens // counts // TILE_KEYS) * TILE_KEYS  # rounding up may leave a share over
     counts = -(-lens // sizes)
+    room = max_shares(len(lens), kv_heads, is_8bit=is_8bit) - int(counts.sum())
+    _cut_last(lens, counts, sizes, room)
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
     shares = np.empty((int(indptr[-1]), 4), np.int32)
@@ -59,3 +62,15 @@ def divide(
     first = shares[:, 2] = (place - indptr[sequence]) * sizes[sequence]
     end = shares[:, 3] = np.minimum(first + sizes[sequence], lens[sequence])
     return shares[np.argsort(first - end, kind="stable")], indptr
+
+
+def _cut_last(lens: NDArray[Any], counts: NDArray[Any], sizes: NDArray[Any], room: int) -> None:
+    """Divide the sequences with the shortest shares once more, in place, into `room` more shares at
+    most. What is joined in one go stays so."""
+    pieces = np.minimum(lens // _SHORT, _JOINED_AT_ONCE)
+    pieces[pieces < 2 * counts] = 0
+    cut = np.argsort(np.where(pieces > 0, sizes, np.iinfo(np.int64).max), kind="stable")
+    cut = cut[: int((pieces > 0).sum())]
+    cut = cut[np.cumsum(pieces[cut] - counts[cut]) <= room]
+    sizes[cut] = -(-lens[cut] // pieces[cut] // TILE_KEYS) * TILE_KEYS
+    counts[cut] = -(-lens[cut] // sizes[cut])
