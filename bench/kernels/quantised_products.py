@@ -6,7 +6,7 @@ python -m baton.bench.kernels.quantised_products [--weights row block int4] [--s
 As in a model: what a product reads comes from a norm, which quantises for FP8, and each has a
 weight of its own, which no cache holds. Times are of both; floor: reading the weight, or its
 operations. What is fastest of each kind goes to the table that products are chosen by
-(way_table.py), in place of what that has of the same kind of weights and as many rows.
+(way_table.py), in place of what that has of the same kind, weights and number of rows.
 """
 
 from __future__ import annotations
@@ -166,9 +166,12 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
         for rows in [room + max(64, one.outputs) if one.is_turned else 64 + one.outputs]
         if rows * 128 * one.chunks * one.count <= _SHARED_BYTES
     ]
+    stages = [way for way in stages if num_outputs / way.outputs >= 60]
+    if kind == "row":  # activations have a scale for each 128 inputs, which no other way takes
+        return [*stages]
     tilings = [one for one in _TILINGS if (room + one.outputs) * 128 * one.stages <= _SHARED_BYTES]
     return [
-        *(way for way in stages if num_outputs / way.outputs >= 60),
+        *stages,
         *(way for way in tilings if num_outputs / way.outputs >= 60),
         ScaledMm(),
     ]
@@ -281,8 +284,9 @@ def main(argv: list[str]) -> int:
     write(arguments.out, {f"tp {arguments.tp}": figures}, where, "kernels.quantised_products")
     if arguments.table.is_file():
         kept = json.loads(arguments.table.read_text())
-        again = set(itertools.product(kinds, rows))
-        entries = [one for one in kept if (one["weight"], one["rows"]) not in again] + entries
+        again = {(one["weight"], one["rows"], one["kind"]) for one in entries}
+        kept = [one for one in kept if (one["weight"], one["rows"], one["kind"]) not in again]
+        entries = kept + entries
     lines = ",\n".join(" " + json.dumps(entry) for entry in entries)
     arguments.table.write_text(f"[\n{lines}\n]\n")
     print(f"{len(entries)} rows in {arguments.table}, {time.perf_counter() - begin_s:.0f} s")

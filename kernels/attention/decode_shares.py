@@ -66,7 +66,10 @@ def divide(
 
 def _cut_last(lens: NDArray[Any], counts: NDArray[Any], sizes: NDArray[Any], room: int) -> None:
     """Divide the sequences with the shortest shares once more, in place, into `room` more shares at
-    most. What is joined in one go stays so."""
+    most. What is joined in one go stays so, and shares of very different lengths stay as they are:
+    the last are short."""
+    if 2 * sizes.min() <= sizes.max():
+        return
     pieces = np.minimum(lens // _SHORT, _JOINED_AT_ONCE)
     pieces[pieces < 2 * counts] = 0
     cut = np.argsort(np.where(pieces > 0, sizes, np.iinfo(np.int64).max), kind="stable")

@@ -13,6 +13,7 @@ has, and scales of blocks belong to one.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 _TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
 _GROUP = gl.constexpr(BLOCK)
 _WARPS = 4
+_SHARED_BYTES = 226 << 10  # of a program, less what Triton takes
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _SCALES_AT_ONCE = gl.constexpr(32)
 _descriptor = gl.shared_memory_descriptor
@@ -51,6 +53,8 @@ def fp8_streamed_product(
     num_outputs, num_inputs = weight.shape
     data, _ = x.with_room
     is_grouped = isinstance(weight, BlockScaled) or x.scale.shape[1] > 1
+    groups = _groups(num_inputs, stages.chunks) if is_grouped else 0
+    stages = fitting(stages, x.room, groups)
     out = torch.empty((len(x), num_outputs), dtype=x.dtype, device=data.device)
     _fp8_streamed[(cdiv(num_outputs, stages.outputs),)](
         _boxes(data, x.room),
@@ -64,7 +68,7 @@ def fp8_streamed_product(
         num_inputs,
         HAS_BIAS=bias is not None,
         IS_BLOCKED=isinstance(weight, BlockScaled),
-        GROUPS=_groups(num_inputs, stages.chunks) if is_grouped else 0,
+        GROUPS=groups,
         ROWS=x.room,
         OUTPUTS=stages.outputs,
         CHUNKS=stages.chunks,
@@ -76,6 +80,15 @@ def fp8_streamed_product(
         **launch_options(data.device),
     )
     return out
+
+
+def fitting(stages: Fp8Stages, room: int, groups: int) -> Fp8Stages:
+    """Of these stages no more than there is shared memory for, beside the table of scales."""
+    x_rows = room if stages.is_turned else _TILE_ROWS.value
+    w_rows = max(_TILE_ROWS.value, stages.outputs) if stages.is_turned else stages.outputs
+    each = (x_rows + w_rows) * BLOCK * stages.chunks + 16
+    count = min(stages.count, (_SHARED_BYTES - 4 * groups * x_rows) // each)
+    return replace(stages, count=count, early=min(stages.early, count))
 
 
 def registers(stages: Fp8Stages, room: int) -> int:

@@ -503,6 +503,18 @@ def test_keys_are_divided_evenly(lens: list[int], kv_heads: int, is_8bit: bool) 
     assert max(sizes) <= max(even, 64) + 64
 
 
+@pytest.mark.parametrize("is_8bit", [False, True])
+def test_the_last_shares_are_short(is_8bit: bool) -> None:
+    """Where a sequence is a share, and all would end some rounds later at the same time."""
+    shares, indptr = divide([1040] * 256, 8, is_8bit=is_8bit)
+    sizes = shares[:, 3] - shares[:, 2]
+    assert len(shares) > max_shares(256, 8, is_8bit=is_8bit) - 4
+    assert set(sizes[:200]) == {1040} and set(sizes[220:]) == {80, 320}
+    assert set(np.diff(indptr)) == {1, 4}
+    uneven = [500, 1200] * 128
+    assert len(divide(uneven, 8, is_8bit=is_8bit)[0]) == 256
+
+
 def test_padding_rows_share_the_padding_block() -> None:
     batch = Batch((4, 2), 64, [(33, 1), (0, 1), (0, 1)], torch.float32)
     slots = batch.metadata.slot_mapping.clone()

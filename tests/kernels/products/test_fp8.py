@@ -7,6 +7,8 @@ rounded up to a power of two, and halves it: what is quantised there is compared
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -96,9 +98,10 @@ def activations(kind: type[Fp8Weight], rows: int, inputs: int, dtype: torch.dtyp
     return out
 
 
-def grouped_like(x: torch.Tensor, weight: Fp8Weight) -> Fp8Weight:
-    """A weight for which the reference quantises x as kernels do for `weight`."""
-    return BlockScaled(weight.data, weight.scale) if takes_groups(x, weight) else weight
+def quantised(x: torch.Tensor, weight: Fp8Weight) -> Fp8Rows:
+    """By torch, with the scales that kernels take for the product with `weight`."""
+    like = BlockScaled(weight.data, weight.scale) if takes_groups(x, weight) else weight
+    return quantise_activations(x, like)
 
 
 def product(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -152,7 +155,7 @@ def test_few_rows(
 def test_quantise(rows: int, inputs: int, kind: type[Fp8Weight], dtype: torch.dtype) -> None:
     weight, x = weight_of(kind, 128, inputs), randn(rows, inputs, dtype=dtype)
     x[1] = 0
-    expected = quantise_activations(x, grouped_like(x, weight))
+    expected = quantised(x, weight)
     found = quantise(x, weight)
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
     close(found.dequantised(torch.float32), x.double(), KERNEL_NOISE)
@@ -228,14 +231,14 @@ def test_operations_are_those_of_the_reference(
     x, triton_ops, reference = randn(rows, 256, dtype=dtype), TritonOps(), ops.Ops()
     gate_up, down = weight_of(kind, 256, 256), weight_of(kind, 96, 128)
     limit = 1e-2 if HAS_GPU else KERNEL_NOISE if rows > 1 else 0.4  # of one number halved
-    if kind is RowScaled and takes_groups(x, gate_up):  # the reference has a scale for each row
-        limit = FP8_NOISE
     found = triton_ops.linear(x, gate_up, None)
-    close(found, reference.linear(x, gate_up, None).double(), limit)
+    close(found, reference.linear(quantised(x, gate_up), gate_up, None).double(), limit)
     x = x / 50
     gated = triton_ops.gated_linear(x, gate_up, None, down)
     assert isinstance(gated, Fp8Rows)
-    expected = reference.linear(reference.gated_linear(x, gate_up, None, down), down, None)
+    expected = reference.gated_linear(quantised(x, gate_up), gate_up, None)
+    assert isinstance(expected, torch.Tensor)
+    expected = reference.linear(quantised(expected, down), down, None)
     close(triton_ops.linear(gated, down, None), expected.double(), 3 * limit)
 
 
@@ -332,6 +335,19 @@ def test_the_kernels_compile_without_a_gpu(options: tuple[str, ...]) -> None:
     assert f"compiled {KERNELS[-1]}" in ended.stdout
 
 
+def test_stages_fit_into_shared_memory() -> None:
+    """Beside the scales of inputs as large models have them."""
+    fitting = importlib.import_module("baton.kernels.products.fp8_streamed_gluon").fitting
+    for stages in (Fp8Stages(32, 2, 8, 6), Fp8Stages(128, 2, 3, 3, is_turned=True)):
+        for room, groups in itertools.product((16, 32, 64), (0, 32, 128, 256, 512)):
+            found = fitting(stages, room, groups)
+            assert 0 < found.early <= found.count <= stages.count
+            x_rows = room if stages.is_turned else 64
+            num_bytes = found.count * 2 * 128 * (x_rows + stages.outputs) + 4 * groups * x_rows
+            assert num_bytes < 227 << 10
+    assert fitting(Fp8Stages(32, 2, 8, 6), 64, 128) == Fp8Stages(32, 2, 8, 6)
+
+
 STAGES = [Fp8Stages(32, 2, 4, 3), Fp8Stages(64, 1, 6, 6), Fp8Stages(64, 2, 3, 0)]
 STAGES += [dataclasses.replace(one, is_turned=True) for one in STAGES]
 
@@ -378,10 +394,18 @@ def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int)
     ]
     scales, x = torch.rand(1024, device=DEVICE, dtype=torch.bfloat16), randn(rows, 1024).bfloat16()
 
-    def run(triton_ops: ops.Ops) -> torch.Tensor:
+    def run(triton_ops: TritonOps) -> torch.Tensor:
         y = x
         for weight in weights:
             y = triton_ops.linear(triton_ops.rms_norm(y, scales, 1e-5, weight), weight, None)
+        return y
+
+    def by_torch() -> torch.Tensor:
+        y, reference = x, ops.Ops()
+        for weight in weights:
+            normed = reference.rms_norm(y, scales, 1e-5)
+            assert isinstance(normed, torch.Tensor)
+            y = reference.linear(quantised(normed, weight), weight, None)
         return y
 
     run(triton_ops)
@@ -393,7 +417,7 @@ def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int)
         x.normal_()
         graph.replay()
         assert torch.equal(found, run(triton_ops))
-        close(found, run(ops.Ops()).double(), 0.1)  # bfloat16's rounding, requantised six times
+        close(found, by_torch().double(), 0.1)  # bfloat16's rounding, requantised six times
 
 
 @pytest.mark.gpu
