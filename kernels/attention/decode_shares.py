@@ -71,9 +71,8 @@ def _cut_last(lens: NDArray[Any], counts: NDArray[Any], sizes: NDArray[Any], roo
     if 2 * sizes.min() <= sizes.max():
         return
     pieces = np.minimum(lens // _SHORT, _JOINED_AT_ONCE)
-    pieces[pieces < 2 * counts] = 0
-    cut = np.argsort(np.where(pieces > 0, sizes, np.iinfo(np.int64).max), kind="stable")
-    cut = cut[: int((pieces > 0).sum())]
+    cut = np.flatnonzero(pieces >= 2 * counts)
+    cut = cut[np.argsort(sizes[cut], kind="stable")]
     cut = cut[np.cumsum(pieces[cut] - counts[cut]) <= room]
     sizes[cut] = -(-lens[cut] // pieces[cut] // TILE_KEYS) * TILE_KEYS
     counts[cut] = -(-lens[cut] // sizes[cut])
