@@ -64,7 +64,6 @@ class World:
     kin: Intruder  # of our own user
     key: str
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    stale: bytes = b""  # the entry of the node that was killed
 
     def address(self, name: str) -> str:
         return self.system.processes[name].address
@@ -386,13 +385,31 @@ def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
 # --- a dead node's place --------------------------------------------------------------------------
 
 
-def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(world: World) -> None:
-    """What binds them answers with a challenge of its own, or relays to a live node."""
+@dataclass(frozen=True)
+class Killed:
+    """A node, its entry in Redis from when it lived, and one of its role that lives on."""
+
+    dead: Member
+    entry: bytes
+    live: Member
+
+
+@pytest.fixture(scope="module")
+def killed(world: World) -> Killed:
+    """It dies when the first test asks for it; the last brings it back."""
     engines = asyncio.run(members_by_name(world))
-    dead, live = engines["prefill-2"], engines["prefill-0"]
+    dead = engines["prefill-2"]
     with redis.Redis.from_url(world.system.redis.url) as reader:
-        world.stale = reader.get(f"baton:{CLUSTER}:member:{dead.incarnation}")
-    world.system.kill("prefill-2")
+        entry = reader.get(f"baton:{CLUSTER}:member:{dead.incarnation}")
+    world.system.kill(dead.name)
+    return Killed(dead, entry, engines["prefill-0"])
+
+
+def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
+    world: World, killed: Killed
+) -> None:
+    """What binds them answers with a challenge of its own, or relays to a live node."""
+    dead, live = killed.dead, killed.live
     port = int(dead.address.rpartition(":")[2])
     challenge = said_by(node_pb2.GetMembersResponse, os.urandom(64))[0]
     order = {"challenge": challenge, "relay_to": live.address}
@@ -465,10 +482,11 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(world: Wo
 
 
 @pytest.mark.slow
-async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
+async def test_what_was_in_redis_makes_no_member_again(world: World, killed: Killed) -> None:
     """Old entries put back, with a TTL and without, among junk; then the node comes back."""
     prefix = f"baton:{CLUSTER}:member:"
-    old = decode_entry(world.stale, ClusterSecret(SECRET)).member.incarnation
+    old = killed.dead.incarnation
+    assert decode_entry(killed.entry, ClusterSecret(SECRET)).member.incarnation == old
     with redis.Redis.from_url(world.system.redis.url) as writer:
         live = next(writer.get(key) for key in writer.keys(f"{prefix}*") if old not in key.decode())
         async with asyncio.timeout(10):
@@ -478,8 +496,8 @@ async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
             for number in range(6000):
                 pipe.set(f"{prefix}{number:032x}", b"junk")
                 pipe.zadd(f"baton:{CLUSTER}:listed", {f"{number:032x}": 2e12})
-            pipe.set(prefix + old, world.stale, px=60_000)
-            pipe.set(prefix + "e" * 32, world.stale)
+            pipe.set(prefix + old, killed.entry, px=60_000)
+            pipe.set(prefix + "e" * 32, killed.entry)
             pipe.set(prefix + "f" * 32, live, px=60_000)
             for name in (old, "e" * 32, "f" * 32):
                 pipe.zadd(f"baton:{CLUSTER}:listed", {name: writer.time()[0] * 1000})
