@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...core.errors import Unavailable
+from ...core.membership import Role
 from ...core.ports import Clock
-from ..request.engine_link import Avoid, MustWait, Route
-from .routing import REQUEST_S, EngineState, Plan, choose_plan
+from ..request.engine_link import Route
+from .routing import REQUEST_S, EngineState
 
 SPAN_S = 10
-_ESTIMATE_EVERY_S = 0.05  # the next best is chosen as the best is, which takes as long
+_ESTIMATE_EVERY_S = 0.05  # to estimate the next best takes about as long as to choose
 PAIR, ALONE, MOVE = "pair", "alone", "move"
 _MOVED = "moved"
 
@@ -118,18 +118,34 @@ class PlanRecord:
 def estimates(
     engines: Sequence[EngineState], num_tokens: int, prefill: str, decode: str
 ) -> tuple[float, float | None]:
-    """Seconds of the plan that was chosen, and of what would have been without it; None: nothing
-    could."""
-    by_name, chosen = {engine.incarnation: engine for engine in engines}, Plan(prefill, decode)
+    """Seconds of the plan that was chosen, and of the best other one that could have been; None:
+    there is none."""
+    plans: dict[tuple[str, str], float] = {}
+    sources: list[tuple[float, EngineState]] = []
+    pullers: list[tuple[float, EngineState]] = []
+    for engine in engines:
+        is_chosen = engine.incarnation in (prefill, decode)
+        if engine.is_draining and not is_chosen:
+            continue
+        prompt_s = engine.prompt_seconds(num_tokens)
+        if engine.role is Role.PREFILL and (engine.takes_prompt or is_chosen):
+            sources.append((prompt_s, engine))
+        if engine.role is Role.DECODE and (engine.has_place or is_chosen):
+            pullers.append((engine.decode_seconds(num_tokens), engine))
+        may_both = engine.keeps_promise and engine.takes_prompt and engine.has_place
+        if may_both or prefill == decode == engine.incarnation:
+            alone_s = prompt_s + engine.num_requests * REQUEST_S
+            plans[engine.incarnation, engine.incarnation] = alone_s
+    for source_s, source in _best(sources, prefill):
+        for puller_s, puller in _best(pullers, decode):
+            if source.incarnation in puller.links:
+                plans[source.incarnation, puller.incarnation] = source_s + puller_s
+    chosen_s = plans.pop((prefill, decode), 0.0)
+    return chosen_s, min(plans.values(), default=None)
 
-    def seconds(plan: Plan) -> float:
-        source, puller = by_name[plan.prefill], by_name[plan.decode]
-        if source is puller:
-            return source.prompt_seconds(num_tokens) + source.num_requests * REQUEST_S
-        return source.prompt_seconds(num_tokens) + puller.decode_seconds(num_tokens)
 
-    try:
-        other = choose_plan(engines, num_tokens, avoid=Avoid(pairs=frozenset({chosen})))
-    except (Unavailable, MustWait):
-        return seconds(chosen), None
-    return seconds(chosen), seconds(other)
+def _best(parts: list[tuple[float, EngineState]], chosen: str) -> list[tuple[float, EngineState]]:
+    """The two best, and the one that was chosen: the next best plan has one of them on each
+    side, wherever the links are all there."""
+    ordered = sorted(parts, key=lambda part: part[0])
+    return ordered[:2] + [part for part in ordered[2:] if part[1].incarnation == chosen]
