@@ -84,6 +84,15 @@ async def generate(client: AsyncClient, group: int, member: int) -> Result:
     return await generation.finish()
 
 
+async def until_heard_by(server: RedisServer, num_listeners: int) -> None:
+    """Wait until so many are subscribed to what engines publish."""
+    channel = "baton:default:prefix"
+    with redis.Redis.from_url(server.url) as admin:
+        async with asyncio.timeout(20):
+            while admin.pubsub_numsub(channel) != [(channel.encode(), num_listeners)]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
     """At the end, wait until engines have published as many new blocks as `num_blocks`."""
@@ -99,7 +108,7 @@ async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
                 return
 
     listening = asyncio.create_task(listen())
-    await asyncio.sleep(0.05)
+    await until_heard_by(world.redis, 2)  # the gateway, and us
     yield
     await asyncio.wait_for(listening, 20)
     await link._redis.close()
@@ -231,7 +240,7 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
                         return
 
         listening = asyncio.create_task(listen())
-        await asyncio.sleep(0.1)
+        await until_heard_by(server, 1)
         for link, message in ((theirs, forged), (plain, forged), (ours, true)):
             await link.write_pages(incarnation, iter([(0, message)]))
             await link.write_contents(incarnation, message)
