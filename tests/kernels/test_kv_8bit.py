@@ -138,8 +138,10 @@ class Step:
     def run(
         self, prefill: str = "triton", window: int | None = None, rows_each: int = 1
     ) -> torch.Tensor:
-        attention_gpu = pytest.importorskip("baton.kernels.attention.attention_gpu")
-        attention = attention_gpu.make_gpu_attention(
+        pytest.importorskip("triton")
+        from baton.kernels.attention.attention_gpu import make_gpu_attention
+
+        attention = make_gpu_attention(
             self.pool,
             self.num_heads,
             8,
@@ -237,7 +239,9 @@ def test_torch_computes_what_is_stored(lens: str, kv_dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """But for values in the middle between two, which rotated elsewhere may become either."""
-    triton_kernels = pytest.importorskip("baton.kernels.kv.kv_blocks_triton")
+    pytest.importorskip("triton")
+    from baton.kernels.kv.kv_blocks_triton import rotate_and_store
+
     if not HAS_GPU and dtype == torch.bfloat16:
         pytest.skip("numpy has no bfloat16")
     heads, kv_heads, dim = 4, 10, 96
@@ -251,7 +255,7 @@ def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype
     k = kv_blocks.apply_rope(qkv[:, heads : heads + kv_heads], *rope)
     v = qkv[:, heads + kv_heads :].clone()
     store_kv_8bit(expected, 1, k, v, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-    triton_kernels.rotate_and_store(qkv, rope, None, pool[:, 1], slots)
+    rotate_and_store(qkv, rope, None, pool[:, 1], slots)
     (values, scales), (wanted, wanted_scales) = map(values_and_scales, (pool, expected))
     assert torch.equal(scales.isnan(), wanted_scales.isnan())
     torch.testing.assert_close(scales, wanted_scales, rtol=4e-3, atol=0, equal_nan=True)

@@ -352,7 +352,8 @@ def test_persistent_programs_have_each_block_with_rows_once(
     num_programs: int, first: int, num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And beside these, of experts that there are, each its first one at most."""
-    experts = pytest.importorskip("baton.kernels.experts.fp8_experts_gluon")
+    from baton.kernels.experts import fp8_experts_gluon as experts
+
     whole, per_tile = make_mixture(5, 2), 2
     values = whole.gate_up.values[first : first + num_local]
     mixture = dataclasses.replace(whole, gate_up=ExpertWeights(values), first=first)

@@ -14,10 +14,10 @@ from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 
 try:
     from smg_grpc_proto import vllm_engine_pb2 as vllm
-
-    from baton.gateway.grpc.vllm_wire import Answer, request_from_vllm
 except (ImportError, VersionError) as error:
     pytest.skip(f"smg-grpc-proto: {error}", allow_module_level=True)
+else:
+    from baton.gateway.grpc.vllm_wire import Answer, request_from_vllm
 
 
 def ask(**sampling: Any) -> Any:
