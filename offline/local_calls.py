@@ -165,7 +165,9 @@ class LocalCalls:
     async def prepare(
         self, wire: inference_pb2.GenerateRequest, special_at: Spans | None = None
     ) -> ValidatedRequest:
-        """Check and tokenise; `special_at`: see Tokenizer.encode. Raises InvalidRequest kin."""
+        """Check and tokenise; `special_at`: see Tokenizer.encode. Raises ModelNotFound,
+        InvalidRequest kin."""
+        _OURS.check_model(wire.model, self.model.limits.model)
         request = check_request(wire, self.limits)
         if request.sampling.constraint is not None:
             await self.model.constraints.check(request.sampling.constraint)

@@ -42,7 +42,6 @@ from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
     ValidatedRequest,
-    check_model,
     check_request,
     complete_request,
     prompt_token_ids,
@@ -273,9 +272,7 @@ class FrontDoor:
 
     def check_model(self, caller: Caller, model: str) -> None:
         """Raises ModelNotFound for one that is not served, or not to this caller."""
-        limits, adapters = self.model.limits, self.adapters.adapters
-        caller.check_model(model, limits.model, adapters)
-        check_model(model, limits, adapters)
+        caller.check_model(model, self.model.limits.model, self.adapters.adapters)
 
     async def _prepare(
         self,
@@ -285,9 +282,9 @@ class FrontDoor:
         special_at: Spans | None,
     ) -> ValidatedRequest:
         """The request, charged to the caller's tenant and in its part of the prefix cache."""
-        limits, adapters = self.limits, self.adapters.adapters
-        caller.check_model(wire.model, limits.model, adapters)
-        request = check_request(wire, limits, adapters)
+        self.check_model(caller, wire.model)
+        limits = self.limits
+        request = check_request(wire, limits, self.adapters.adapters)
         if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
                 raise InvalidRequest(refusal, "constraint", "unsupported_parameter")

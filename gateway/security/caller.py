@@ -48,12 +48,10 @@ class Caller:
         return self.models is None or model in self.models
 
     def check_model(self, requested: str, model: str, adapters: Container[str] = ()) -> None:
-        """Raise ModelNotFound, as for one that is not there, unless it may use what is served.
-
-        That is `model`, or the one of its `adapters` that is `requested`: the name in the request,
-        which may be empty.
-        """
-        if not self.may_use(requested if requested in adapters else model):
+        """Raise ModelNotFound unless what is `requested` is served, and it may use that: `model`,
+        which an empty name means too, or one of its `adapters`."""
+        served = requested if requested in adapters else model
+        if requested not in ("", served) or not self.may_use(served):
             raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
 
 

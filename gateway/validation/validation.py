@@ -4,7 +4,7 @@ fields mean.
 Two steps, since a text's length is known only after tokenisation:
 
     GenerateRequest ── check_request ──► (tokenise) ── complete_request ──► ValidatedRequest
-                       ids, ranges, model                 lengths, defaults, seed
+                       ids, ranges                        lengths, defaults, seed
 
 Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
 table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
@@ -26,7 +26,6 @@ from google.protobuf.message import Message
 from ...core.errors import (
     ContextLengthExceeded,
     InvalidRequest,
-    ModelNotFound,
     PromptTooLarge,
 )
 from ...core.request.parameters import Parameter
@@ -105,8 +104,8 @@ class ValidatedRequest:
 def check_request(
     wire: inference_pb2.GenerateRequest, limits: ModelLimits, adapters: Adapters = _NO_ADAPTERS
 ) -> ValidatedRequest:
-    """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
-    check_model(wire.model, limits, adapters)
+    """Check every field that needs no tokeniser; what model a caller may name is Caller's. Raises
+    InvalidRequest kin."""
     check_label(wire.request_id, "request_id")
     prompt = _prompt(wire, limits.vocab_size)
     options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
@@ -176,12 +175,6 @@ def complete_request(
     seed = sampling.seed if wire.sampling.HasField("seed") else drawn_seed
     sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
     return replace(request, prompt_token_ids=prompt, sampling=sampling)
-
-
-def check_model(name: str, limits: ModelLimits, adapters: Adapters = _NO_ADAPTERS) -> None:
-    """Raise ModelNotFound unless `name` is empty, the one that is served, or an adapter of it."""
-    if name and name != limits.model and name not in adapters:
-        raise ModelNotFound(f"The model `{name[:64]}` does not exist.", param="model")
 
 
 def is_label(text: str) -> bool:

@@ -19,7 +19,7 @@ from bad_input.cases.fronts import Target
 from bad_input.cases.mutants import http_head, mutated_body, mutated_head, mutated_message
 from google.protobuf.message import DecodeError
 
-from baton.core.errors import InvalidRequest, ModelNotFound
+from baton.core.errors import InvalidRequest
 from baton.gateway.http.chat.chat import FIELDS as CHAT
 from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
 from baton.gateway.http.generate.request_fields import read_fields
@@ -199,7 +199,7 @@ def _validators(target: Target, num_requests: int, seed: int) -> Counter[str]:
                 checked = check_request(wire, limits)
                 ids = wire.text.encode() or checked.prompt_token_ids
                 complete_request(checked, wire, ids, limits, drawn_seed=1)
-        except (InvalidRequest, ModelNotFound) as error:
+        except InvalidRequest as error:
             verdict = error.code
         except DecodeError:
             verdict = "no message"

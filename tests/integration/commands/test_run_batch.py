@@ -179,10 +179,12 @@ def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
     requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     turn = {"model": "demo", "input": "hi", "max_output_tokens": 3}
+    other = chat | {"model": "other"}
     lines = [
         {"custom_id": "turn", "method": "POST", "url": "/v1/responses", "body": turn},
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "no", "method": "POST", "url": "/v1/completions", "body": {"model": "demo"}},
+        {"custom_id": "other", "method": "POST", "url": "/v1/chat/completions", "body": other},
     ]
     requests.write_text("\n".join([*map(json.dumps, lines), "nonsense"]))
     done = subprocess.run(command(requests, results), capture_output=True, text=True, timeout=60)
@@ -193,6 +195,7 @@ def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
     assert found["turn"]["response"]["body"]["usage"]["output_tokens"] == 3
     refused = found["no"]["response"]
     assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "prompt")
+    assert found["other"]["response"]["status_code"] == 404
     assert found[None]["error"]["code"] == "invalid_json"
     missing = command(tmp_path / "none.jsonl", results)
     done = subprocess.run(missing, capture_output=True, text=True, timeout=60)

@@ -243,6 +243,13 @@ def test_scopes_and_models_of_a_caller() -> None:
         caller.check_model("other", "small", {"other"})
 
 
+@pytest.mark.parametrize("name", ["other", "../../etc", "x" * 300])
+def test_a_model_that_is_not_served_is_nobodys(name: str) -> None:
+    with pytest.raises(ModelNotFound) as raised:
+        anyone("grpc").check_model(name, "demo", {"sql"})
+    assert raised.value.param == "model" and len(raised.value.message) < 100
+
+
 # --- browsers -------------------------------------------------------------------------------------
 
 

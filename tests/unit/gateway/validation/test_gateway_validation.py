@@ -11,7 +11,6 @@ from baton.core.errors import (
     BatonError,
     ContextLengthExceeded,
     InvalidRequest,
-    ModelNotFound,
     PromptTooLarge,
 )
 from baton.core.request.request import SamplingParams
@@ -61,9 +60,6 @@ def validate(
         ({"packed": pack([1, 99, 100])}, InvalidRequest, "prompt[2]"),
         ({"packed": pack([2**32 - 1])}, InvalidRequest, "prompt[0]"),
         ({"packed": pack([1] * 50)}, ContextLengthExceeded, "prompt"),
-        ({"model": "other"}, ModelNotFound, "model"),
-        ({"model": "../../etc"}, ModelNotFound, "model"),
-        ({"model": "x" * 300}, ModelNotFound, "model"),
         ({"request_id": "x" * 257}, InvalidRequest, "request_id"),
         ({"max_tokens": 0}, InvalidRequest, "max_tokens"),
         ({"max_tokens": 49}, ContextLengthExceeded, "max_tokens"),
