@@ -23,7 +23,8 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
 from ..launched import cdiv, launched, next_power_of_2
 from ..products.fp8_product import takes_groups
-from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, Fp8Rows, Fp8Weight
+from ..products.fp8_triton import quantised_groups
+from ..products.weights import BLOCK, Fp8Rows, Fp8Weight
 from ..upload import upload_into
 from .attention import BlockTables, join_tables
 from .attention_8bit_triton import (
@@ -47,7 +48,6 @@ _ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16
 # Numbers of a share: what `divide` gives, its table's first index, and how many its sequence has.
 _SHARE_SIZE = 8
 _OF_SHARE = tl.constexpr(_SHARE_SIZE)
-_LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 def can_quantise(qkv: Tensor, reader: Fp8Weight) -> bool:
@@ -369,11 +369,9 @@ def _store(
     IS_QUANTISED: tl.constexpr,
 ):
     """values [heads, dims] in float32, of heads `head` of rows `row` [heads]."""
-    if IS_QUANTISED:  # as quantise_triton.py does behind it
-        values = values.to(tl.bfloat16).to(tl.float32)
-        one = tl.maximum(tl.max(tl.abs(values), axis=1), _LEAST) / _LARGEST
+    if IS_QUANTISED:  # rounded first, as if it were quantised behind
+        values, one = quantised_groups(values.to(tl.bfloat16).to(tl.float32))
         tl.store(out_scale + head * room + row, one, mask=is_head)
-        values = values * (1.0 / one)[:, None]
     at = out + (row * HEADS + head)[:, None] * DIM + dims[None, :]
     mask = is_head[:, None] & (dims < DIM)[None, :]
     tl.store(at, values.to(out.dtype.element_ty), mask=mask)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
 from ..products.fp8_product import takes_groups
+from ..products.fp8_triton import quantised_groups
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, Fp8Rows, Fp8Weight
 
 _BY_ROW, _BY_GROUP = 1, 2
@@ -75,14 +76,11 @@ def store_quantised(
         tl.store(at, (value * (1.0 / one)).to(out.dtype.element_ty), mask=cols < dim)
     else:
         NUM_GROUPS: tl.constexpr = COLS // _GROUP
-        grouped = tl.reshape(value, (NUM_GROUPS, _GROUP))
-        largest = tl.maximum(tl.max(tl.abs(grouped), axis=1), _LEAST)
+        grouped, each = quantised_groups(tl.reshape(value, (NUM_GROUPS, _GROUP)))
         groups = first // _GROUP + tl.arange(0, NUM_GROUPS)
         is_group = groups * _GROUP < dim
-        each = largest / _LARGEST
         tl.store(scale + groups * room + row, each, mask=is_group)
-        scaled = tl.reshape(grouped * (1.0 / each)[:, None], (COLS,))
-        tl.store(at, scaled.to(out.dtype.element_ty), mask=cols < dim)
+        tl.store(at, tl.reshape(grouped, (COLS,)).to(out.dtype.element_ty), mask=cols < dim)
 
 
 @launched

@@ -16,10 +16,11 @@ from torch import Tensor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
 from .gemv_triton import _ALIGNED, _prefetch
-from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
+from .weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, BlockScaled, Fp8Rows, Fp8Weight
 
 _AHEAD_BYTES = 2 << 20  # of a weight, fetched into the L2 cache early
 _GROUP = tl.constexpr(BLOCK)
+_LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +138,10 @@ def _fp8_few_rows(
     at = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     mask = is_row[:, None] & is_output[None, :]
     tl.store(at, tl.trans(sums).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantised_groups(value):
+    """value [groups, 128] in float32 -> the same divided by its scales, and they [groups]."""
+    each = tl.maximum(tl.max(tl.abs(value), axis=1), _LEAST) / _LARGEST
+    return value * (1.0 / each)[:, None], each
