@@ -190,6 +190,9 @@ def int4_streamed(
     of = kind.replace("fp", "f")
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{of}.{of}" in ptx
     assert "ldmatrix.sync.aligned.m8n8.x4" in ptx, "words are not where wgmma takes them"
+    # What wgmma does not wait for may still be read when TMA fills the stage anew.
+    multiplied = ptx[: ptx.index("mbarrier.arrive.shared::cta.b64 _")].rpartition("wgmma.mma_async")
+    assert "ld.shared" not in multiplied[2], "a stage is given back while it is read"
 
 
 def persistent_experts(plan: Persistent, is_gated: bool, is_blocked: bool) -> None:
