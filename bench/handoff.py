@@ -1,6 +1,6 @@
 """The hand-off's copy between two GPUs, alone: from one block to 32k tokens, by every method.
 
-python -m baton.bench.handoff [--commit NAME] [--out FILE]
+python -m baton.bench.handoff [--blocks KIND...] [--methods NAME...] [--commit NAME] [--out FILE]
 
 A second process owns the source's pool, on the first GPU; the last GPU pulls. Timed by the wall
 from `start_pull` to `on_done`: generations judged, copy launched, completed and judged again. The
@@ -49,25 +49,28 @@ from .floors.figures import ROOT, Figure, command_line, commit, machine, repeat_
 LINK_BYTES_PER_S = 391e9  # what a plain copy of 1 GiB reaches over 18 NVLinks of an H200
 _TOKENS_PER_BLOCK = 16
 _REPEATS = 15
-_TARGET_MS = 3.1  # for 1 GiB
-_NCCL_TARGET_MS = 3.6  # the same, by way of staging; 3.0 is one buffer of 256 MiB at 360 GB/s
-# Blocks of 16 tokens: Llama-3.1-8B's, and what a sixteenth of its layers or heads would leave.
-_LAYERS = {"2 MiB": 32, "128 KiB": 2}
-_NUM_BLOCKS = {"2 MiB": (1, 4, 16, 64, 128, 512, 2048), "128 KiB": (512,)}
+# For 1 GiB, and for as many tokens in 8 bits; by way of staging, 3.0 is one buffer of 256 MiB at
+# 360 GB/s.
+_TARGETS_MS = {"8192 tokens, 2 MiB": 3.1, "8192 tokens, 8-bit": 1.8}
+_NCCL_TARGETS_MS = {"8192 tokens, 2 MiB": 3.6}
+# Blocks of 16 tokens: Llama-3.1-8B's, what a sixteenth of its layers or heads would leave, and its
+# own with values of 8 bits.
+_LAYOUTS = {
+    "2 MiB": KvLayout(32, 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16),
+    "128 KiB": KvLayout(2, 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16),
+    "8-bit": KvLayout(32, 8, _TOKENS_PER_BLOCK, 128, torch.float8_e4m3fn),
+}
+_NUM_BLOCKS = {"2 MiB": (1, 4, 16, 64, 128, 512, 2048), "128 KiB": (512,), "8-bit": (512,)}
 _SLOW_METHODS = (StagedCopy.name, TcpTransport.name)
 _METHODS = (KernelCopy.name, EngineCopy.name, NcclTransport.name, *_SLOW_METHODS)
 _STAGED_BLOCKS = (64, 512)  # a path for want of a better one: two sizes will do
 
 
-def _layout(name: str) -> KvLayout:
-    return KvLayout(_LAYERS[name], 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16)
-
-
 def _serve(name: str, incarnation: str) -> None:
     """The source's process: export until it is killed."""
     num_blocks = max(_NUM_BLOCKS[name]) + NUM_RESERVED_BLOCKS
-    kv = CudaKvMemory(_layout(name), num_blocks, torch.device("cuda:0"))
-    kv.tensor.normal_()
+    kv = CudaKvMemory(_LAYOUTS[name], num_blocks, torch.device("cuda:0"))
+    kv.tensor.view(torch.uint8).random_()
     canary = bytearray(canary_bytes(incarnation, kv.block_bytes))
     block = kv.tensor[CANARY_BLOCK].view(torch.uint8)
     block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
@@ -146,7 +149,9 @@ def _measure(name: str, method: str, kv: CudaKvMemory, source: RemotePool) -> It
             pairs = _pairs(num_blocks, is_scattered=is_scattered)
             samples = repeat_s(partial(_pull, window, pairs), _REPEATS, warmups=3)
             floor_ms = num_blocks * kv.block_bytes / LINK_BYTES_PER_S * 1e3
-            target_ms = _targets_ms(method) if "8192 tokens, 2 MiB" in what else None
+            targets_ms = _NCCL_TARGETS_MS if method == NcclTransport.name else _TARGETS_MS
+            size = f"{num_blocks * _TOKENS_PER_BLOCK} tokens, {name}"
+            target_ms = None if method in _SLOW_METHODS else targets_ms.get(size)
             yield _figure(what, samples, floor_ms, "the link's bandwidth", target_ms)
             if isinstance(window, CudaWindow):
                 samples = [_prepared_s(window, pairs) for _ in range(3 + _REPEATS)][3:]
@@ -176,13 +181,6 @@ def _measure_half(name: str, kv: CudaKvMemory, source: RemotePool) -> Iterator[F
     window.join()
 
 
-def _targets_ms(method: str) -> float | None:
-    """For 1 GiB."""
-    if method in (StagedCopy.name, TcpTransport.name):
-        return None
-    return _NCCL_TARGET_MS if method == NcclTransport.name else _TARGET_MS
-
-
 def _figure(
     name: str,
     seconds: Sequence[float],
@@ -197,6 +195,7 @@ def main(argv: list[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--blocks", nargs="*", choices=_LAYOUTS, default=list(_LAYOUTS))
     parser.add_argument("--methods", nargs="*", choices=_METHODS, help="default: all")
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "handoff.json")
@@ -207,8 +206,9 @@ def main(argv: list[str]) -> int:
         return 0
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     figures: list[Figure] = []
-    for name, numbers in _NUM_BLOCKS.items():
-        kv = CudaKvMemory(_layout(name), max(numbers) + NUM_RESERVED_BLOCKS, device)
+    for name in arguments.blocks:
+        num_blocks = max(_NUM_BLOCKS[name]) + NUM_RESERVED_BLOCKS
+        kv = CudaKvMemory(_LAYOUTS[name], num_blocks, device)
         with _source(name) as source:
             for method in arguments.methods or _METHODS:
                 figures += _measure(name, method, kv, source)

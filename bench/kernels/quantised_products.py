@@ -33,7 +33,7 @@ from baton.kernels.products import fp8_product, int4_product
 from baton.kernels.products.fp8_product import MAX_FEW_ROWS, ScaledMm, multiply_by
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling
 from baton.kernels.products.int4_product import Dequantised
-from baton.kernels.products.int4_triton import Int4Stages, Int4Tiling
+from baton.kernels.products.int4_triton import Int4Row, Int4Stages, Int4Tiling
 from baton.kernels.products.int4_weights import Int4Weight
 from baton.kernels.products.way_table import TABLE
 from baton.kernels.products.weights import (
@@ -92,6 +92,16 @@ _INT4_STAGES = [
     )
     if (outputs == 64) == (one[3] == 4)
 ]
+_INT4_ROWS = [
+    Int4Row(rows, shares, *one, warps, programs)
+    for (rows, warps), shares, one, programs in itertools.product(
+        ((64, 4), (128, 4), (128, 8)),
+        (2, 4),
+        ((2, 4, 3), (4, 3, 2), (4, 4, 3)),
+        (1, 2, 3),
+    )
+]
+_ROW_BYTES = (68, 768 + 32)  # of a chunk: for a tile's row, and a share
 
 
 class Chain:
@@ -195,6 +205,14 @@ def _int4_ways(num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]
         room = room_of(num_rows)
         stages = [way for way in _INT4_STAGES if way.chunks * room <= 64]
         ways += [way for way in stages if fits(way, way.chunks * way.count, room, 530)]
+    if num_rows == 1:
+        of_row, of_share = _ROW_BYTES
+        ways += [
+            way
+            for way in _INT4_ROWS
+            for num_bytes in [way.chunks * way.count * (way.rows * of_row + way.shares * of_share)]
+            if num_bytes * way.programs <= _SHARED_BYTES
+        ]
     return [*ways, *([Dequantised()] if num_rows >= 32 else [])]
 
 
@@ -208,7 +226,7 @@ def compile_all(rows: list[int], kinds: list[str], sizes: list[tuple[int, int]])
         for way in ways_of(kind, num_rows, 1 << 20, 4096)
     ]
     if "int4" in kinds:
-        few = {min(128, room_of(n)) for n in rows}
+        few = {min(128, room_of(n)) for n in rows} | {n for n in rows if n == 1}
         found = {(w, n) for n, size in itertools.product(few, sizes) for w in _int4_ways(n, *size)}
         todo += [(way, num_rows, "int4") for way, num_rows in found]
     spawned = multiprocessing.get_context("spawn")

@@ -48,6 +48,7 @@ _COPY_SIZES = {
     "8192 tokens, 1 GiB": "8192 tokens, 2 MiB blocks",
     "32768 tokens, 4 GiB": "32768 tokens, 2 MiB blocks",
     "8192 tokens, 64 MiB in blocks of 128 KiB": "8192 tokens, 128 KiB blocks",
+    "8192 tokens in FP8, 528 MiB": "8192 tokens, 8-bit blocks",
 }
 _PRODUCTS = ("qkv 6144 x 4096", "out 4096 x 4096", "gate_up 28672 x 4096", "down 4096 x 14336")
 

@@ -1,5 +1,6 @@
 """How a product with a weight in int4 is computed, by shape and rows.
 
+    one row      packed, in Gluon on Hopper: numbers in FP8, the vector in four parts
     few rows     packed: the kernel reads four bits a weight; on Hopper, up to 64, in Gluon
     more         the weight is dequantised into memory that the next product uses again, then cuBLAS
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..gluon_kernels import gluon_kernels
 from ..row_room import ROWS_AT_ONCE, has_room
-from .int4_triton import Int4Stages, Int4Tiling, dequantised, int4_product
+from .int4_triton import Int4Row, Int4Stages, Int4Tiling, dequantised, int4_product
 from .int4_weights import CHUNK, Int4Weight
 from .way_table import look_up
 
@@ -34,10 +35,11 @@ class Dequantised:
     """By cuBLAS."""
 
 
-Way: TypeAlias = Int4Tiling | Int4Stages | Dequantised
+Way: TypeAlias = Int4Tiling | Int4Stages | Int4Row | Dequantised
 WAYS: dict[str, type[Way]] = {
     "int4": Int4Tiling,
     "int4_streamed": Int4Stages,
+    "int4_row": Int4Row,
     "dequantised": Dequantised,
 }
 
@@ -54,9 +56,10 @@ def multiply_by(
         return F.linear(x, dequantised(weight, x.dtype), bias)
     if isinstance(way, Int4Tiling):
         return int4_product(x, weight, bias, way, is_gated=is_gated)
-    module = _streamed(x.device)
+    module = _row(x.device) if isinstance(way, Int4Row) else _streamed(x.device)
     assert module is not None
-    product: Tensor = module.int4_streamed_product(x, weight, bias, way, is_gated=is_gated)
+    kernel = module.int4_row_product if isinstance(way, Int4Row) else module.int4_streamed_product
+    product: Tensor = kernel(x, weight, bias, way, is_gated=is_gated)
     return product
 
 
@@ -65,7 +68,8 @@ def choose(x: Tensor, weight: Int4Weight) -> Way:
     num_rows, (num_outputs, num_inputs) = len(x), weight.shape
     if num_rows > MAX_FEW_ROWS:
         return Dequantised()
-    kinds = tuple(kind for kind in WAYS if kind != "int4_streamed" or can_stream(x, weight))
+    is_there = {"int4_streamed": can_stream(x, weight), "int4_row": is_row(x, weight)}
+    kinds = tuple(kind for kind in WAYS if is_there.get(kind, True))
     found = look_up("int4", num_rows, num_outputs, num_inputs, kinds)
     if found is not None and weight.data.is_cuda:
         return WAYS[found.kind](**found.way)
@@ -78,14 +82,29 @@ def choose(x: Tensor, weight: Int4Weight) -> Way:
 
 def can_stream(x: Tensor, weight: Int4Weight) -> bool:
     """Whether int4_streamed_gluon.py can compute it."""
-    is_small = len(x) <= ROWS_AT_ONCE and x.itemsize == 2 and has_room(x)
+    is_small = len(x) <= ROWS_AT_ONCE and has_room(x)
+    return is_small and _can_load(x, weight) and _streamed(x.device) is not None
+
+
+def is_row(x: Tensor, weight: Int4Weight) -> bool:
+    """Whether int4_row_gluon.py can compute it."""
+    is_even = len(x) == 1 and x.shape[1] % (2 * CHUNK) == 0
+    return is_even and _can_load(x, weight) and _row(x.device) is not None
+
+
+def _can_load(x: Tensor, weight: Int4Weight) -> bool:
+    """Whether TMA can load both, and halves of the weight."""
     is_whole = weight.group_size == CHUNK and weight.data.is_contiguous()
-    is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) * 4 % _ALIGNED)
-    return is_small and is_whole and is_aligned and _streamed(x.device) is not None
+    is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) // 2 * 4 % _ALIGNED)
+    return is_whole and is_aligned and x.itemsize == 2 and x.is_contiguous()
 
 
 def _streamed(device: torch.device) -> ModuleType | None:
     return gluon_kernels("products.int4_streamed_gluon", device)
+
+
+def _row(device: torch.device) -> ModuleType | None:
+    return gluon_kernels("products.int4_row_gluon", device)
 
 
 def usual_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Int4Tiling:

@@ -72,6 +72,21 @@ class Int4Stages:
     warps: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Row:
+    """How int4_row_product is cut up: a tile's rows, 64 or more for each four warps, which are the
+    outputs of each share of the inputs, what a program has in flight, and how many programs a
+    multiprocessor has, each with some tiles."""
+
+    rows: int
+    shares: int  # two or more
+    chunks: int  # of 128 inputs, of a stage
+    count: int
+    early: int  # so many stages before the kernel in front has ended
+    warps: int
+    programs: int
+
+
 def int4_product(
     x: Tensor,
     weight: Int4Weight,

@@ -27,7 +27,7 @@ from baton.kernels.products.int4_product import (
     multiply_by,
     usual_tiling,
 )
-from baton.kernels.products.int4_triton import Int4Stages, Int4Tiling, dequantised
+from baton.kernels.products.int4_triton import Int4Row, Int4Stages, Int4Tiling, dequantised
 from baton.kernels.products.int4_weights import Int4Weight
 from baton.kernels.row_room import empty_rows, room_of
 
@@ -54,6 +54,13 @@ STREAMED = [
     Int4Stages(64, 2, 4, 2, 1),
     Int4Stages(128, 2, 2, 3, 2, 8),
     Int4Stages(256, 4, 1, 4, 3, 8),
+]
+OF_A_ROW = [
+    Int4Row(64, 2, 4, 3, 2, 4, 2),
+    Int4Row(64, 2, 1, 8, 3, 4, 3),
+    Int4Row(64, 4, 2, 6, 4, 4, 2),
+    Int4Row(128, 2, 2, 4, 3, 4, 2),
+    Int4Row(128, 4, 4, 3, 2, 8, 1),
 ]
 
 
@@ -87,6 +94,8 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
     if rows <= 64:
         ways |= {Int4Tiling(64, 16, 6), Int4Tiling(256, 4, 3, 8), Int4Tiling(128, 2, 4, 8)}
         ways |= set(STREAMED)
+    if rows == 1:
+        ways |= set(OF_A_ROW)
     for way in ways:
         for _ in range(3):  # what adds up shares of the inputs leaves nothing behind
             found = multiply_by(way, x, weight, None).double()
@@ -133,6 +142,43 @@ def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: to
     if room_of(len(few)) == room_of(rows):  # a row's do not depend on the others
         whole = multiply_by(way, x, weight, bias)
         assert torch.equal(multiply_by(way, few, weight, bias), whole[: len(few)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("way", OF_A_ROW, ids=str)
+def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> None:
+    """Gated and not, of outputs that fill no tile, shares that stages do not fill, and numbers of
+    very different sizes: what a vector's parts leave out is less than what rounding does."""
+    torch.manual_seed(0)
+    outputs = 1000
+    for num_chunks, exponent in ((2, 0), (10, 9), (28, -7), (32, 0)):
+        inputs = 128 * num_chunks
+        weight, x = weight_of(outputs, inputs), rows_of(1, inputs, dtype).mul_(2.0**exponent)
+        x.mul_(torch.exp2(torch.randint(-6, 2, x.shape, device="cuda")).to(dtype))
+        bias = torch.randn(outputs, device="cuda", dtype=dtype) if has_bias else None
+        expected = x.double() @ weight.dequantised(torch.float64).t()
+        if bias is not None:
+            expected += bias.double()
+        gate, up = expected.chunk(2, dim=-1)
+        gated = torch.nn.functional.silu(gate) * up
+        first = {}
+        for _ in range(50):  # programs do not wait for each other: each time the same
+            for is_gated, of in ((False, expected), (True, gated)):
+                found = multiply_by(way, x, weight, bias, is_gated=is_gated)
+                assert torch.equal(first.setdefault(is_gated, found), found)
+                if of.abs().max() > torch.finfo(dtype).max:
+                    continue
+                difference = (found.double() - of).norm() / of.norm()
+                assert difference < (1e-2 if is_gated else 4e-3), f"{num_chunks}: {difference:.1e}"
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_a_row_that_is_no_number_is_seen(broken: float) -> None:
+    weight, x = weight_of(256, 512), rows_of(1, 512, torch.bfloat16)
+    x[0, 300] = broken
+    for way in OF_A_ROW:
+        assert not multiply_by(way, x, weight, None).isfinite().any()
 
 
 @pytest.mark.parametrize(

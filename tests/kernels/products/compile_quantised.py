@@ -17,9 +17,13 @@ from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
 from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
 from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows
+from baton.kernels.products.int4_row_gluon import _int4_row
+from baton.kernels.products.int4_row_gluon import layout_of as row_layout_of
+from baton.kernels.products.int4_row_gluon import registers as row_registers
 from baton.kernels.products.int4_streamed_gluon import _int4_streamed, layout_of
 from baton.kernels.products.int4_streamed_gluon import registers as int4_registers
 from baton.kernels.products.int4_triton import (
+    Int4Row,
     Int4Stages,
     Int4Tiling,
     _dequantise,
@@ -190,9 +194,45 @@ def int4_streamed(
     of = kind.replace("fp", "f")
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{of}.{of}" in ptx
     assert "ldmatrix.sync.aligned.m8n8.x4" in ptx, "words are not where wgmma takes them"
-    # What wgmma does not wait for may still be read when TMA fills the stage anew.
-    multiplied = ptx[: ptx.index("mbarrier.arrive.shared::cta.b64 _")].rpartition("wgmma.mma_async")
-    assert "ld.shared" not in multiplied[2], "a stage is given back while it is read"
+    assert_read(ptx)
+
+
+def assert_read(ptx: str) -> None:
+    """What wgmma does not wait for may still be read when TMA fills the stage anew."""
+    for before in ptx.split("mbarrier.arrive.shared::cta.b64 _")[:-1]:
+        _, is_multiplied, behind = before.rpartition("wgmma.mma_async")
+        assert not is_multiplied or "ld.shared" not in behind, "a stage is given back while read"
+
+
+def int4_row(way: Int4Row, kind: str = "bf16", *, is_gated: bool = False) -> None:
+    constants = {
+        "HAS_BIAS": True,
+        "CHUNKS": way.chunks,
+        "STAGES": way.count,
+        "EARLY": way.early,
+        "PDL": True,
+    }
+
+    def boxes_of(box: tuple[int, ...], dtype: torch.dtype, name: str) -> str:
+        return f"tensordesc<{name}{list(box)},{row_layout_of(box, dtype)!r}>"
+
+    halves, shares = 2 if is_gated else 1, way.shares
+    box = (shares, 1, halves, way.rows // shares // halves)
+    dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+    types = {
+        "vector": boxes_of((shares, way.chunks, 128), dtype, kind),
+        "matrix": boxes_of((*box, 64), torch.uint8, "u8"),
+        "groups": boxes_of(box, torch.int32, "i32"),
+        "bias": f"*{kind}",
+        "out": f"*{kind}",
+    }
+    options = {"num_warps": way.warps, "maxnreg": row_registers(way)}
+    ptx = compiled(_int4_row, constants, types, options, GluonASTSource)
+    weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
+    assert weight_asked < waited, "the weight waits for what is in front"
+    assert f"wgmma.mma_async.sync.aligned.m64n{4 * shares}k32.f32.e4m3.e5m2" in ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4" in ptx, "words are not where wgmma takes them"
+    assert_read(ptx)
 
 
 def persistent_experts(plan: Persistent, is_gated: bool, is_blocked: bool) -> None:
@@ -270,6 +310,11 @@ CASES = {
         lambda: int4_streamed(Int4Stages(256, 2, 1, 4, 3, 8), 64, is_gated=True),
         lambda: int4_streamed(Int4Stages(128, 1, 2, 4, 3, 8), 64),
         lambda: int4_streamed(Int4Stages(64, 2, 4, 3, 2), 16, "fp16"),
+    ],
+    "int4_row": [
+        lambda: int4_row(Int4Row(64, 2, 4, 3, 2, 4, 2)),
+        lambda: int4_row(Int4Row(128, 2, 2, 4, 3, 4, 2), is_gated=True),
+        lambda: int4_row(Int4Row(128, 4, 4, 3, 2, 8, 1), "fp16"),
     ],
 }
 

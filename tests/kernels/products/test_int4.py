@@ -225,7 +225,7 @@ def test_the_usual_tiling_keeps_a_card_busy(rows: int, outputs: int, inputs: int
     assert inputs // 128 // tiling.shares >= 8
 
 
-KERNELS = ("int4", "int4_dequantised", "int4_streamed")
+KERNELS = ("int4", "int4_dequantised", "int4_streamed", "int4_row")
 
 
 @pytest.mark.parametrize("options", [("--first",), pytest.param((), marks=pytest.mark.slow)])
