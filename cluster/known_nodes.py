@@ -100,7 +100,9 @@ class KnownNodes:
 
         Who begins to watch while Redis is away gets what the others know.
         """
-        following = self._following = self._following or asyncio.create_task(self._follow())
+        if self._following is None or self._following.done():
+            self._following, self._changed = asyncio.create_task(self._follow()), asyncio.Event()
+        following = self._following
         seen: tuple[Member, ...] | None = None
         while True:
             changed = self._changed

@@ -20,6 +20,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from ..core.membership import Member
+from ..core.process.event_loop import keep_running
 from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
 from .redis_client import RETRY_MAX_S, Command, RedisAway, RedisClient
 
@@ -93,7 +94,9 @@ class RedisDirectory:
         """
         await self._stop_announcer(member.incarnation)
         await self._write(member, ttl_s)
-        self._announcers[member.incarnation] = asyncio.create_task(self._keep(member, ttl_s))
+        self._announcers[member.incarnation] = asyncio.create_task(
+            keep_running("an engine's entry in Redis", lambda: self._keep(member, ttl_s))
+        )
 
     async def withdraw(self, incarnation: str) -> None:
         """Mark the entry: the engine has left; where Redis is away, its TTL does it."""

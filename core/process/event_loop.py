@@ -1,4 +1,5 @@
-"""The event loop of a process: which one it is, the signals that stop it, whether it still turns.
+"""The event loop of a process: which one it is, what it keeps running, the signals that stop it,
+whether it still turns.
 
     parent  LoopWatch ── a memfd of 8 bytes, by number in the environment ──► child  show_turns()
 
@@ -12,15 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 HUNG_S = 2.0  # of a gateway: its callers wait meanwhile
+
+AGAIN_S = 1.0  # until what broke begins again
 
 _VARIABLE = "BATON_LOOP_WATCH_FD"
 _NAME = "baton-loop-watch"
@@ -53,6 +60,21 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+async def keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
+    """Until it returns or is cancelled. What it raises is a bug of ours: logged, once for each kind
+    and place, and no reason to do without it for good."""
+    logged: set[str] = set()
+    while True:
+        try:
+            return await run()
+        except Exception as error:
+            kind = f"{type(error)} {traceback.extract_tb(error.__traceback__, -1)}"
+            if kind not in logged:
+                logged.add(kind)
+                log.exception("%s broke, and begins again", what)
+        await asyncio.sleep(AGAIN_S)
 
 
 @contextlib.contextmanager

@@ -143,6 +143,7 @@ class AdapterRegistry:
                     log.error("LoRA adapter %s is not served: %s", name, error.message)
                     break
         self.is_settled = True
+        self._modules.clear()  # once: what is unloaded stays so
 
     async def _load(self, name: str, path: str) -> Adapter:
         engines = [*self._table.engines.values()]

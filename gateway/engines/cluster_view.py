@@ -18,6 +18,7 @@ from ...cluster.tls import ClusterTls
 from ...core.errors import BatonError
 from ...core.membership import Directory, Member
 from ...core.ports import Clock
+from ...core.process.event_loop import keep_running
 from ...proto.v1 import node_pb2
 from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection
@@ -106,24 +107,27 @@ class ClusterView:
 
     async def _keep(self, incarnation: str) -> None:
         """Keep a link to this engine for as long as the directory lists it or the link lives."""
-        delay_s = _RETRY_MIN_S
         try:
-            while member := self._listed.get(incarnation):
-                link = EngineConnection(
-                    member, self._secret, self, self._clock, self._silence_s, self._tls
-                )
-                began_s = self._clock.monotonic_s()
-                reason = await link.run()
-                if reason != self._last_reasons.get(incarnation):
-                    log.warning("engine %s at %s: %s", member.name, member.address, reason)
-                self._last_reasons[incarnation] = reason
-                if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
-                    delay_s = _RETRY_MIN_S  # it was up for a while
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, _RETRY_MAX_S)
+            await keep_running("the link with an engine", lambda: self._keep_linked(incarnation))
         finally:
             del self._keepers[incarnation]
             self._last_reasons.pop(incarnation, None)
+
+    async def _keep_linked(self, incarnation: str) -> None:
+        delay_s = _RETRY_MIN_S
+        while member := self._listed.get(incarnation):
+            link = EngineConnection(
+                member, self._secret, self, self._clock, self._silence_s, self._tls
+            )
+            began_s = self._clock.monotonic_s()
+            reason = await link.run()
+            if reason != self._last_reasons.get(incarnation):
+                log.warning("engine %s at %s: %s", member.name, member.address, reason)
+            self._last_reasons[incarnation] = reason
+            if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
+                delay_s = _RETRY_MIN_S  # it was up for a while
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _RETRY_MAX_S)
 
     # -- engine_connection.ConnectionEvents --------------------------------------------------------
 

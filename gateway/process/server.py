@@ -11,8 +11,8 @@ import math
 import random
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, ask_members
@@ -27,7 +27,7 @@ from ...core.membership import Role
 from ...core.ports import SystemClock, SystemEntropy
 from ...core.process import descriptors
 from ...core.process.collector import settle
-from ...core.process.event_loop import StopSignals, show_turns
+from ...core.process.event_loop import StopSignals, keep_running, show_turns
 from ...core.process.logs import print_line, set_up_logging
 from ...core.version import version
 from ...prefix_index.follower import Follower
@@ -200,18 +200,19 @@ class Gateway:
         await self._grpc.prepare()
         await self._http.start()
         await self._grpc.start()
-        self._tasks = [
-            asyncio.create_task(self._view.run()),
-            asyncio.create_task(self._follower.run()),
-            asyncio.create_task(self._load_adapters()),
-            asyncio.create_task(self._publish_readiness()),
-            asyncio.create_task(watch_ends(self._certificates)),
-            asyncio.create_task(self._share.run()),
-        ]
+        beside: dict[str, Callable[[], Awaitable[None]]] = {
+            "the view of the cluster": self._view.run,
+            "the mirror of the prefix index": self._follower.run,
+            "the list of LoRA adapters": self._load_adapters,
+            "health": self._publish_readiness,
+            "the watch over certificates": partial(watch_ends, self._certificates),
+            "the window of all gateways": self._share.run,
+        }
         if self._leader is not None:
-            self._tasks.append(asyncio.create_task(self._leader.run()))
+            beside["who decides what engines promise"] = self._leader.run
         if self._mover is not None:
-            self._tasks.append(asyncio.create_task(self._mover.run()))
+            beside["who moves requests"] = self._mover.run
+        self._tasks = [asyncio.create_task(keep_running(*part)) for part in beside.items()]
 
     async def startup_lines(self) -> tuple[str, str]:
         """Wait until a linked pair of engines can serve, however long; then what to print."""
@@ -259,19 +260,6 @@ class Gateway:
         for task in pending:
             task.cancel()
         return idle in done
-
-    async def run_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody. One
-        that ended in order, as who decides no more what engines promise, is not needed for that."""
-        stopping = asyncio.create_task(stop.wait())
-        running: set[asyncio.Task[Any]] = {stopping, *self._tasks}
-        try:
-            while stopping in running:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            stopping.cancel()
 
     async def _publish_readiness(self) -> None:
         """Publish every change of readiness to those who watch our health."""
@@ -341,7 +329,7 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     starting = asyncio.create_task(_print_startup_message(gateway))
     turning = asyncio.create_task(show_turns())
     try:
-        await gateway.run_until(signals.stop)
+        await signals.stop.wait()
         print_line("draining")
     finally:
         starting.cancel()

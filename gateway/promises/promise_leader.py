@@ -40,14 +40,14 @@ class PromiseLeader:
         self._is_leading = False
 
     async def run(self) -> None:
-        """Until cancelled, or until a turn fails: then another gateway is to decide."""
+        """Until cancelled. Raises what a turn fails by: then another gateway may decide."""
         try:
             while True:
                 await self.turn()
                 await asyncio.sleep(PERIOD_S)
         except Exception:
-            log.exception("decides no more what engines promise")
             await self._lease.close()
+            raise
 
     async def close(self) -> None:
         """Leave the lease to others. Not from `run`'s task: it is cancelled."""

@@ -99,10 +99,11 @@ class SourceDialer:
         while (source := self._listed(incarnation)) is not None:
             try:
                 link = self._dial(source)
-            except (OSError, BatonError) as error:
-                if str(error) != last_reason:
-                    last_reason = str(error)
-                    log.warning("no link to %s (%s): %s", source.name, source.address, error)
+            except Exception as error:  # a bug of ours must not be the last try
+                if repr(error) != last_reason:
+                    last_reason, is_ours = repr(error), not isinstance(error, OSError | BatonError)
+                    where = (source.name, source.address)
+                    log.warning("no link to %s (%s): %s", *where, error, exc_info=is_ours)
             else:
                 last_reason = ""
                 is_steady = self._wait_for_end(link)

@@ -33,7 +33,7 @@ from ...core.membership import Directory, Member, Role
 from ...core.model_dir import resolve_model_dir
 from ...core.ports import SystemClock
 from ...core.process import descriptors
-from ...core.process.event_loop import StopSignals, show_turns
+from ...core.process.event_loop import StopSignals, keep_running, show_turns
 from ...core.process.logs import print_line, set_up_logging
 from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
@@ -191,25 +191,25 @@ class Supervisor:
                 engine.send(engine_pb2.EngineInput(members=members))
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
-        """Run the node until it is to stop. Raises StartupFailed, and what broke it."""
+        """Run the node until it is to stop. Raises StartupFailed, and what broke a slot."""
         callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
         _add_services(server, self, callers, self._health)
         await server.start()
         files = () if self._tls is None else (self._tls.files,)
-        beside = [self._health.run(), self._pass_members_on(), show_turns(), watch_ends(files)]
-        looking = asyncio.gather(*beside)
+        beside = (
+            keep_running("health", self._health.run),
+            keep_running("the look at the directory", self._pass_members_on),
+            keep_running("the watch over certificates", partial(watch_ends, files)),
+        )
+        looking = asyncio.gather(*beside, show_turns())
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []
         try:
             if await self._start_engines(stopping):
                 running = [asyncio.create_task(slot.run()) for slot in self._slots]
                 print_line(f"ready: {self._role.value} {self._node.name} {self._address}")
-                await _first_done(stopping, looking, *running)
-                if looking.done():  # a node that no longer looks around must not go on
-                    print_line(f"the node ends: {looking.exception()!r}")
+                await _first_done(stopping, *running)
                 await self._drain(signals.hurry, running)
-                if looking.done():
-                    looking.result()
         finally:
             await self._stop_engines(running)
             looking.cancel()
@@ -262,7 +262,7 @@ class Supervisor:
     async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
         """While it lives, an engine is in the directory, its cache in the prefix index."""
         publisher = Publisher(engine.cache_journal, self._index, SystemClock())
-        publishing = asyncio.create_task(publisher.run())
+        publishing = asyncio.create_task(keep_running("the prefix index", publisher.run))
         engine.send(engine_pb2.EngineInput(members=self._members))
         await self._directory.announce(self._member(engine), ENTRY_TTL_S)
         try:

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.ports import Clock
+from ....core.process.event_loop import keep_running
 from ....core.version import version
 from ...telemetry.calls.slo import SloTargets
 from ...telemetry.window.window import HOUR_S, SPAN_S
@@ -83,7 +84,7 @@ def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
     """Give an application the page; the feed ticks for as long as the application runs."""
 
     async def ticking(_: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(feed.run())
+        task = asyncio.create_task(keep_running("the live page", feed.run))
         yield
         task.cancel()
         with suppress(asyncio.CancelledError):

@@ -91,14 +91,13 @@ class WindowShare:
         self._away_since_s: float | None = self._began_s
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Raises what a turn fails by; the page shows that nothing is shared."""
         while True:
             try:
                 await self.turn()
-            except Exception:  # its bug ends no gateway: the page shows that nothing is shared
-                log.exception("windows are shared no more")
+            except Exception:
                 self._note_away("a bug")
-                return
+                raise
             now_s = self._clock.monotonic_s()
             await asyncio.sleep(math.floor(now_s + 1) + _TURN_AT_S - now_s)
 

@@ -21,12 +21,14 @@ import redis
 from patience import SOON_S
 
 from baton.cluster import redis_directory
+from baton.cluster.entries import Entry, encode_entry
 from baton.cluster.redis_client import RedisAway, RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
+from baton.core.process import event_loop
 from baton.gateway.telemetry.window.redis_windows import RedisWindows
 from baton.gateway.telemetry.window.row_message import RowKey
 from baton.gateway.telemetry.window.window import HOUR_ROW_S
@@ -98,6 +100,29 @@ async def test_entries_live_by_their_announcer(
         await asyncio.sleep(0.4)
         assert not client.keys("baton:test:member*")
     await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_an_entry_that_could_not_be_made_once_is_kept_alive(
+    server: RedisServer, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
+    await directory.announce(A, 0.3)
+    made: list[Entry] = []
+    is_kept = asyncio.Event()
+
+    def break_once(entry: Entry, secret: ClusterSecret) -> bytes:
+        made.append(entry)
+        if len(made) == 1:
+            raise ZeroDivisionError
+        if len(made) == 4:
+            is_kept.set()
+        return encode_entry(entry, secret)
+
+    monkeypatch.setattr(redis_directory, "encode_entry", break_once)
+    async with asyncio.timeout(5):
+        await is_kept.wait()
+    with redis.Redis.from_url(server.url) as client:
+        assert client.exists(f"baton:test:member:{A.incarnation}")
 
 
 @pytest.mark.parametrize("how", ["full", "a replica"])

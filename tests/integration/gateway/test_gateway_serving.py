@@ -43,20 +43,24 @@ from baton.core.errors import (
 )
 from baton.core.membership import Role
 from baton.core.ports import SystemClock
+from baton.core.process import event_loop
 from baton.core.request.timeline import TERMINAL, Event
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.admission import front_door
 from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.http.dashboard.snapshot import SnapshotFeed
 from baton.gateway.moves.mover import RequestMover
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.promises.promise_decider import PromiseDecider
+from baton.gateway.promises.promise_leader import PromiseLeader
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.security.caller import INFER, Caller
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.metrics.tally import Tally
+from baton.gateway.telemetry.window.window_share import WindowShare
 from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.redis_link import RedisIndexLink
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 SECRET = "test secret"
@@ -748,30 +752,64 @@ async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None
         assert world.nodes[name].most_requests == 1
 
 
-async def test_a_gateway_that_decides_no_more_what_engines_promise_serves_on(
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (ClusterView, "_list"),
+        (PrefixMirror, "take"),
+        (AdapterRegistry, "_exchange"),
+        (WindowShare, "turn"),
+        (PromiseLeader, "turn"),
+        (RequestMover, "look"),
+        (SnapshotFeed, "tick"),
+    ],
+)
+async def test_a_part_of_a_gateway_that_breaks_once_goes_on(
+    empty: World, monkeypatch: pytest.MonkeyPatch, part: type[object], name: str
+) -> None:
+    monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
+    whole, num_calls = getattr(part, name), 0
+
+    def break_once(*arguments: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise ZeroDivisionError
+        return whole(*arguments)
+
+    monkeypatch.setattr(part, name, break_once)
+    await empty.add("p1", Role.PREFILL)
+    redis = RedisClient(empty.cluster.redis_url, empty.cluster.cluster, ClusterSecret(SECRET))
+    index = RedisIndexLink(redis)
+    async with asyncio.timeout(10):
+        while num_calls < 2:
+            await index.publish([b"junk"])
+            await empty.directory.withdraw(empty.nodes["p1"].incarnation)
+            await empty.directory.announce(empty.nodes["p1"].member, 5.0)
+            await asyncio.sleep(0.01)
+    await redis.close()
+    assert not any(task.done() for task in empty.gateway._tasks)
+    await until(lambda: bool(empty.gateway._table.engines))
+
+
+async def test_a_link_whose_end_breaks_its_keeper_is_opened_again(
     empty: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = asyncio.Event()
-    serving = asyncio.create_task(empty.gateway.run_until(stop))
+    """The directory lists the same engines: nobody else would try it."""
+    monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
+    node = await empty.add("p1", Role.PREFILL)
+    await until(lambda: bool(empty.gateway._table.engines))
+    whole = empty.gateway._sessions.engine_lost
+    broken: list[str] = []
 
-    def fail(_: PromiseDecider) -> None:
-        raise ZeroDivisionError
+    def break_once(incarnation: str, *, has_died: bool) -> None:
+        if not broken:
+            broken.append(incarnation)
+            raise ZeroDivisionError
+        whole(incarnation, has_died=has_died)
 
-    monkeypatch.setattr(PromiseDecider, "look", fail)
-    await until(lambda: any(task.done() for task in empty.gateway._tasks))
-    assert not (await asyncio.wait({serving}, timeout=0.1))[0]
-    stop.set()
-    async with asyncio.timeout(5):
-        await serving
-
-
-async def test_a_gateway_of_which_a_part_breaks_ends(
-    empty: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: RequestMover) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(RequestMover, "look", fail)
-    with pytest.raises(ZeroDivisionError):
-        async with asyncio.timeout(5):
-            await empty.gateway.run_until(asyncio.Event())
+    monkeypatch.setattr(empty.gateway._sessions, "engine_lost", break_once)
+    await node.kill()
+    await until(lambda: bool(broken))
+    await node.start()
+    await until(lambda: bool(empty.gateway._table.engines))

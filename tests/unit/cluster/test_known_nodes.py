@@ -267,17 +267,25 @@ async def test_who_begins_to_watch_without_redis_gets_what_is_known(world: World
     assert len(world.nodes.asked) == num_asked + 2, "all watchers share one look"
 
 
-async def test_a_watcher_is_told_what_broke_the_look() -> None:
+async def test_a_watcher_is_told_what_broke_the_look_and_who_watches_again_looks_again() -> None:
     class Broken(Redis):
         async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
-            yield ()
+            yield tuple(self._members.values())
             raise RuntimeError("a bug")
 
-    directory = KnownNodes(Broken(), BOTH, Nodes(), SECRET, FakeClock())
+    inner = Broken()
+    directory = KnownNodes(inner, BOTH, Nodes(), SECRET, FakeClock())
     watch = directory.watch()
     assert await anext(watch) == ()
     with pytest.raises(ExceptionGroup, match="unhandled errors"):
         await anext(watch)
+    await inner.replace(P1)
+    watch = directory.watch()
+    async with asyncio.timeout(5):
+        while await anext(watch) != (P1,):
+            pass
+        with pytest.raises(ExceptionGroup, match="unhandled errors"):
+            await anext(watch)
     await directory.close()
 
 

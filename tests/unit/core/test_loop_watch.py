@@ -1,5 +1,5 @@
 """When a child's event loop is taken for hung, on looks that the test plays; what a loop has around
-it."""
+it, and what it keeps running."""
 
 from __future__ import annotations
 
@@ -141,3 +141,61 @@ def test_a_thread_beside_the_main_one_has_no_ctrl_c() -> None:
 def test_a_process_without_standard_streams_has_children(closed: str) -> None:
     start = f'exec "$0" -c "$1" {closed}'
     assert subprocess.run(["sh", "-c", start, sys.executable, PARENT]).returncode == 0
+
+
+class Part:
+    """Raises these in turn, and then waits."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = [*errors]
+        self.breaks, self.waits = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        self.breaks.set()
+        if self._errors:
+            error = self._errors.pop(0)
+            if error.args == ("elsewhere",):
+                raise error
+            raise error
+        self.waits.set()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_watch, "AGAIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_a_part_that_breaks_begins_again_and_each_kind_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    part = Part(*map(KeyError, range(5)), ValueError(), KeyError("elsewhere"), KeyError(5))
+    running = asyncio.create_task(loop_watch.keep_running("the part", part.run))
+    async with asyncio.timeout(5):
+        await part.waits.wait()
+    found = [type(line.exc_info[1]) for line in caplog.records if line.exc_info]
+    assert found == [KeyError, ValueError, KeyError]
+    assert all("the part" in line.message for line in caplog.records)
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
+
+
+async def test_a_cancel_between_two_tries_ends_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_watch, "AGAIN_S", 1000.0)
+    part = Part(ValueError())
+    running = asyncio.create_task(loop_watch.keep_running("the part", part.run))
+    async with asyncio.timeout(5):
+        await part.breaks.wait()
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled() and not part.waits.is_set()
+
+
+async def test_a_part_that_ends_in_order_is_over() -> None:
+    async def run() -> None: ...
+
+    async with asyncio.timeout(5):
+        await loop_watch.keep_running("the part", run)

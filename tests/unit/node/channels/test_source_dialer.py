@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -239,6 +240,26 @@ def test_an_address_that_is_none_costs_nobody_else(
     world.next_link(source)
     eventually(lambda: len(delays) > 3)
     assert world.num_threads() == 2
+
+
+def test_a_bug_of_ours_is_logged_and_the_source_dialled_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dial, num_tries = source_dialer.dial, 0
+
+    def break_twice(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries <= 2:
+            raise ZeroDivisionError("of ours")
+        return dial(*arguments, **named)
+
+    monkeypatch.setattr(source_dialer, "dial", break_twice)
+    source = world.source()
+    world.list(source)
+    world.next_link(source)
+    (line,) = caplog.records
+    assert line.exc_info is not None and "of ours" in line.message
 
 
 def test_a_source_that_leaves_the_list_keeps_its_link_and_is_not_dialled_again(

@@ -15,7 +15,10 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.config import NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
+from baton.core.process import event_loop
 from baton.node.supervisor.supervisor import Supervisor
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.publisher import Publisher
 
 
 class HungDirectory(FakeDirectory):
@@ -70,20 +73,53 @@ async def test_a_redis_that_hangs_delays_no_drain_and_no_hurry() -> None:
 
 
 class BrokenDirectory(FakeDirectory):
-    """Cannot be watched any more, as by a fault of ours."""
+    """Cannot be watched once, as by a fault of ours."""
+
+    num_watches = 0
 
     async def watch(self) -> Any:
+        self.num_watches += 1
         yield ()
-        raise ZeroDivisionError("of the directory")
+        if self.num_watches == 1:
+            raise ZeroDivisionError("of the directory")
+        await asyncio.Event().wait()
 
 
-async def test_a_node_that_no_longer_sees_who_is_listed_drains_and_ends(
-    capsys: pytest.CaptureFixture[str],
+async def test_a_node_whose_look_at_the_directory_breaks_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slot = FakeSlot(0)
-    node = node_of(slot, directory=BrokenDirectory())
+    """To end would cost what its engines run, and their caches."""
+    monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
+    slot, directory = FakeSlot(0), BrokenDirectory()
+    node = node_of(slot, directory=directory)
     signals: Any = SimpleNamespace(stop=asyncio.Event(), hurry=asyncio.Event())
-    with pytest.raises(ZeroDivisionError, match="of the directory"):
-        await asyncio.wait_for(node.serve(grpc.aio.server(), signals), 2.0)
+    serving = asyncio.create_task(node.serve(grpc.aio.server(), signals))
+    while directory.num_watches < 2:
+        await asyncio.wait({serving}, timeout=0.01)
+        assert not serving.done() and not slot.has_drained
+    signals.stop.set()
+    await asyncio.wait_for(serving, 2.0)
     assert slot.has_drained
-    assert "the node ends: ZeroDivisionError('of the directory')" in capsys.readouterr().out
+
+
+async def test_an_engine_whose_cache_could_not_be_published_is_published_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
+    node, done = node_of(FakeSlot(0), directory=FakeDirectory()), asyncio.Event()
+    num_tries = 0
+
+    async def publish(_: Publisher) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise ZeroDivisionError
+        done.set()
+
+    monkeypatch.setattr(Publisher, "_publish", publish)
+    monkeypatch.setattr(node, "_member", lambda _: SimpleNamespace(incarnation="e"))
+    engine: Any = SimpleNamespace(
+        incarnation="e", cache_journal=CacheJournal("0" * 32), send=lambda _: None
+    )
+    async with node._presence(engine), asyncio.timeout(2):
+        await done.wait()
