@@ -149,6 +149,13 @@ class FrameSocket:
         with self._sending:
             self._socket.sendall(frame)
 
+    def has_room(self) -> bool:
+        """Whether the other side reads: a frame of some ten KB is sent without waiting. Where it is
+        gone, to send finds that out."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(0))
+
     def receive(self) -> bytes | None:
         """The next message's bytes, or None when the stream is over. Raises BrokenStream."""
         while not self._payloads:

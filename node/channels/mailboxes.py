@@ -46,9 +46,15 @@ class _Step:
 class Outbox:
     """Belongs to the engine loop's thread. An `engine.kv.prefix_cache.CacheObserver` beside."""
 
-    def __init__(self, send: Send, send_to: Callable[[str, node_pb2.NodeMessage], None]) -> None:
-        """`send` is for the supervisor, `send_to` for a gateway, by its name."""
-        self._send, self._send_to = send, send_to
+    def __init__(
+        self,
+        send: Send,
+        send_to: Callable[[str, node_pb2.NodeMessage], None],
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`send` is for the supervisor, `send_to` for a gateway, by its name. `has_room`: whether
+        the supervisor reads; while it does not, changes of the cache add up."""
+        self._send, self._send_to, self._has_room = send, send_to, has_room
         self._steps: dict[str, _Step] = {}  # by gateway
         self._cache_changes = NetChanges()
 
@@ -84,7 +90,7 @@ class Outbox:
     def flush(self) -> None:
         """Send everything queued."""
         self.flush_gateways()
-        if self._cache_changes:
+        if self._has_room() and self._cache_changes:
             removed, in_host, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))

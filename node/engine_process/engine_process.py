@@ -164,7 +164,14 @@ def _serve(
     block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
-    outbox = Outbox(frames.send, links.channels.to_gateway)
+
+    def has_room() -> bool:
+        """Where there is none, the first is something to do for the loop."""
+        found = frames.has_room()
+        inbox.watch_writes(frames, not found)
+        return found
+
+    outbox = Outbox(frames.send, links.channels.to_gateway, has_room)
     mirrored = generations_of(generations, ranks.followers)
     assembly = Assembly(
         engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_observer=outbox
@@ -219,7 +226,8 @@ def _serve(
 
     def beat(numbers: node_pb2.Heartbeat) -> None:
         links.channels.broadcast.heartbeat(numbers)
-        frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
+        if frames.has_room():  # else the supervisor stands still: gateways need not wait for it
+            frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
 
     heartbeats = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     heartbeats.start()

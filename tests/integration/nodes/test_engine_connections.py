@@ -12,20 +12,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from node_driver import (
+    CLUSTER,
     SECRET,
     NodeProcess,
     health,
     launch,
     ledgers,
     members,
+    session,
     wait_idle,
     write_tiny_model,
 )
 from patience import AT_ONCE_S, SOON_S
 
+from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
@@ -34,6 +38,9 @@ from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.engines.engine_connection import EngineConnection
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken, Work
+from baton.prefix_index.pages import decode_contents
+from baton.prefix_index.redis_link import RedisIndexLink
+from baton.proto.v1 import node_pb2
 
 PATIENCE_S = 10.0
 SILENCE_S = 1.2  # the gateway's
@@ -304,3 +311,41 @@ async def test_an_engine_that_is_killed_has_said_all_that_it_said(
     async with gateway(redis_url, by_tcp=by_tcp, without=killed) as again:
         assert len(await again.generate()) == 8
     await wait_idle(*(node.address for node in nodes))
+
+
+async def test_a_supervisor_that_stops_alone_costs_its_engine_nothing(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Their socket holds some hundred heartbeats that nobody reads. What the engine has cached
+    meanwhile is in the ledger, and in the index, once the supervisor goes on."""
+    flags = ("--model", str(write_tiny_model(tmp_path)), "--load-format", "dummy")
+    own = ("--heartbeat-s", "0.01", "--num-kv-blocks", "256", "--name", "alone")
+    node = launch(Role.DECODE, redis_url, *flags, *own)
+    try:
+        assert node.address
+        found = await members(redis_url, lambda them: any(m.name == "alone" for m in them))
+        (incarnation,) = [m.incarnation for m in found if m.name == "alone"]
+        async with session(incarnation) as engine:
+            with stopped(node.process.pid):
+                num_before = engine.num_heartbeats
+                await engine.until(lambda: engine.num_heartbeats > num_before + 800)
+                for first in range(4):
+                    prompt = tuple(range(first, first + 200))
+                    request = Request(f"r{first}", 0, prompt, SamplingParams(max_tokens=4))
+                    await engine.dispatch(request, node_pb2.WORK_LOCAL, None)
+                    await engine.until(lambda key=request.key: key in engine.heard)  # type: ignore[misc]
+                    heard = engine.heard[request.key]
+                    await engine.until(lambda heard=heard: heard.is_over)  # type: ignore[misc]
+                    assert len(heard.tokens) == 4
+            redis = RedisClient(redis_url, CLUSTER, ClusterSecret(SECRET))
+            link, num_cached = RedisIndexLink(redis), 0
+            async with asyncio.timeout(PATIENCE_S):
+                while num_cached < 4 * (200 // 16):
+                    packed = await link.read_contents(incarnation)
+                    num_cached = decode_contents(packed, incarnation).device_blocks
+            await redis.close()
+            await wait_idle(node.address)
+            (ledger,) = await ledgers(node.address)
+            assert ledger["blocks"]["cached"] == num_cached
+    finally:
+        node.end(signal.SIGKILL)

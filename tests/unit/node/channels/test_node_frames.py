@@ -34,6 +34,25 @@ def test_messages_arrive_in_order(pair: tuple[socket.socket, socket.socket]) -> 
     receiver.close()
 
 
+def test_who_sends_where_there_is_room_never_waits(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    sender, receiver = FrameSocket(pair[0]), FrameSocket(pair[1])
+    num_sent = 0
+    while sender.has_room():
+        sender.send(MESSAGE)
+        num_sent += 1
+    assert num_sent > 10
+    sender.send(MESSAGE)  # there is some left: what must be said
+    for _ in range(num_sent + 1):
+        receiver.receive()
+    assert sender.has_room()
+    receiver.close()
+    assert sender.has_room(), "whoever sends finds out that nobody is there"
+    with pytest.raises(ConnectionError):
+        sender.send(MESSAGE)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 3, 4, 100])
 def test_frame_that_is_cut_off_is_an_end(
     pair: tuple[socket.socket, socket.socket], num_bytes: int

@@ -18,6 +18,7 @@ from baton.core.errors import (
     StartupFailed,
 )
 from baton.core.request.request import Request, SamplingParams
+from baton.core.request.token_ids import BlockHash, Tier
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
@@ -112,6 +113,22 @@ def test_outbox_batches_by_gateway() -> None:
     assert batches == [("x", ["a", "c"]), ("y", ["b"])]
     outbox.flush()
     assert len(to.steps) == 2
+
+
+def test_what_the_cache_has_adds_up_until_the_supervisor_reads() -> None:
+    to, sent = Recipients(), list[engine_pb2.EngineOutput]()
+    has_room = False
+    outbox = Outbox(sent.append, to.to_gateway, lambda: has_room)
+    a, b = (BlockHash(bytes([n]) * 16) for n in range(2))
+    for moved in (((a,), Tier.NOWHERE, Tier.DEVICE), ((b,), Tier.NOWHERE, Tier.DEVICE)):
+        outbox.moved(*moved)
+        outbox.to_gateway("x", node_pb2.RequestOutput())
+        outbox.flush()
+    outbox.moved((a,), Tier.DEVICE, Tier.NOWHERE)
+    assert len(to.steps) == 2 and not sent
+    has_room = True
+    outbox.flush()
+    assert [each.cache_changes for each in sent] == [engine_pb2.CacheChanges(stored=b)]
 
 
 def test_outbox_puts_plain_tokens_into_columns() -> None:
