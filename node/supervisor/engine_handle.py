@@ -36,7 +36,7 @@ HEALTHY_S = 60.0
 HUNG_S = 30.0  # no heartbeat for so long: not a pause, the process is replaced
 _SILENT_LOOKS = 10  # in that time, one after the other
 START_S, SLOWER = 120.0, 5.0  # a later start may take so long, or so many times the first one
-KILLED_S = 10.0  # a process may take so long to end that was killed while it started
+KILLED_S = 10.0  # a process that was killed may take so long to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +345,12 @@ class EngineSlot:
     async def stop(self, running: asyncio.Task[None], grace_s: float) -> None:
         """End the engine and the task of `run`: in order, then by force."""
         self.drain(running)
-        for order in (EngineHandle.shut_down, EngineHandle.kill):
+        for order, wait_s in ((EngineHandle.shut_down, grace_s), (EngineHandle.kill, KILLED_S)):
             if self.engine is not None and not running.done():
                 order(self.engine)
-                await asyncio.wait({running}, timeout=grace_s)
+                await asyncio.wait({running}, timeout=wait_s)
+        if self.engine is not None and not running.done():
+            self._report("the engine does not end: it is left to the kernel")
+            running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running

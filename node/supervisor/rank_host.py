@@ -33,6 +33,7 @@ from ...core.process.children import bound_to_us
 from ...core.process.event_loop import StopSignals
 from ...core.process.logs import print_line, set_up_logging
 from ...engine.hosts.joining import HostSettings, JoinRequest, dial_head, request_of
+from .engine_handle import KILLED_S
 from .placement import engine_configs, engine_environment, engine_tls
 
 _MODULE = "baton.node.engine_process.rank_process"
@@ -67,8 +68,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
             running.result()
     finally:
         running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(running, return_exceptions=True)
+        await asyncio.wait({running}, timeout=KILLED_S)
         stopping.cancel()
     return 0
 

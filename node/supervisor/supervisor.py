@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from ...core.process.logs import print_line, set_up_logging
 from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
-from .engine_handle import EngineCommand, EngineHandle, EngineSlot
+from .engine_handle import KILLED_S, EngineCommand, EngineHandle, EngineSlot
 from .placement import engine_configs, engine_environment, engine_tls
 from .rpc import Callers, NodeHealth, NodeServicer, make_server
 
@@ -253,7 +253,8 @@ class Supervisor:
         if not running:  # the node did not start, but some of its engines may have
             for engine in self.engines():
                 engine.kill()
-                await engine.run()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(engine.run(), KILLED_S)
             return
         stops = (s.stop(task, GRACE_S) for s, task in zip(self._slots, running, strict=True))
         await asyncio.gather(*stops)

@@ -15,7 +15,12 @@ from fakes.clock import FakeClock
 from baton.core.errors import StartupFailed
 from baton.core.process.children import bound_to_us
 from baton.node.supervisor import engine_handle
-from baton.node.supervisor.engine_handle import EngineCommand, EngineSlot, start_engine
+from baton.node.supervisor.engine_handle import (
+    EngineCommand,
+    EngineHandle,
+    EngineSlot,
+    start_engine,
+)
 
 COMMAND = EngineCommand("baton.none", "{}", {}, heartbeat_s=0.25)
 
@@ -169,6 +174,21 @@ async def test_a_process_that_cannot_be_killed_holds_nobody_up(
     with theirs, pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await start_engine(COMMAND, print, FakeClock())
+
+
+async def test_a_slot_stops_without_a_process_that_cannot_be_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_handle, "KILLED_S", 0.01)
+    running = await world.begin()
+    engine = world.engines[0]
+    for order in ("shut_down", "kill"):
+        monkeypatch.setattr(EngineHandle, order, lambda it, order=order: it.orders.append(order))
+    monkeypatch.setattr(FakeEngine, "drain", lambda it: it.orders.append("drain"))
+    async with asyncio.timeout(5):
+        await world.slot.stop(running, grace_s=0.01)
+    assert engine.orders == ["drain", "shut_down", "kill"]
+    assert running.done() and "left to the kernel" in world.said[-1]
 
 
 async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(

@@ -16,6 +16,7 @@ from baton.core.config import NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
 from baton.core.process import event_loop
+from baton.node.supervisor import supervisor
 from baton.node.supervisor.supervisor import Supervisor
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.publisher import Publisher
@@ -70,6 +71,22 @@ async def test_a_redis_that_hangs_delays_no_drain_and_no_hurry() -> None:
     assert not draining.done(), "others may still have to hear that its engines have left"
     hurry.set()
     await asyncio.wait_for(draining, 0.5)
+
+
+async def test_a_node_that_does_not_start_leaves_what_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "KILLED_S", 0.01)
+    slot, num_kills = FakeSlot(0), 0
+
+    def kill() -> None:
+        nonlocal num_kills
+        num_kills += 1
+
+    slot.engine.kill, slot.engine.run = kill, asyncio.Event().wait
+    node = node_of(slot, directory=FakeDirectory())
+    await asyncio.wait_for(node._stop_engines([]), 2.0)
+    assert num_kills == 1
 
 
 class BrokenDirectory(FakeDirectory):
