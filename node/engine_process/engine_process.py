@@ -198,6 +198,7 @@ def _serve(
         SystemEntropy(),
         incarnation=incarnation,
         block_bytes=block_bytes,
+        lease_s=node_config.lease_s,
     )
     peers = Peers(
         Source(hello, clock, node_config.lease_s, access),

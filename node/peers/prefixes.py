@@ -37,6 +37,7 @@ from ...kv_transfer.protocol.messages import HandoffState
 from ...proto.v1 import node_pb2
 
 LOAN_KEY = ""  # of what is offered though no request here computes it
+_LEASE_SHARE = 0.75  # is waited for at most: an engine that is to decode awaits the prompt for one
 
 
 class PrefixLoans:
@@ -87,12 +88,14 @@ class PrefixFetches:
         *,
         incarnation: str,
         block_bytes: int,
+        lease_s: float,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._entropy = entropy
         self._incarnation = incarnation
         self._block_bytes = block_bytes
+        self._most_limit_s = _LEASE_SHARE * lease_s
         self.by_transfer: dict[str, _Fetch] = {}
         self.counts = node_pb2.Counters()
 
@@ -120,7 +123,7 @@ class PrefixFetches:
             request.key,
             hashes,
             num_blocks,
-            now_s + source.limit_s,
+            now_s + min(source.limit_s, self._most_limit_s),
             request.caller_id,
             Reservation(request.key, prefix.block_ids, prefix.num_cached_blocks, num_blocks),
         )

@@ -151,7 +151,7 @@ class Node:
         source = Source(hello, self.clock, lease_s, ACCESS)
         fetches = PrefixFetches(
             self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
-            block_bytes=self.pool.block_bytes,
+            block_bytes=self.pool.block_bytes, lease_s=lease_s,
         )  # fmt: skip
         puller = Puller(hello, self.clock, LINK_WAIT_S)
         return Peers(

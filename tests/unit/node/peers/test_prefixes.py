@@ -376,3 +376,26 @@ def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: N
     assert not counts(world.prefill).num_fetches
     world.expire()
     assert_clean(world)
+
+
+def test_a_prefix_with_a_long_limit_costs_no_hand_off(world: NodeWorld) -> None:
+    """The engine that decodes awaits the prompt for one lease."""
+    one = from_peer(request(1, LENGTH), world.decode)
+    assert one.prefix_source is not None
+    slow = dataclasses.replace(one.prefix_source, limit_s=3 * LEASE_S)
+    one = dataclasses.replace(one, prefix_source=slow)
+    compute_at(world, world.decode, one)
+    ticket = Ticket(one.request_id, SOURCE, PULLER)
+    world.dispatch(one, node_pb2.WORK_PREFILL, world.prefill, ticket, 60.0)
+    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket, 60.0)
+    for _ in range(int(LEASE_S) + 1):
+        for _ in range(20):
+            world.turn(world.prefill)
+            world.turn(world.decode)  # but no byte is copied
+        world.clock.advance(1.0)
+    world.settle()
+    assert not heard(world.decode, one).error
+    tokens = heard(world.prefill, one).tokens | heard(world.decode, one).tokens
+    assert [tokens[index] for index in sorted(tokens)] == reference(one)
+    assert counts(world.prefill).failed_fetches == {"deadline_exceeded": 1}
+    assert_clean(world)
