@@ -90,7 +90,7 @@ class Outbox:
     def flush(self) -> None:
         """Send everything queued."""
         self.flush_gateways()
-        if self._has_room() and self._cache_changes:
+        if self._cache_changes and self._has_room():
             removed, in_host, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))
