@@ -38,6 +38,7 @@ _H100S = {
 _PARALLEL = {
     "8B, `--tp 2`": "gpu_tp2",
     "8B, `--tp 4`": "gpu_tp4",
+    "30B-A3B, `--tp 2`": "gpu_30b-a3b_tp2",
     "70B, `--tp 4`": "gpu_tp4_70b",
     "70B, `--tp 4`, H100s": "gpu_tp4_70b_h100",
 }

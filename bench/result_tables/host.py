@@ -44,8 +44,8 @@ def lora() -> str:
 
 
 def chats() -> str:
-    """Chats of several turns, by mode."""
-    return figure_table(figures("chats").values()) + "\n" + source("chats")
+    """Chats of several turns, by mode: of the 8B shape and of 30B-A3B."""
+    return _each("chats", "chats_30b-a3b")
 
 
 def callers() -> str:

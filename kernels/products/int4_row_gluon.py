@@ -134,7 +134,7 @@ def registers(way: Int4Row) -> int:
     """
     sums = way.rows * _PARTS.value * way.shares // (32 * way.warps)
     wanted = 40 + way.rows // (16 * way.warps) * 24 * min(2, way.chunks) + 4 * sums
-    average = (min(240, wanted) * way.warps + 4 * _SPLITTER_REGISTERS.value) // (way.warps + 4)
+    average: int = (min(240, wanted) * way.warps + 4 * _SPLITTER_REGISTERS.value) // (way.warps + 4)
     return -(-average // 8) * 8
 
 

@@ -152,7 +152,8 @@ def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> 
     very different sizes: what a vector's parts leave out is less than what rounding does."""
     torch.manual_seed(0)
     outputs = 1000
-    for num_chunks, exponent in ((2, 0), (10, 9), (28, -7), (32, 0)):
+    large = 9 if dtype == torch.bfloat16 else 2  # sums below the largest of float16
+    for num_chunks, exponent in ((2, 0), (10, large), (28, -7), (32, 0)):
         inputs = 128 * num_chunks
         weight, x = weight_of(outputs, inputs), rows_of(1, inputs, dtype).mul_(2.0**exponent)
         x.mul_(torch.exp2(torch.randint(-6, 2, x.shape, device="cuda")).to(dtype))
@@ -166,7 +167,8 @@ def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> 
         for _ in range(50):  # programs do not wait for each other: each time the same
             for is_gated, of in ((False, expected), (True, gated)):
                 found = multiply_by(way, x, weight, bias, is_gated=is_gated)
-                assert torch.equal(first.setdefault(is_gated, found), found)
+                again = first.setdefault(is_gated, found)
+                assert torch.equal(again.view(torch.int16), found.view(torch.int16))
                 if of.abs().max() > torch.finfo(dtype).max:
                     continue
                 difference = (found.double() - of).norm() / of.norm()
