@@ -238,8 +238,11 @@ def test_operations_are_those_of_the_reference(
     assert isinstance(gated, Fp8Rows)
     expected = reference.gated_linear(quantised(x, gate_up), gate_up, None)
     assert isinstance(expected, torch.Tensor)
-    expected = reference.linear(quantised(expected, down), down, None)
-    close(triton_ops.linear(gated, down, None), expected.double(), 3 * limit)
+    # Where sums are rounded differently, the nearest numbers in FP8 are others, too.
+    floats = quantised(expected, down).dequantised(torch.float64)
+    close(gated.dequantised(torch.float64), floats, KERNEL_NOISE if rows > 1 else limit)
+    expected = reference.linear(gated, down, None)
+    close(triton_ops.linear(gated, down, None), expected.double(), limit)
 
 
 @pytest.mark.parametrize(
