@@ -53,10 +53,12 @@ class Outbox:
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`send` is for the supervisor, `send_to` for a gateway, by its name. `has_room`: whether
-        the supervisor reads; while it does not, changes of the cache add up."""
+        the supervisor reads; while it does not, changes of the cache add up. Once it has said no,
+        each flush asks it until it says yes."""
         self._send, self._send_to, self._has_room = send, send_to, has_room
         self._steps: dict[str, _Step] = {}  # by gateway
         self._cache_changes = NetChanges()
+        self._waits_for_room = False
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
         """Queue one request's output for this gateway."""
@@ -90,7 +92,9 @@ class Outbox:
     def flush(self) -> None:
         """Send everything queued."""
         self.flush_gateways()
-        if self._cache_changes and self._has_room():
+        if self._cache_changes or self._waits_for_room:
+            self._waits_for_room = not self._has_room()
+        if self._cache_changes and not self._waits_for_room:
             removed, in_host, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))

@@ -166,7 +166,7 @@ def _serve(
     all_links.append(links)
 
     def has_room() -> bool:
-        """Where there is none, the first is something to do for the loop."""
+        """While there is none, the loop is woken as soon as there is some."""
         found = frames.has_room()
         inbox.watch_writes(frames, not found)
         return found

@@ -131,6 +131,28 @@ def test_what_the_cache_has_adds_up_until_the_supervisor_reads() -> None:
     assert [each.cache_changes for each in sent] == [engine_pb2.CacheChanges(stored=b)]
 
 
+def test_who_waits_for_room_stops_once_it_is_there_though_nothing_is_left_to_say() -> None:
+    """Who is not asked goes on watching for room, and the loop turns without end."""
+    answers: list[bool] = []
+    has_room = False
+
+    def ask() -> bool:
+        answers.append(has_room)
+        return has_room
+
+    outbox = Outbox(never, Recipients().to_gateway, ask)
+    outbox.flush()
+    assert not answers
+    outbox.moved((a := BlockHash(bytes(16)),), Tier.NOWHERE, Tier.DEVICE)
+    outbox.flush()
+    outbox.moved((a,), Tier.DEVICE, Tier.NOWHERE)
+    has_room = True
+    outbox.flush()
+    assert answers == [False, True]
+    outbox.flush()
+    assert len(answers) == 2
+
+
 def test_outbox_puts_plain_tokens_into_columns() -> None:
     to = Recipients()
     outbox = Outbox(never, to.to_gateway)
