@@ -70,11 +70,18 @@ async def keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
         try:
             return await run()
         except Exception as error:
-            kind = f"{type(error)} {traceback.extract_tb(error.__traceback__, -1)}"
+            kind = _kind_and_place(error)
             if kind not in logged:
                 logged.add(kind)
                 log.exception("%s broke, and begins again", what)
         await asyncio.sleep(AGAIN_S)
+
+
+def _kind_and_place(error: Exception) -> str:
+    """Of a group, as a TaskGroup raises it, those of the first in it."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error)} {traceback.extract_tb(error.__traceback__, -1)}"
 
 
 @contextlib.contextmanager

@@ -209,9 +209,9 @@ class Gateway:
             "the window of all gateways": self._share.run,
         }
         if self._leader is not None:
-            beside["who decides what engines promise"] = self._leader.run
+            beside["the leader of promises"] = self._leader.run
         if self._mover is not None:
-            beside["who moves requests"] = self._mover.run
+            beside["the mover of requests"] = self._mover.run
         self._tasks = [asyncio.create_task(keep_running(*part)) for part in beside.items()]
 
     async def startup_lines(self) -> tuple[str, str]:

@@ -154,7 +154,7 @@ class Part:
         self.breaks.set()
         if self._errors:
             error = self._errors.pop(0)
-            if error.args == ("elsewhere",):
+            if error.args == ("elsewhere",):  # another place
                 raise error
             raise error
         self.waits.set()
@@ -180,6 +180,21 @@ async def test_a_part_that_breaks_begins_again_and_each_kind_is_logged_once(
     running.cancel()
     await asyncio.wait({running}, timeout=5)
     assert running.cancelled()
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_of_a_group_of_errors_the_first_says_the_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A TaskGroup raises all that its tasks do at one place, as one kind."""
+    kinds = (KeyError, KeyError, ValueError)
+    part = Part(*(ExceptionGroup("", [ExceptionGroup("", [kind()])]) for kind in kinds))
+    running = asyncio.create_task(loop_watch.keep_running("the part", part.run))
+    async with asyncio.timeout(5):
+        await part.waits.wait()
+    assert len(caplog.records) == 2
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
 
 
 async def test_a_cancel_between_two_tries_ends_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
