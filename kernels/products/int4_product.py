@@ -95,7 +95,7 @@ def is_row(x: Tensor, weight: Int4Weight) -> bool:
 def _can_load(x: Tensor, weight: Int4Weight) -> bool:
     """Whether TMA can load both, and halves of the weight."""
     is_whole = weight.group_size == CHUNK and weight.data.is_contiguous()
-    is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) // 2 * 4 % _ALIGNED)
+    is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) * 4 % (2 * _ALIGNED))
     return is_whole and is_aligned and x.itemsize == 2 and x.is_contiguous()
 
 

@@ -19,6 +19,7 @@ from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products.int4_product import (
     Dequantised,
+    _can_load,
     choose,
     multiply_by,
     usual_tiling,
@@ -215,6 +216,12 @@ def test_many_rows_go_by_floats() -> None:
     assert isinstance(choose(randn(64, 128), weight), Int4Tiling)
     x = randn(3, 128)
     close(multiply_by(Dequantised(), x, weight, None), product(x, weight, None), 1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, 9, 12, 16, 1000, 1001])
+def test_tma_loads_a_weight_if_rows_of_each_half_are_aligned(outputs: int) -> None:
+    weight, x = weight_of(outputs, 256), torch.zeros(1, 256, dtype=torch.bfloat16, device=DEVICE)
+    assert _can_load(x, weight) == (outputs % 8 == 0)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
