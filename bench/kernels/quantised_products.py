@@ -226,7 +226,7 @@ def compile_all(rows: list[int], kinds: list[str], sizes: list[tuple[int, int]])
         for way in ways_of(kind, num_rows, 1 << 20, 4096)
     ]
     if "int4" in kinds:
-        few = {min(128, room_of(n)) for n in rows} | {n for n in rows if n == 1}
+        few = {min(128, room_of(n)) for n in rows} | ({1} & set(rows))
         found = {(w, n) for n, size in itertools.product(few, sizes) for w in _int4_ways(n, *size)}
         todo += [(way, num_rows, "int4") for way, num_rows in found]
     spawned = multiprocessing.get_context("spawn")

@@ -8,10 +8,9 @@
 What a program has to do for a weight is what limits it: floats of two bytes take 11 instructions
 for eight numbers (int4_triton.py), FP8 takes 3. A number from 0 to 15 in a byte is that number in
 e4m3, in units of 2^-9, since its least exponents are one line. A vector is the sum of four parts in
-e5m2, each with three of its bits: that is every bit of bfloat16 and of float16, as long as it is
-below 450,000 and what is lost below 1e-6. Both are multiplied exactly; within a group the matrix
-units keep 14 bits of a sum, which is scaled, and added to others, in float32. What zeros make of a
-group is the sum of its vector's numbers, subtracted in float32.
+e5m2, each with three of its bits: that is every bit of float16, and of bfloat16 below 65,520, but
+for what is less than 1e-7. So products are exact. The matrix units keep 14 bits of a group's sum,
+which begins with what the group's zero takes away; sums are scaled and added up in float32.
 
 A tile's rows are outputs, those of one share of the inputs behind those of another, and its columns
 the parts, each with the shares beside each other: where row and column are of the same share, they
@@ -49,8 +48,7 @@ _HALF = gl.constexpr(CHUNK // 2)
 _PARTS = gl.constexpr(4)
 _SPLITTING = gl.constexpr(2)  # warps
 _SPLITTER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(56), gl.constexpr(24)
-_OF_VECTOR = gl.constexpr(2.0**-3)  # so that large numbers have room
-_OF_SUM = gl.constexpr(2.0**-12)  # the unit of numbers in bytes, too
+_UNIT = gl.constexpr(2.0**-9)  # of numbers in bytes
 # The upper bytes of four numbers in float16, which are theirs in e5m2; then of what is left, times
 # eight, three times.
 _LEFT = """
@@ -225,7 +223,7 @@ def _split(xs, parts, totals, full, is_split, num_steps):
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         x = xs.index(stage).reshape((SHARES, CHUNKS, 2, _HALF)).permute((0, 1, 3, 2))
         values = x.load(layout).to(gl.float32)
-        total = gl.sum(gl.sum(values, 3), 2).permute((1, 0)) * _OF_SUM  # [chunks, shares]
+        total = gl.sum(gl.sum(values, 3), 2).permute((1, 0)) * _UNIT  # [chunks, shares]
         none = gl.zeros_like(total)
         by_part = gl.join(gl.join(total, none), gl.join(none, none))
         by_part = by_part.permute((0, 2, 3, 1)).reshape((CHUNKS * _PARTS * SHARES,))
@@ -233,7 +231,7 @@ def _split(xs, parts, totals, full, is_split, num_steps):
         first, second, third, fourth = gl.inline_asm_elementwise(
             _SPLIT,
             "=&r,=&r,=&r,=&r,r,r",
-            [(values * _OF_VECTOR).to(gl.float16)],
+            [values.to(gl.float16)],
             dtype=(gl.int8, gl.int8, gl.int8, gl.int8),
             is_pure=True,
             pack=4,
@@ -285,7 +283,7 @@ def _multiply(
     of_row = gl.arange(0, ROWS, of_rows) // (ROWS // SHARES)
     is_mine = of_row[:, None] == share[None, :]
     # The parts in turn, each in units that are eight times less, and of numbers in bytes.
-    factor = gl.where(part < 2, gl.where(part == 0, 4096.0, 512.0), gl.where(part == 2, 64.0, 8.0))
+    factor = gl.where(part < 2, gl.where(part == 0, 512.0, 64.0), gl.where(part == 2, 8.0, 1.0))
     zeros = gl.zeros((ROWS, COLUMNS), gl.float32, of_sums)
     sums = zeros
     for step in range(num_steps):

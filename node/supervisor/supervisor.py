@@ -253,8 +253,9 @@ class Supervisor:
         if not running:  # the node did not start, but some of its engines may have
             for engine in self.engines():
                 engine.kill()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(engine.run(), KILLED_S)
+            ended = asyncio.gather(*(engine.run() for engine in self.engines()))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended, KILLED_S)
             return
         stops = (s.stop(task, GRACE_S) for s, task in zip(self._slots, running, strict=True))
         await asyncio.gather(*stops)
