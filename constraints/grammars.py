@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,10 +151,12 @@ class Grammars:
         with self._loading:
             if self._tokenizer is None:
                 text = self._path.read_text(encoding="utf-8")
+                load = partial(LLTokenizer, n_vocab=self.vocab_size, eos_token=self._eos_token_ids)
                 try:
-                    self._tokenizer = LLTokenizer(
-                        text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids
-                    )
+                    try:
+                        self._tokenizer = load(text)
+                    except ValueError:  # it may have more tokens than the model, to pad with
+                        self._tokenizer = load(_within(text, self.vocab_size))
                 except ValueError as error:
                     log.error("structured output is off: %s: %s", self._path, error)
                     self.refusal = "structured output is not possible with the model's tokenizer"
@@ -206,6 +209,14 @@ def _invalid(reason: str) -> InvalidRequest:
 
 def _unsupported(reason: str) -> InvalidRequest:
     return InvalidRequest(reason, param="constraint", code="unsupported_parameter")
+
+
+def _within(tokenizer: str, vocab_size: int) -> str:
+    """Without the added tokens that are behind the vocabulary."""
+    spec = json.loads(tokenizer)
+    added = spec.get("added_tokens", ())
+    spec["added_tokens"] = [one for one in added if one["id"] < vocab_size]
+    return json.dumps(spec)
 
 
 def _size_of(constraint: Constraint) -> int:

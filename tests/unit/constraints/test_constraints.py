@@ -289,6 +289,20 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(
         assert refused.value.code == "unsupported_parameter"
 
 
+def test_added_tokens_that_the_model_has_no_room_for_are_left_out(model_dir: Path) -> None:
+    """A token to pad with, say, behind a vocabulary that was never made larger."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|pad|>"])
+    padded = model_dir.parent / "padded"
+    padded.mkdir()
+    tokenizer.save(str(padded / "tokenizer.json"))
+    grammars = Grammars(padded, EOS_ID + 1, [EOS_ID])
+    assert matches(grammars, Constraint(REGEX, "ab+"), "abb")
+    with pytest.raises(InvalidRequest) as refused:
+        grammars.compile(Constraint(GRAMMAR, f"start: <[{EOS_ID + 1}]>"))
+    assert refused.value.code == "invalid_schema"
+
+
 # --- what is kept --------------------------------------------------------------------------------
 
 
