@@ -242,6 +242,10 @@ class FrontDoor:
         """Count a call that a front refused before it came here."""
         self._feed.call_refused(caller, error)
 
+    def check_limits(self, caller: Caller) -> None:
+        """Raises RateLimited for a tenant that has nothing left: before its call is prepared."""
+        self._tenancy.check(caller)
+
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
         """Take a call in for the block; raises before anything of it was looked at.

@@ -43,7 +43,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if "messages" in found:
         if "prompt" in found:
             raise InvalidRequest("give a prompt or messages", "prompt", "invalid_value")
-        prompt = (await prepare(request.app, found)).prompt
+        prompt = (await prepare(request, found)).prompt
         param, text, special_at = "messages", prompt.text, prompt.special_at
     else:
         param, text, special_at = "prompt", require(found, "prompt"), None

@@ -82,10 +82,8 @@ class Tenancy:
     shares_prefixes: bool = False
     _usage: dict[str, _Usage] = field(default_factory=dict)
 
-    @contextmanager
-    def admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
-        """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
-        nothing of the request was looked at yet."""
+    def check(self, caller: Caller) -> None:
+        """Raises RateLimited where `admitted` would, and spends nothing."""
         usage = self._usage_of(caller)
         now_s = self.clock.monotonic_s()
         most = caller.limits.max_concurrent_requests
@@ -97,7 +95,15 @@ class Tenancy:
             _check(usage.tokens, 1, now_s, "tokens per minute")
         if usage.requests is not None:
             _check(usage.requests, 1, now_s, "requests per minute")
-            usage.requests.spend(1, now_s)
+
+    @contextmanager
+    def admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
+        """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
+        nothing of the request was looked at yet."""
+        self.check(caller)
+        usage = self._usage[caller.tenant]
+        if usage.requests is not None:
+            usage.requests.spend(1, self.clock.monotonic_s())
         admission = TenantAdmission(usage.tokens, self.clock)
         usage.num_running += 1
         try:

@@ -45,7 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
     found = await read_body(request, FIELDS, REQUIRED)
     _check(found)
-    return await Chat(request, found, await prepare(request.app, found)).run()
+    return await Chat(request, found, await prepare(request, found)).run()
 
 
 def _check(found: Mapping[str, Any]) -> None:

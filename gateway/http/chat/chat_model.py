@@ -14,7 +14,7 @@ from ....core.ports import Entropy, SystemEntropy
 from ...validation.served_model import ServedModel
 from ...validation.validation import ModelLimits
 from ..generate.structured import SamplingFields, constraint_of, lark_of
-from ..protocol.app_state import APP_STATE
+from ..protocol.app_state import APP_STATE, CALLER
 from .chat_template import ChatPrompt, ChatTemplate
 from .reasoning import FORMATS as REASONING_FORMATS
 from .reasoning import ReasoningFormat, ReasoningGrammar, Start, template_variables
@@ -71,13 +71,16 @@ class Prepared:
     start: Start = Start.CLOSED
 
 
-async def prepare(app: web.Application, found: Mapping[str, Any]) -> Prepared:
-    """Messages, tools and the choice among them as a prompt. Raises InvalidRequest.
+async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
+    """Messages, tools and the choice among them as a prompt. Raises InvalidRequest, RateLimited.
 
     Where no grammar can be followed, a forced call of a strict tool cannot be had, one of another
     is only begun.
     """
-    model, refusal = app[CHAT_MODEL], app[APP_STATE].door.constraint_refusal
+    app, caller = request.app, request[CALLER]
+    model, door = app[CHAT_MODEL], app[APP_STATE].door
+    if caller.tenant:
+        door.check_limits(caller)
     messages, tools = found["messages"], found.get("tools", [])
     choice = chosen(tools, found.get("tool_choice"))
     if model.template is None:
@@ -101,7 +104,7 @@ async def prepare(app: web.Application, found: Mapping[str, Any]) -> Prepared:
         return Prepared(prompt, "", model.tool_format, calls, start)
     is_constrained = calls is not None
     if not is_constrained and any(tool.get("strict") for tool in choice.wanted(tools)):
-        reason = refusal or "calls of this model's format are no JSON"
+        reason = door.constraint_refusal or "calls of this model's format are no JSON"
         raise InvalidRequest(
             f"a strict tool cannot be forced: {reason}", "tools", "unsupported_parameter"
         )

@@ -44,7 +44,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
-        return await _Message(request, fields, await prepare(request.app, fields)).run()
+        return await _Message(request, fields, await prepare(request, fields)).run()
 
 
 @ROUTES.post("/v1/messages/count_tokens")
@@ -53,7 +53,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     found = await read_body(request, COUNTED, COUNTED_REQUIRED, NOT_SUPPORTED)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
-        prompt = (await prepare(request.app, fields)).prompt
+        prompt = (await prepare(request, fields)).prompt
         ids = await tokenize(
             request.app[APP_STATE].door,
             fields["model"],

@@ -56,7 +56,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     conversation = [*earlier, *found["input"]]
     fields = chat_fields(found, conversation)
     with renaming(_NAMES):
-        prepared = await prepare(request.app, fields)
+        prepared = await prepare(request, fields)
         return await _Response(request, fields, prepared, body, conversation).run()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiohttp import StreamReader, web
@@ -13,16 +15,20 @@ from fakes.clock import FakeClock
 
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import GatewayConfig
-from baton.core.errors import BatonError, PermissionDenied, Unauthenticated
+from baton.core.errors import BatonError, PermissionDenied, RateLimited, Unauthenticated
+from baton.core.ports import SystemEntropy
 from baton.gateway.http.app import ROUTE_GROUPS
+from baton.gateway.http.chat.chat_model import CHAT_MODEL, ChatModel, prepare
+from baton.gateway.http.chat.chat_template import ChatPrompt
 from baton.gateway.http.login import log_in
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access, scope_of
 from baton.gateway.http.protocol.app_state import APP_STATE, CALLER
 from baton.gateway.http.protocol.errors import Refusal, answering
 from baton.gateway.security.browser_sessions import COOKIE, BrowserSessions
-from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES, Caller
+from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES, Caller, Limits
 from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import KeyRing, add_key, digest_of
+from baton.gateway.security.tenancy import Tenancy
 
 
 @pytest.fixture
@@ -50,6 +56,18 @@ class Door:
 
     def turned_away(self, caller: Caller, error: BatonError) -> None:
         self.turned.append(f"{caller.front} {error.code}")
+
+
+class Template:
+    reads: frozenset[str] = frozenset()
+    num_rendered = 0
+
+    def check_variables(self, names: object, param: str) -> None:
+        """Any."""
+
+    async def render(self, messages: list[dict[str, str]], *_: object) -> ChatPrompt:
+        self.num_rendered += 1
+        return ChatPrompt(messages[0]["content"], [])
 
 
 async def ask(
@@ -216,6 +234,25 @@ def test_a_cookie_says_nothing_of_its_key(
         with pytest.raises(Unauthenticated):
             access.sessions.caller(forged)
     assert access.sessions.caller(cookie).tenant == METRICS
+
+
+async def test_a_tenant_over_its_limit_has_no_chat_rendered() -> None:
+    caller = Caller("acme", SCOPES, limits=Limits(requests_per_minute=1))
+    tenancy = Tenancy(FakeClock(), b"k")
+    app = web.Application()
+    door = SimpleNamespace(check_limits=tenancy.check, constraint_refusal=None)
+    app[APP_STATE] = cast(Any, SimpleNamespace(door=door))
+    app[CHAT_MODEL] = ChatModel(Template(), None, SystemEntropy())  # type: ignore[arg-type]
+    request = make_mocked_request("POST", "/v1/chat/completions", app=app)
+    request[CALLER] = caller
+    found = {"messages": [{"role": "user", "content": "hi"}]}
+    for _ in range(2):
+        assert (await prepare(request, found)).prompt.text == "hi", "to look spends nothing"
+    with tenancy.admitted(caller):
+        pass
+    with pytest.raises(RateLimited):
+        await prepare(request, found)
+    assert app[CHAT_MODEL].template.num_rendered == 2  # type: ignore[union-attr]
 
 
 async def test_a_key_in_the_url_is_no_key(access: Access, keys: dict[str, str]) -> None:
