@@ -96,10 +96,6 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
         effects, self._effects = self._effects, []
         return effects
 
-    def is_linked(self, incarnation: str) -> bool:
-        """Whether a stream to it is open."""
-        return incarnation in self._pairs
-
     def next_deadline(self) -> float | None:
         """When the next `Tick` is due, on the monotonic clock."""
         waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
@@ -195,7 +191,8 @@ def require_equal(ours: Hello, theirs: Hello) -> None:
 
 
 class Tombstones:
-    """Transfers that are over, and why: nothing that arrives late revives one.
+    """Transfers that are over, and pairs whose windows failed, and why: nothing that arrives late
+    revives one.
 
     All live equally long, so the oldest expires first.
     """

@@ -90,9 +90,15 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 if (pair := self._pairs.get(source)) is not None:
                     self._on_ready(source, pair, sees_steps=sees_steps)
             case WindowFailed(source, error):
+                self._tombstones.add(source, error, self._clock.monotonic_s())
                 self._refuse(source, error)
             case _:
                 assert_never(event)
+
+    def is_linked(self, incarnation: str) -> bool:
+        """Whether a stream to it is open, and no window behind it has failed lately."""
+        self._tombstones.purge(self._clock.monotonic_s())
+        return incarnation in self._pairs and self._tombstones.get(incarnation) is None
 
     def next_deadline(self) -> float | None:
         """Of a transfer's end, or of a renewal."""

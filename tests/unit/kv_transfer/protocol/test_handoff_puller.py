@@ -65,6 +65,7 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Revoked,
 )
+from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import ReserveQueue
 from baton.kv_transfer.window.block_pairs import BlockPairs
@@ -368,6 +369,20 @@ def test_a_window_that_opens_late_is_opened_once_for_the_first_transfer(moment: 
     assert only(effects, OpenWindow).host == "host"
     attached = [Send(SOURCE, Attach(each)) for each in (T, T2)]
     assert world.feed(WindowOpened(SOURCE)) == attached
+
+
+def test_a_window_that_failed_is_not_wanted_again_at_once() -> None:
+    """For a prefix: each that is fetched in vain would cost the channel."""
+    world = World(is_ready=False)
+    for is_open in (True, False):
+        world.feed(PeerLinked(SOURCE, opens_late=True))
+        world.hear(hello(SOURCE))
+        assert world.puller.is_linked(SOURCE) == is_open
+        if is_open:
+            only(world.intend(), OpenWindow)
+            only(world.feed(WindowFailed(SOURCE, HandoffFailed("no transport"))), ClosePeer)
+    world.clock.advance(TOMBSTONE_S)
+    assert world.puller.is_linked(SOURCE)
 
 
 def test_a_window_that_was_not_opened_is_not_closed() -> None:
