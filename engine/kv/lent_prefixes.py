@@ -3,7 +3,7 @@
     lend      cached blocks ── a reference, until it is closed ──► pullers read them
     borrow    what is cached + fresh blocks ── filled by a pull ──► `keep`: cached, and free to go
 
-Both are fences: no request owns them. Neither takes what running requests will need.
+Both are fences: no request owns them. Neither takes what those that run, and the next, will need.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BorrowedPrefix:
 
 @dataclass(eq=False)
 class LentPrefixes:
-    """Of one engine. `room()`: blocks beside the peak of all that has blocks."""
+    """Of one engine. `room()`: blocks beside the peak of what has blocks and of what is next."""
 
     _pool: BlockPool
     _cache: PrefixCache

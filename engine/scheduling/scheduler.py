@@ -31,7 +31,7 @@ Knows no runner and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from ...core.request.request import Request
@@ -86,10 +86,10 @@ class Scheduler:
         assert sequence.state is SequenceState.RESERVED
         matched = self._tables.match(sequence, sequence.num_tokens)
         head = self.queues.waiting.head
-        others = self.queues.owners() if head is None else chain(self.queues.owners(), [head])
         if not self.queues.has_slot(sequence, beside=head):
             return False
-        if not self._admission.fits(sequence, matched, self._admission.footprints(others)):
+        others = self._admission.footprints(self._owners_and_head())
+        if not self._admission.fits(sequence, matched, others):
             return False
         if not self._tables.take(sequence, matched):
             return False
@@ -202,8 +202,13 @@ class Scheduler:
         return self._admission.room(known, pending, self._pool.counts.held)
 
     def room_beside_running(self) -> int:
-        """Blocks beside the estimated peak of all that has blocks."""
-        return self._admission.room(self.queues.owners(), (), self._pool.counts.held)
+        """Blocks beside the estimated peak of all that has blocks, and of the head of the queue."""
+        return self._admission.room(self._owners_and_head(), (), self._pool.counts.held)
+
+    def _owners_and_head(self) -> Iterator[Sequence]:
+        yield from self.queues.owners()
+        if (head := self.queues.waiting.head) is not None:
+            yield head
 
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""

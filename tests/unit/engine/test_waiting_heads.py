@@ -133,6 +133,23 @@ def test_a_prompt_that_waits_for_its_adapter_is_one_that_waits() -> None:
     assert not engine.has_prompts and not engine.stats.load().waiting_tokens
 
 
+def test_prefixes_that_are_fetched_leave_the_first_that_waits_its_room() -> None:
+    """Each of them is over when the next one has its room."""
+    engine = engine_of(12)
+    engine.add(request("running", 15, max_tokens=8))
+    engine.step()
+    engine.add(request("head", 35, first=9, max_tokens=4))
+    hashes = [engine.block_hashes(request("fetched", 17, first=first)) for first in (20, 30)]
+    seen, before = set[str](), None
+    for number in range(30):
+        prefix = engine.prefixes.borrow(hashes[number % 2])
+        if before is not None:
+            engine.prefixes.drop(before)
+        before = prefix
+        seen |= {token.key for token in engine.step().tokens}
+    assert "head/0" in seen
+
+
 def test_a_search_without_room_beside_held_kv_waits() -> None:
     """Admitted, it would be crowded out in every step."""
     engine = engine_of(14, max_num_batched_tokens=64)
