@@ -43,7 +43,8 @@ class LocalEngine(Assembly):
         ranks = start_ranks(config, _FOLLOWER_MODULE, lost, report)
         try:
             runner = ModelRunner(ranks.config, None, ranks.communicator)
-        except BaseException:  # a Ctrl-C too: the ranks are our children
+        except BaseException as error:  # a Ctrl-C too: the ranks are our children
+            ranks.explain(error)
             ranks.close()
             if ranks.followers is not None:
                 ranks.followers.check()  # the cause of it, if a rank was lost
@@ -63,11 +64,13 @@ class LocalEngine(Assembly):
         return Adapter(name, found.digest, path)
 
     def close(self) -> None:
-        """End the other ranks and give all memory back; no step may be in flight."""
+        """End the other ranks and give all memory back; no step may be in flight. Where a rank was
+        lost a GPU may wait for it for ever: its memory goes with the process."""
         if self.ranks is not None:
             self.ranks.close()  # first: they write to this one's memory
         super().close()
-        self.runner.close()
+        if not (self.runner.runs_ahead and self.ranks is not None and self.ranks.is_one_lost):
+            self.runner.close()
 
     def generating(
         self, requests: Sequence[Request], outputs: dict[str, list[int]]

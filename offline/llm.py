@@ -92,7 +92,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End all ranks and give all memory back; any further call raises BatonError."""
+        """End all ranks and give all memory back; any further call raises BatonError. Where a rank
+        was lost a GPU's memory comes back when the process ends."""
         self._close()
 
     def generate(

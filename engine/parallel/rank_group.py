@@ -231,7 +231,7 @@ class RankGroup:
         if self._error is not None:
             raise self._error
 
-    def explain(self, error: BatonError) -> BatonError:
+    def explain(self, error: Exception) -> Exception:
         """Why a step failed: what a rank was lost by, if that was it, else `error`."""
         self._is_over.wait(_LAST_MESSAGE_S)
         return self._error or error

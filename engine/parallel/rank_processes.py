@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.engine_config import EngineConfig
-from ...core.errors import StartupFailed
+from ...core.errors import BatonError, StartupFailed
 from ...core.process.children import bound_to_us
 from ..execution.device import devices_of_ranks
 from ..hosts.head import ClusterTrust, JoinedRank, gather
@@ -50,6 +50,15 @@ class Ranks:
         """Where each rank is, rank 0's first; empty: on rank 0's host."""
         return ("",) if self.followers is None else ("", *self.followers.hosts)
 
+    @property
+    def is_one_lost(self) -> bool:
+        return self.followers is not None and self.followers.is_lost
+
+    def explain(self, error: BaseException) -> None:
+        """Rank 0 failed to start: wait a moment for the loss that it may have failed over."""
+        if self.followers is not None and isinstance(error, BatonError | RuntimeError):
+            self.followers.explain(error)
+
     def kill(self) -> None:
         """End the other ranks at once, whatever they wait for."""
         self._end(at_once=True)
@@ -57,7 +66,7 @@ class Ranks:
     def close(self) -> None:
         """End the other ranks and wait for their end; behind a loss, or where nothing leads them
         yet, they are not asked to."""
-        self._end(at_once=self.followers is None or self.followers.is_lost)
+        self._end(at_once=self.followers is None or self.is_one_lost)
 
     def _end(self, *, at_once: bool) -> None:
         if self.followers is not None:

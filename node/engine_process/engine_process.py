@@ -115,7 +115,8 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line, trust)
     try:
         _serve(plan, frames, ranks, settings, report, links)
-    except BaseException:  # a Ctrl-C too: ranks in a step would not notice a close
+    except BaseException as error:  # a Ctrl-C too: ranks in a step would not notice a close
+        ranks.explain(error)  # `lost` reports it, and ends the process
         ranks.kill()
         raise
     ranks.close()

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
+from baton.engine import local
 from baton.engine.model.communicator import Communicator
 from baton.engine.parallel import rank_group, rank_processes
 from baton.engine.parallel.parallel_runner import ParallelRunner
@@ -350,6 +352,44 @@ def test_a_step_that_fails_by_itself_keeps_its_own_message(
     monkeypatch.setattr("baton.engine.parallel.rank_group._LAST_MESSAGE_S", 0.01)
     error = EngineFailed("the step failed")
     assert world.followers.explain(error) is error
+
+
+def test_a_start_that_fails_over_a_rank_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What broke off at rank 0 may be heard before the rank's end is."""
+    world, is_asked = World(), threading.Event()
+    explain = world.followers.explain
+
+    def explained(error: Exception) -> Exception:
+        is_asked.set()
+        return explain(error)
+
+    def fail(*_: object) -> None:
+        raise StartupFailed("gloo does not connect the ranks")
+
+    monkeypatch.setattr(world.followers, "_on_line", lambda line: is_asked.wait(timeout=2))
+    monkeypatch.setattr(world.followers, "explain", explained)
+    monkeypatch.setattr(local, "ModelRunner", fail)
+    ranks = Ranks(EngineConfig(), Communicator(), world.followers)
+    monkeypatch.setattr(local, "start_ranks", lambda *_: ranks)
+    world.ranks[0].send(MessageKind.LINE, b"loaded")
+    world.ranks[0].close()
+    with pytest.raises(EngineFailed, match="rank 1 ended"):
+        local.LocalEngine.load(EngineConfig(), print)
+    world.ranks[1].close()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_device_that_waits_for_a_lost_rank_is_not_given_back(runs_ahead: bool) -> None:
+    world, closed = World(), []
+    runner = SimpleNamespace(runs_ahead=runs_ahead, close=lambda: closed.append(True))
+    engine = local.LocalEngine.__new__(local.LocalEngine)
+    engine.runner, engine._disk = cast(Any, runner), None
+    engine.ranks = Ranks(EngineConfig(), Communicator(), world.followers)
+    for rank in world.ranks:
+        rank.close()
+    world.lost.get(timeout=5)
+    engine.close()
+    assert closed == ([] if runs_ahead else [True])
 
 
 def test_who_learns_why_a_rank_cannot_be_reached_keeps_nobody_waiting(
