@@ -80,8 +80,35 @@ def test_too_many_connections_of_http_are_answered(poor: Target) -> None:
     poor.check_serves()
 
 
+def test_too_many_connections_over_tls_are_answered(poor_over_tls: Target) -> None:
+    context = ssl._create_unverified_context()
+
+    def ask_over_tls(stack: ExitStack) -> tuple[ssl.SSLSocket, Answer]:
+        plain = stack.enter_context(poor_over_tls.connect())
+        secured = stack.enter_context(context.wrap_socket(plain))
+        secured.sendall(_GET)
+        return secured, read_answer(secured)
+
+    with ExitStack() as stack:
+        first, answer = ask_over_tls(stack)
+        for _ in range(_MAX_FILES):
+            if answer.status == 503:
+                break
+            _, answer = ask_over_tls(stack)
+        for _ in range(20):  # more than are told so at once
+            with ExitStack() as of_one:
+                _, refused = ask_over_tls(of_one)
+            assert (refused.status, refused.code) == (503, "unavailable")
+        assert poor_over_tls.num_files() < _MAX_FILES - 8, "what is spared is not used up"
+        first.sendall(_GET)  # who was before goes on
+        assert read_answer(first).status == 200
+    began_s = time.monotonic()
+    while not _answers_over_tls(poor_over_tls):
+        assert time.monotonic() - began_s < 5
+
+
 def test_connections_that_never_shake_hands_are_counted(poor_over_tls: Target) -> None:
-    """Those that are too many are closed, at once: nothing can be said within TLS yet."""
+    """Of those that are too many a few may shake hands, to be told so; the others are closed."""
     with ExitStack() as stack:
         silent = [stack.enter_context(poor_over_tls.connect()) for _ in range(_MAX_FILES)]
         assert read_to_end(silent[-1], 5.0) == b""

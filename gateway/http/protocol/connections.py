@@ -3,7 +3,8 @@
     accepted ── HEAD_S to shake hands, over TLS, and HEAD_S to send what it wants, else closed
              ── requests, IDLE_S apart at most
     nothing of what waits for it taken for UNREAD_S: closed, by the kernel
-    one of more than there may be: 503 and closed, whatever it wanted; over TLS closed
+    one of more than there may be: 503 and closed, whatever it wanted; over TLS a few at once,
+                                   which shake hands for it, and the others closed
     FIN while it waits for an answer: HalfClosed          FIN otherwise: closed
 Knows no route: what stands in a request is judged behind this.
 
@@ -46,6 +47,7 @@ MAX_HEADER_BYTES = 8190  # of one
 MAX_URL_BYTES = 8189  # another number: the parser names the limit that was passed, and not of what
 _LOG_EVERY_S = 10.0
 _LEAVING_S, _MAX_LEAVING = 0.25, 16
+_REFUSED_S = 1.0  # over TLS, its handshake included
 _TOO_MANY = "Too many headers received"  # aiohttp has no class of its own for it
 _FIRST_LOOK_S, _LOOK_S = 0.01, 0.05
 _PROBE_LOOKS = 20  # looks between two probes: who half-closes first may go away later
@@ -128,28 +130,38 @@ class _OverTls(SSLProtocol):
         handshake: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": HEAD_S}
         loop = asyncio.get_running_loop()
         super().__init__(loop, connection, context, server_side=True, **handshake)
-        self._connections = connections
-        self._is_taken = False
+        self._connections, self._connection = connections, connection
+        self._is_taken = self._is_leaving = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        descriptor = transport.get_extra_info("socket").fileno()
-        self._is_taken = self._connections.take(descriptor)
-        if self._is_taken:
-            super().connection_made(transport)
-        else:
-            cast(asyncio.Transport, transport).abort()
+        connections, abort = self._connections, cast(asyncio.Transport, transport).abort
+        self._is_taken = connections.take(transport.get_extra_info("socket").fileno())
+        if not self._is_taken:
+            if connections.num_leaving >= _MAX_LEAVING:
+                abort()
+                return
+            connections.num_leaving += 1
+            self._is_leaving = self._connection.is_refused = True
+            asyncio.get_running_loop().call_later(_REFUSED_S, abort)
+        super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._is_taken:
             self._is_taken = False
             self._connections.give_back()
+        if self._is_leaving:
+            self._is_leaving = False
+            self._connections.num_leaving -= 1
         super().connection_lost(exc)
 
 
 class _Connection(web.RequestHandler):
-    """One client's."""
+    """One client's. `is_refused`: what is beneath it found no place."""
 
-    __slots__ = ("_connections", "_half_closed", "_head_timer", "_is_leaving", "_is_taken")
+    __slots__ = (
+        *("_connections", "_half_closed", "_head_timer", "_is_leaving", "_is_taken"),
+        "is_refused",
+    )
 
     def __init__(
         self, connections: Connections, server: web.Server, options: dict[str, Any]
@@ -157,6 +169,7 @@ class _Connection(web.RequestHandler):
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, **options)
         self._connections = connections
+        self.is_refused = False
         self._is_taken = False
         self._is_leaving = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -166,8 +179,9 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         plain = transport.get_extra_info("socket")
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
-        has_place = self.ssl_context is not None  # what is beneath it took one
-        self._is_taken = not has_place and self._connections.take(plain.fileno())
+        is_over_tls = self.ssl_context is not None  # what is beneath it has asked for a place
+        has_place = is_over_tls and not self.is_refused
+        self._is_taken = not is_over_tls and self._connections.take(plain.fileno())
         loop = asyncio.get_running_loop()
         if has_place or self._is_taken:
             self._head_timer = loop.call_later(HEAD_S, self._close_silent)
