@@ -2,6 +2,7 @@
 
 deployed         Redis, gateway and nodes, as `baton up` starts them, over HTTP
 over_grpc        the same over gRPC, and no tokenizer
+joined           the same, for a gateway of the driver's own
 mixed            the same engines, each prefilling and decoding; no gateway, no hand-off
 vllm             replicas of vLLM, one a GPU, that requests are dealt to in turn
 """
@@ -67,6 +68,15 @@ def over_grpc(
             gateway = replace(gateway, api_keys=str(folder / "keys.json"))
         deployment = Deployment(up, engine, node, gateway, _say)
         yield f"grpc://{stack.enter_context(running_in_background(deployment))}"
+
+
+@contextmanager
+def joined(engine: EngineConfig, up: UpConfig, node: NodeConfig) -> Iterator[ClusterConfig]:
+    """The cluster of a deployment, whose own gateway nobody asks."""
+    gateway = GatewayConfig(grpc_port=0, http_port=0, model=engine.model, skip_tokenizer_init=True)
+    deployment = Deployment(up, engine, node, gateway, _say)
+    with running_in_background(deployment):
+        yield deployment.cluster
 
 
 @contextmanager

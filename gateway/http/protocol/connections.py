@@ -159,7 +159,11 @@ class _Connection(web.RequestHandler):
     """One client's. `is_refused`: what is beneath it found no place."""
 
     __slots__ = (
-        *("_connections", "_half_closed", "_head_timer", "_is_leaving", "_is_taken"),
+        "_connections",
+        "_half_closed",
+        "_head_timer",
+        "_is_leaving",
+        "_is_taken",
         "is_refused",
     )
 
