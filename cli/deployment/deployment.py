@@ -55,6 +55,7 @@ class Deployment(ChildGroup):
         self.up, self.node, self.gateway = up, node, gateway
         self.engine = _with_promise(engine, up)
         _check_adapters(engine, gateway)
+        _check_node(node)
         self.cluster = cluster or ClusterConfig()
         self.address = ""
         self.startup_lines: tuple[str, ...] = ()  # gateway/process/startup_message.py
@@ -234,6 +235,16 @@ def _check_adapters(engine: EngineConfig, gateway: GatewayConfig) -> None:
         raise StartupFailed(
             "--lora-modules: the engines serve no LoRA adapters", hint="--enable-lora beside it"
         )
+
+
+def _check_node(node: NodeConfig) -> None:
+    """Raises StartupFailed for what only one node can have: here are several."""
+    for name in ("port", "engine_port", "advertise", "advertise_engine", "name"):
+        if getattr(node, name):
+            raise StartupFailed(
+                f"--{name.replace('_', '-')} is one node's, and here every node gets its own",
+                hint="leave it out; clients come to --http-port and --grpc-port",
+            )
 
 
 @contextmanager

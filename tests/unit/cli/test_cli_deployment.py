@@ -281,3 +281,19 @@ def test_adapters_need_engines_that_serve_them() -> None:
         Deployment(up_config, EngineConfig(model="demo"), *parts)
     assert "--enable-lora" in failed.value.hint
     Deployment(up_config, EngineConfig(model="demo", enable_lora=True), *parts)
+
+
+@pytest.mark.parametrize(
+    ("flag", "node"),
+    [
+        ("--port", NodeConfig(port=9000)),
+        ("--engine-port", NodeConfig(engine_port=9000)),
+        ("--advertise", NodeConfig(advertise="h:1")),
+        ("--advertise-engine", NodeConfig(advertise_engine="h:1")),
+        ("--name", NodeConfig(name="n")),
+    ],
+)
+def test_what_only_one_node_can_have_is_refused(flag: str, node: NodeConfig) -> None:
+    with pytest.raises(StartupFailed, match=f"^{flag} is one node's") as failed:
+        Deployment(UpConfig(), EngineConfig(model="demo"), node, GatewayConfig(), print)
+    assert "--http-port" in failed.value.hint
