@@ -62,11 +62,16 @@ def _is_integer(value: Any) -> bool:
 
 def integer(least: int, most: int) -> FieldKind:
     """An integer in [least, most]; a bound that is the wire's alone stands in no message."""
-    wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
+    if most < UINT32_MAX:
+        wanted = smaller = f"an integer in [{least}, {most}]"
+    else:
+        wanted, smaller = f"an integer from {least} on", "a smaller integer"
 
     def read(value: Any, name: str) -> int:
-        if not _is_integer(value) or not least <= value <= most:
-            raise invalid(name, f"an integer {wanted}")
+        if not _is_integer(value) or value < least:
+            raise invalid(name, wanted)
+        if value > most:
+            raise invalid(name, smaller)
         return int(value)
 
     return FieldKind({"type": "integer", "minimum": least, "maximum": most}, read)

@@ -39,6 +39,21 @@ def refusal(call: Any, *arguments: Any) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("max_tokens", 0, "an integer from 1 on"),
+        ("max_tokens", 2**32, "a smaller integer"),
+        ("seed", -1, "an integer from 0 on"),
+        ("seed", 2**63, "a smaller integer"),
+        ("n", 17, "an integer in [1, 16]"),
+    ],
+)
+def test_what_an_integer_must_be(name: str, value: int, wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name} must be {re.escape(wanted)}$"):
+        read_fields({name: value}, CHAT)
+
+
+@pytest.mark.parametrize(
     ("body", "code"),
     [
         (b"", "invalid_json"),
