@@ -55,9 +55,8 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type) -> None:
     """Add one flag per field of each dataclass; the first of two equal names wins."""
     seen: set[str] = set()
     for config in configs:
-        group = parser.add_argument_group(
-            config.__doc__.splitlines()[0] if config.__doc__ else None
-        )
+        title = (config.__doc__ or "").partition("\n")[0]
+        group = parser.add_argument_group(title.removesuffix(".") or None)  # argparse adds a colon
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             if field.name in seen:

@@ -188,6 +188,14 @@ def test_a_password_is_for_no_command_line(
         assert parser.parse_args(argv).redis_url == url
 
 
+def test_groups_of_flags_have_a_title() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig, NodeConfig)
+    text = parser.format_help()
+    assert "\nOne engine: model, memory, batch:\n" in text
+    assert "\nOne node: where it listens, its GPUs, its hand-off limits:\n" in text
+
+
 def test_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
     parser = argparse.ArgumentParser()
