@@ -77,7 +77,7 @@ def test_absent_paths(target: Target, path: str) -> None:
         *((path, "no embeddings and no scores") for path in POOLING),
         ("/v1/audio/speech", "generates text"),
         ("/v1/threads/x/runs", "nothing is kept"),
-        ("/v1/batches", "no files"),
+        ("/v1/batches", "`baton run-batch --url`"),
         ("/generate", "POST /v1/completions"),
         ("/chat/completions", "the path is /v1/chat/completions"),
         ("/v1/v1/chat/completions", "the path is /v1/chat/completions"),

@@ -51,6 +51,7 @@ _NO_VECTORS = (
 )
 _STATELESS = "nothing is kept between requests: send the whole chat to POST /v1/chat/completions"
 _NO_FILES = "no files are taken: send requests one by one"
+_RUN_BATCH = f"{_NO_FILES}, or a file of them with `baton run-batch --url`"
 _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not over HTTP"
 
 # By the path behind a leading /v1, in its first part or two.
@@ -65,7 +66,8 @@ _INSTEAD: Mapping[str, str] = {
     "moderations": _TEXT_ALONE,
     **dict.fromkeys(("audio", "images", "videos", "realtime"), _TEXT_ALONE),
     **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),
-    **dict.fromkeys(("files", "uploads", "batches", "fine_tuning"), _NO_FILES),
+    **dict.fromkeys(("files", "uploads", "batches"), _RUN_BATCH),
+    "fine_tuning": _NO_FILES,
     **dict.fromkeys(("api/tags", "api/show", "get_model_info"), "use GET /v1/models"),
     **dict.fromkeys(("info", "get_server_info", "get_load"), "use GET /server_info"),
     **dict.fromkeys(("ping", "healthz", "livez"), "use GET /live"),
