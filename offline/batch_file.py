@@ -67,7 +67,11 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 
 
 def check_ids(path: Path) -> int:
-    """How many lines there are. Raises StartupFailed where a custom_id is there twice."""
+    """How many lines there are. Raises StartupFailed where a custom_id is there twice, or where
+    what is read here could not be read again."""
+    if path.exists() and not path.is_file():
+        hint = "-i is read twice: write the requests to a file"
+        raise StartupFailed(f"{path} is no regular file", hint=hint)
     first: dict[str, int] = {}
     num_lines = 0
     for line in read_lines(path):

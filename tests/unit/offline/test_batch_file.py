@@ -164,6 +164,16 @@ async def test_what_a_killed_batch_left_goes_with_the_next(
         assert not os.listdir(root)
 
 
+def test_requests_come_from_no_pipe(tmp_path: Path) -> None:
+    """They are read twice, and the second time there would be none."""
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "wb") as into:
+        into.write(b"no json")
+        into.close()
+        with pytest.raises(StartupFailed, match="is no regular file"):
+            check_ids(Path(f"/proc/self/fd/{reader}"))
+
+
 def test_results_go_to_no_device_and_to_no_pipe(tmp_path: Path) -> None:
     """Nothing can be resumed there."""
     os.mkfifo(tmp_path / "pipe")
