@@ -9,6 +9,7 @@ above `@triton.jit` of what is launched, not of what kernels call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -28,6 +29,12 @@ def cdiv(number: int, by: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The least one that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU: persistent programs are a number for each."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Launched:

@@ -142,6 +142,20 @@ def command_line(module: str, argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", f"baton.bench.{module}", *words])
 
 
+def write_figures(
+    path: Path, figures: Sequence[Figure], command: str, measured: str | None
+) -> None:
+    """One list of figures as JSON; `measured`: the commit, where git does not know it."""
+    result = {
+        "commit": measured or commit(),
+        "command": command,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def write(
     path: Path,
     families: dict[str, Sequence[Figure]],

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -30,7 +29,7 @@ from baton.core import flags
 from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 
-from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
+from ..floors.figures import ROOT, Figure, command_line, table, write_figures
 from ..floors.gpu_shapes import SHAPES
 from ..goodput.__main__ import write_model
 from . import systems
@@ -211,14 +210,8 @@ def main(argv: list[str]) -> int:
                 print(f"{mode}: up in {time.monotonic() - begin_s:.0f} s", flush=True)
                 figures += asyncio.run(measure(address, mode, vocab_size, lengths))
             print(table(figures), flush=True)
-    result = {
-        "commit": arguments.commit or commit(),
-        "command": command_line("serve.chats", argv),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "figures": [figure.as_dict() for figure in figures],
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    command = command_line("serve.chats", argv)
+    write_figures(arguments.out, figures, command, arguments.commit)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import math
 import random
 import statistics
@@ -36,7 +35,7 @@ from baton.gateway.moves.choice import PlannedMove
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request.move import movable_from
 
-from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
+from ..floors.figures import ROOT, Figure, command_line, table, write_figures
 from ..floors.gpu_shapes import SHAPES
 from ..goodput.__main__ import write_model
 from . import systems
@@ -177,14 +176,8 @@ def main(argv: list[str]) -> int:
             loads = list(itertools.product(arguments.contexts, arguments.beside))
             figures = asyncio.run(measure(config, cluster, vocab_size, loads))
     print(table(figures))
-    result = {
-        "commit": arguments.commit or commit(),
-        "command": command_line("serve.moves", argv),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "figures": [figure.as_dict() for figure in figures],
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    command = command_line("serve.moves", argv)
+    write_figures(arguments.out, figures, command, arguments.commit)
     return 0
 
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from ..launched import launched, next_power_of_2
+from ..launched import launched, next_power_of_2, num_multiprocessors
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
 from .experts import BY_BLOCK, ExpertWeights, Fp8Groups
 from .routing_triton import Choice, Order
@@ -117,11 +117,6 @@ def _launch(
         maxnreg=_REGISTERS,
         **launch_options(out.device),
     )
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

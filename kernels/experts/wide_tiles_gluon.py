@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from ..launched import launched
+from ..launched import launched, num_multiprocessors
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
 from .experts import BY_BLOCK, BY_ROW, ExpertInputs, ExpertWeights, Fp8Groups
-from .fp8_experts_gluon import ask, copy, num_multiprocessors
+from .fp8_experts_gluon import ask, copy
 from .routing_triton import Choice, Order
 from .tiles import Persistent
 

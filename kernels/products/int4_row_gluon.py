@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from ..launched import cdiv, launched
+from ..launched import cdiv, launched, num_multiprocessors
 from ..row_room import empty_rows
 from .int4_triton import Int4Row
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
@@ -100,7 +100,7 @@ def int4_row_product(
     num_tiles = cdiv(width, outputs)
     in_shares = (shares, of_share, halves, width)
     box = (shares, 1, halves, outputs)
-    _int4_row[(min(num_tiles, way.programs * _num_multiprocessors(x.device)),)](
+    _int4_row[(min(num_tiles, way.programs * num_multiprocessors(x.device)),)](
         _boxes(x.view(shares, of_share, CHUNK), (shares, chunks, CHUNK)),
         _boxes(weight.data.view(torch.uint8).view(*in_shares, -1), (*box, _BYTES.value)),
         _boxes(weight.groups.view(in_shares), box),
@@ -118,11 +118,6 @@ def int4_row_product(
         **launch_options(x.device),
     )
     return out
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def registers(way: Int4Row) -> int:

@@ -80,6 +80,17 @@ def weight_of(outputs: int, inputs: int, group_size: int = 128) -> Int4Weight:
     return weight
 
 
+def products(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64: the product, and what its halves gate."""
+    product = x.double() @ weight.dequantised(torch.float64).t()
+    if bias is not None:
+        product += bias.double()
+    gate, up = product.chunk(2, dim=-1)
+    return product, torch.nn.functional.silu(gate) * up
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 128, 200, 512])
 @pytest.mark.parametrize("name", SHAPES)
@@ -126,11 +137,7 @@ def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: to
     outputs, inputs = 1000, 128 * 9
     weight, x = weight_of(outputs, inputs), rows_of(rows, inputs, dtype).div_(30)
     bias = torch.randn(outputs, device="cuda", dtype=dtype) if has_bias else None
-    expected = x.double() @ weight.dequantised(torch.float64).t()
-    if bias is not None:
-        expected += bias.double()
-    gate, up = expected.chunk(2, dim=-1)
-    gated = torch.nn.functional.silu(gate) * up
+    expected, gated = products(x, weight, bias)
     for _ in range(3):
         for is_gated, of in ((False, expected), (True, gated)):
             found = multiply_by(way, x, weight, bias, is_gated=is_gated)
@@ -158,11 +165,7 @@ def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> 
         weight, x = weight_of(outputs, inputs), rows_of(1, inputs, dtype).mul_(2.0**exponent)
         x.mul_(torch.exp2(torch.randint(-6, 2, x.shape, device="cuda")).to(dtype))
         bias = torch.randn(outputs, device="cuda", dtype=dtype) if has_bias else None
-        expected = x.double() @ weight.dequantised(torch.float64).t()
-        if bias is not None:
-            expected += bias.double()
-        gate, up = expected.chunk(2, dim=-1)
-        gated = torch.nn.functional.silu(gate) * up
+        expected, gated = products(x, weight, bias)
         first = {}
         for _ in range(50):  # programs do not wait for each other: each time the same
             for is_gated, of in ((False, expected), (True, gated)):
