@@ -131,14 +131,6 @@ def registers(way: Int4Row) -> int:
     return -(-average // 8) * 8
 
 
-_TYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.uint8: gl.uint8,
-    torch.int32: gl.int32,
-}
-
-
 def _boxes(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
     return TensorDescriptor.from_tensor(tensor, list(box), layout_of(box, tensor.dtype))
