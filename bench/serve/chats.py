@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import sys
@@ -28,6 +29,7 @@ from baton.client import AsyncClient, Result
 from baton.core import flags
 from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
+from baton.core.request.timeline import Event
 
 from ..floors.figures import ROOT, Figure, command_line, table, write_figures
 from ..floors.gpu_shapes import SHAPES
@@ -40,6 +42,13 @@ _MOST_STREAMS, _STREAM_TOKENS = 12, 300
 _NUM_PROMPTS = 5
 _TARGET_MS, _TARGET_TOKENS = 5.0, 8192  # on two H200s, more than at the engine that has it
 _MOST_COMPUTED = 1.1
+_STAGES = (
+    Event.ARRIVED,
+    Event.ROUTED,
+    Event.PREFILL_QUEUED,
+    Event.PREFILL_STARTED,
+    Event.FIRST_TOKEN,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,7 @@ class Bench:
             Figure(f"{mode}: TTFT of first turns", "ms", tuple(first)),
             Figure(f"{mode}: TTFT of later turns", "ms", tuple(later)),
             Figure(f"{mode}: TTFT of later turns, p90", "ms", (_p90(later),)),
+            *_stages(mode, [result for chat in chats for result in chat[1:]]),
             Figure(f"{mode}: tokens' gaps, p90", "ms", (_p90(gaps),)),
         ]
 
@@ -156,6 +166,21 @@ class Bench:
 
 def _ttft_ms(result: Result) -> float:
     return (result.times.ttft_s or 0.0) * 1e3
+
+
+def _stages(mode: str, results: Sequence[Result]) -> list[Figure]:
+    """Of their TTFT; what is left of it is the way to the gateway and back."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        at_ns = {stamp.event: stamp.unix_ns for stamp in result.timeline}
+        for begin, end in itertools.pairwise(_STAGES):
+            found.setdefault(end.value, []).append((at_ns[end] - at_ns[begin]) / 1e6)
+        inside = (at_ns[Event.FIRST_TOKEN] - at_ns[Event.ARRIVED]) / 1e6
+        found.setdefault("client", []).append(_ttft_ms(result) - inside)
+    return [
+        Figure(f"{mode}: later turns, until {name}", "ms", tuple(values))
+        for name, values in found.items()
+    ]
 
 
 def _p90(values: Sequence[float]) -> float:
