@@ -30,7 +30,13 @@ from torch import Tensor
 
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products import fp8_product, int4_product
-from baton.kernels.products.fp8_product import MAX_FEW_ROWS, ScaledMm, multiply_by
+from baton.kernels.products.fp8_product import (
+    MAX_FEW_ROWS,
+    MAX_STREAMED_ROWS,
+    ScaledMm,
+    multiply_by,
+    summands,
+)
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling
 from baton.kernels.products.int4_product import Dequantised
 from baton.kernels.products.int4_triton import Int4Row, Int4Stages, Int4Tiling
@@ -43,6 +49,7 @@ from baton.kernels.products.weights import (
     Fp8Rows,
     Fp8Weight,
     RowScaled,
+    Summands,
 )
 from baton.kernels.row_room import ROWS_AT_ONCE, room_of
 
@@ -56,6 +63,7 @@ _WEIGHT_BYTES = 300 << 20  # of all weights of a graph: more than the L2 cache h
 _MOST_WEIGHTS = 16
 _REPEATS = 5
 _NUM_TOLD = 3
+_MOST_WIDE_PROGRAMS = 530  # four for each multiprocessor of an H200
 _COMPILERS = 14
 _LEAST_SHARED_BYTES, _SHARED_BYTES = 32 << 10, 220 << 10
 _RATES = {"row": FP8_FLOPS, "block": FP8_BLOCK_FLOPS, "int4": FLOPS}
@@ -74,6 +82,13 @@ _STAGES = [
     if outputs * chunks <= (256 if is_turned else 128)
     and outputs * chunks * count >= 192
     and early <= count
+]
+# Of more rows: outputs are the rows of wgmma, and a program has tiles of 128 of those of the batch.
+_WIDE_STAGES = [
+    Fp8Stages(outputs, chunks, count, 2, True, shares, warps)
+    for (outputs, warps), (chunks, count), shares in itertools.product(
+        ((64, 4), (128, 8)), ((1, 4), (1, 6), (2, 3), (2, 4)), (1, 2, 3, 4)
+    )
 ]
 _INT4_TILINGS = [
     Int4Tiling(*one)
@@ -117,6 +132,7 @@ class Chain:
         self.weights = [self._weight(num_outputs, num_inputs, kind) for _ in range(count)]
         self.x = torch.randn(num_rows, num_inputs, device="cuda", dtype=torch.bfloat16)
         self._scales = torch.rand(num_inputs, device="cuda", dtype=torch.bfloat16)
+        self._residual = torch.randn(num_rows, num_outputs, device="cuda", dtype=torch.bfloat16)
 
     @staticmethod
     def _weight(num_outputs: int, num_inputs: int, kind: str) -> Fp8Weight | Int4Weight:
@@ -140,6 +156,20 @@ class Chain:
             return int4_product.multiply_by(way, x, weight, None)
         assert isinstance(x, Fp8Rows) and not isinstance(way, Int4Way)
         return multiply_by(way, x, weight, None)
+
+    def summed(self, weight: Fp8Weight | Int4Weight, way: AnyWay) -> None:
+        """The same, and where ways may differ in it, the norm that adds up what they give."""
+        if len(self.x) <= MAX_FEW_ROWS or not isinstance(weight, BlockScaled):
+            self.product(weight, way)
+            return
+        summand: Tensor | Summands
+        if isinstance(way, Fp8Stages) and way.shares > 1:
+            x = self.norm(weight)
+            assert isinstance(x, Fp8Rows)
+            summand = summands(x, weight, None, way)
+        else:
+            summand = self.product(weight, way)
+        TritonOps().add_rms_norm(summand, self._residual, self._residual[0], 1e-5)
 
     def norm(self, weight: Fp8Weight | Int4Weight) -> Activations:
         reader = None if isinstance(weight, Int4Weight) else weight
@@ -168,7 +198,9 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
     if kind == "int4":
         return _int4_ways(num_rows, num_outputs, num_inputs)
     if num_rows > MAX_FEW_ROWS:
-        return [ScaledMm()]
+        is_streamed = kind == "block" and num_rows <= MAX_STREAMED_ROWS
+        wide = _wide_stages(num_rows, num_outputs, num_inputs) if is_streamed else []
+        return [ScaledMm(), *wide]
     room = max(16, 1 << (num_rows - 1).bit_length())
     stages = [
         one
@@ -184,6 +216,19 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
         *stages,
         *(way for way in tilings if num_outputs / way.outputs >= 60),
         ScaledMm(),
+    ]
+
+
+def _wide_stages(num_rows: int, num_outputs: int, num_inputs: int) -> list[Fp8Stages]:
+    """Shares only of what is added to the residual stream: the norm that adds them up is told."""
+    is_summand = num_outputs <= num_inputs
+    return [
+        way
+        for way in _WIDE_STAGES
+        for programs in [
+            math.ceil(num_outputs / way.outputs) * math.ceil(num_rows / 128) * way.shares
+        ]
+        if 60 <= programs <= _MOST_WIDE_PROGRAMS and (way.shares == 1 or is_summand)
     ]
 
 
@@ -252,7 +297,7 @@ def measure(
             found: list[tuple[Figure, AnyWay]] = []
             for way in ways_of(kind, num_rows, num_outputs, num_inputs):
                 chain.check(way)
-                product = partial(chain.product, way=way)
+                product = partial(chain.summed, way=way)
                 found.append((chain.figure(f"{title}: {way}", product), way))
             found.sort(key=lambda pair: pair[0].median)
             for way_name, way_type in _WAYS.items():

@@ -12,9 +12,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ...kernels.experts.experts import Pairs
 from ...kernels.layers.ops import Ops
-from ...kernels.products.weights import Activations, Fp8Weight, Unscaled, Weight
+from ...kernels.products.weights import Activations, Fp8Weight, Summands, Unscaled, Weight
 from .stages import Stages
 
 
@@ -23,7 +22,7 @@ class Sent:
     """A summand that lies no longer here, but where the ranks add it up."""
 
 
-Summand: TypeAlias = Tensor | Unscaled | Pairs | Sent
+Summand: TypeAlias = Tensor | Unscaled | Summands | Sent
 
 
 class Communicator:

@@ -113,14 +113,6 @@ ExpertInputs: TypeAlias = Tensor | Fp8Groups
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """What each token's experts gave, times its weight; to be summed up."""
-
-    data: Tensor  # [tokens * num_chosen, hidden]
-    num_chosen: int
-
-
-@dataclass(frozen=True, slots=True)
 class Mixture:
     """One layer's experts, as far as this rank has them.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..gluon_kernels import gluon_kernels
-from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture, Pairs
+from ..products.weights import Summands
+from .experts import Fp8Groups, Int4Experts, LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .router_logits_triton import router_logits
@@ -29,10 +30,10 @@ def compute_experts(
     return sum_pairs(products, choice, mixture.first, mixture.num_local)
 
 
-def experts_summand(x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor | Pairs:
+def experts_summand(x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor | Summands:
     """The same for `add_rms_norm`, of a mixture that this rank has all experts of."""
     products, choice = _products(x, mixture, loads, None)
-    return products if choice is None else Pairs(products, mixture.num_chosen)
+    return products if choice is None else Summands(products, mixture.num_chosen)
 
 
 def _products(

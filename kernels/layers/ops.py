@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..experts.experts import LayerLoads, Mixture, Pairs, choose_experts
+from ..experts.experts import LayerLoads, Mixture, choose_experts
 from ..products.int4_weights import Int4Weight
-from ..products.weights import Activations, Fp8Weight, Unscaled, Weight, quantise_activations
+from ..products.weights import (
+    Activations,
+    Fp8Weight,
+    Summands,
+    Unscaled,
+    Weight,
+    quantise_activations,
+)
 
 
 class Ops:
@@ -36,7 +43,9 @@ class Ops:
             x = quantise_activations(x, weight)
         return F.linear(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)
 
-    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor | Unscaled:
+    def summand(
+        self, x: Activations, weight: Weight, bias: Tensor | None
+    ) -> Tensor | Unscaled | Summands:
         """`linear`, for `add_rms_norm`."""
         return self.linear(x, weight, bias)
 
@@ -61,7 +70,7 @@ class Ops:
 
     def add_rms_norm(
         self,
-        x: Tensor | Unscaled | Pairs,
+        x: Tensor | Unscaled | Summands,
         residual: Tensor,
         weight: Tensor,
         eps: float,
@@ -100,7 +109,7 @@ class Ops:
 
     def experts_summand(
         self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
-    ) -> Tensor | Pairs:
+    ) -> Tensor | Summands:
         """`experts`, for `add_rms_norm`, where this rank has all of them."""
         return self.experts(x, mixture, loads)
 

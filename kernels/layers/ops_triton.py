@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from ..experts.experts import LayerLoads, Mixture, Pairs
+from ..experts.experts import LayerLoads, Mixture
 from ..experts.experts_triton import compute_experts, experts_summand
 from ..gluon_kernels import gluon_kernels
 from ..launched import cdiv, launched, next_power_of_2
 from ..peer_reduce_triton import Exchange
-from ..products.fp8_product import multiply, unscaled
+from ..products.fp8_product import multiply, summand
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.int4_product import Dequantised
 from ..products.int4_product import choose as choose_int4
@@ -30,8 +30,10 @@ from ..products.streamed_product import choose_stages
 from ..products.weights import (
     BLOCK,
     Activations,
+    BlockScaled,
     Fp8Weight,
     RowScaled,
+    Summands,
     Unscaled,
     Weight,
 )
@@ -83,11 +85,11 @@ class TritonOps(Ops):
             return product
         return F.linear(x, weight, bias)
 
-    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor | Unscaled:
-        if isinstance(weight, RowScaled) and bias is None:
-            x = quantise(x, weight) if isinstance(x, Tensor) else x
-            if (product := unscaled(x, weight)) is not None:
-                return product
+    def summand(
+        self, x: Activations, weight: Weight, bias: Tensor | None
+    ) -> Tensor | Unscaled | Summands:
+        if isinstance(weight, RowScaled | BlockScaled):
+            return summand(quantise(x, weight) if isinstance(x, Tensor) else x, weight, bias)
         return self.linear(x, weight, bias)
 
     def gated_linear(
@@ -120,7 +122,7 @@ class TritonOps(Ops):
 
     def add_rms_norm(
         self,
-        x: Tensor | Unscaled | Pairs,
+        x: Tensor | Unscaled | Summands,
         residual: Tensor,
         weight: Tensor,
         eps: float,
@@ -133,12 +135,12 @@ class TritonOps(Ops):
 
     def experts_summand(
         self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
-    ) -> Tensor | Pairs:
+    ) -> Tensor | Summands:
         return experts_summand(x, mixture, loads)
 
 
 def _launch_norm(
-    x: Tensor | Unscaled | Pairs,
+    x: Tensor | Unscaled | Summands,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -147,7 +149,7 @@ def _launch_norm(
     has_residual: bool,
 ) -> Activations:
     scales = x if isinstance(x, Unscaled) else None
-    summands = x.num_chosen if isinstance(x, Pairs) else 1
+    summands = x.count if isinstance(x, Summands) else 1
     x = x if isinstance(x, Tensor) else x.data
     num_tokens, dim = residual.shape
     block = next_power_of_2(dim)

@@ -1,10 +1,11 @@
 """Which kernel multiplies with a weight in FP8, by shape and rows.
 
     up to 64 rows     streamed (Hopper), else Triton
-    more              torch's _scaled_mm, where it has the shape and type, else Triton
+    more              torch's _scaled_mm, where it has the shape and type, else Triton; with scales
+                      of blocks, up to 256, streamed where it has few outputs
 
 Scales of rows and outputs cost cuBLAS up to 15 us: what is added to the residual stream is given
-`unscaled`, and the norm that adds it has them too.
+unscaled, and the norm that adds it has them too. It sums up shares of the inputs as well.
 
 What is fastest was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
 """
@@ -22,9 +23,9 @@ from torch import Tensor
 from ..gluon_kernels import gluon_kernels
 from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from .way_table import look_up
-from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Unscaled
+from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Summands, Unscaled
 
-MAX_FEW_ROWS = 64
+MAX_FEW_ROWS, MAX_STREAMED_ROWS = 64, 256
 _ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
 _BLOCKS_ALIGNED = 4 * BLOCK  # cuBLAS steps over rows of scales by multiples of 4
 
@@ -57,10 +58,26 @@ def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) ->
     return fp8_few_rows(x, weight, bias, way if isinstance(way, Fp8Tiling) else _tiling(len(x)))
 
 
-def unscaled(x: Fp8Rows, weight: RowScaled) -> Unscaled | None:
-    """The product of more rows than are few; None where that is not quicker than `multiply`."""
-    if len(x) <= MAX_FEW_ROWS or not can_scale(x, weight):
-        return None
+def summand(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor | Unscaled | Summands:
+    """`multiply`, for the norm that adds it."""
+    if isinstance(weight, RowScaled):
+        is_quicker = bias is None and len(x) > MAX_FEW_ROWS and can_scale(x, weight)
+        return _unscaled(x, weight) if is_quicker else multiply(x, weight, bias)
+    way = choose(x, weight)
+    if isinstance(way, Fp8Stages) and way.shares > 1:
+        return summands(x, weight, bias, way)
+    return multiply_by(way, x, weight, bias)
+
+
+def summands(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, way: Fp8Stages) -> Summands:
+    """The product of each share of the inputs."""
+    module = _streamed(x.data.device)
+    assert module is not None
+    found: Tensor = module.fp8_streamed_summands(x, weight, bias, way)
+    return Summands(found.flatten(0, 1), found.shape[1])
+
+
+def _unscaled(x: Fp8Rows, weight: RowScaled) -> Unscaled:
     one = _one(x.data.device)
     data = torch._scaled_mm(
         x.data,
@@ -95,9 +112,11 @@ def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
         if is_there
     )
     found = look_up(kind, num_rows, num_outputs, num_inputs, kinds)
+    if found is not None and found.rows < num_rows:
+        found = None  # what is fastest of fewer rows may not do
     if found is not None and device.type == "cuda":
         return WAYS[found.kind](**found.way)
-    if "streamed" in kinds:
+    if "streamed" in kinds and num_rows <= MAX_FEW_ROWS:
         return usual_stages(num_outputs)
     return ScaledMm() if "scaled_mm" in kinds and num_rows > 32 else _tiling(num_rows)
 
@@ -115,20 +134,23 @@ def _tiling(num_rows: int) -> Fp8Tiling:
 
 def can_stream(x: Fp8Rows, weight: Fp8Weight) -> bool:
     """Whether fp8_streamed_gluon.py can compute it."""
-    return x.room in (16, 32, 64) and _streams(len(x), x.dtype, x.data.device, weight)
+    most = MAX_STREAMED_ROWS if isinstance(weight, BlockScaled) else MAX_FEW_ROWS
+    has_room = x.room in (16, 32, 64, 128, 256) and len(x) <= most
+    return has_room and _streams(x.dtype, x.data.device, weight)
 
 
 def takes_groups(x: Tensor, weight: Fp8Weight) -> bool:
     """Whether the product of x [rows, ..] with `weight` may be given a scale for each 128 inputs:
     what quantises by them needs no more of a row, and takes half the time."""
-    return isinstance(weight, BlockScaled) or _streams(len(x), x.dtype, x.device, weight)
+    if isinstance(weight, BlockScaled):
+        return True
+    return len(x) <= MAX_FEW_ROWS and _streams(x.dtype, x.device, weight)
 
 
-def _streams(num_rows: int, dtype: torch.dtype, device: torch.device, weight: Fp8Weight) -> bool:
+def _streams(dtype: torch.dtype, device: torch.device, weight: Fp8Weight) -> bool:
     num_outputs, num_inputs = weight.shape
-    is_small = num_rows <= MAX_FEW_ROWS and dtype == torch.bfloat16
     is_whole = num_inputs % BLOCK == 0 and num_outputs % 32 == 0
-    return is_small and is_whole and _streamed(device) is not None
+    return dtype == torch.bfloat16 and is_whole and _streamed(device) is not None
 
 
 def can_scale(x: Fp8Rows, weight: Fp8Weight) -> bool:
@@ -145,7 +167,7 @@ def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """`multiply` by torch: cuBLAS or CUTLASS."""
     num_rows = len(x)
     if isinstance(weight, BlockScaled):
-        data, scale = x.with_room  # in multiples of 16: strides must be aligned
+        data, scale = x.with_room  # strides must be aligned, and scales lie behind each other
         of_weight, is_fast = weight.scale.t(), False
     else:
         data, scale = x.data, x.scale.as_strided((num_rows, 1), (1, 1))

@@ -1,13 +1,16 @@
-"""A weight in FP8 times up to 64 vectors in FP8 on Hopper: streamed_product_gluon.py's way.
+"""A weight in FP8 times up to 256 vectors in FP8 on Hopper: streamed_product_gluon.py's way.
 
     a warp     weight ─TMA─► early stages │ the kernel in front has ended │ vectors ─TMA─► them too
                weight, vectors ─TMA─► each further stage, once it is empty
     four more  a stage is full ─► wgmma ─► it is empty; what it gave, scaled, is added in float32
 
 wgmma takes 64 rows. These are vectors, of which no more are read than there is room for, 16, 32 or
-64; or, turned, outputs: what lies in the other rows of a stage is nobody's. A stage is some chunks
-of 128 inputs, each summed up apart: the matrix units add FP8 products with fewer bits than float32
-has, and scales of blocks belong to one.
+64; or, turned, outputs: what lies in the other rows of a stage is nobody's, and vectors come in
+tiles of up to 128. A stage is some chunks of 128 inputs, each summed up apart: the matrix units add
+FP8 products with fewer bits than float32 has, and scales of blocks belong to one.
+
+Few outputs of many inputs would keep few multiprocessors busy: then programs have shares of the
+inputs, and give a summand each.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
 _TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
 _GROUP = gl.constexpr(BLOCK)
-_WARPS = 4
+_MOST_ROWS = 128  # of a tile
 _SHARED_BYTES = 226 << 10  # of a program, less what Triton takes
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _SCALES_AT_ONCE = gl.constexpr(32)
@@ -47,36 +50,49 @@ def fp8_streamed_product(
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs] in bfloat16.
 
-    At most 64 rows, with room for 16, 32 or 64; inputs a multiple of 128. A row's sums do not
-    depend on the others.
+    At most 64 rows, or 256 if turned and in groups, with room for a power of 2; inputs a multiple
+    of 128. A row's sums do not depend on the others.
     """
+    return fp8_streamed_summands(x, weight, bias, replace(stages, shares=1))[:, 0]
+
+
+def fp8_streamed_summands(
+    x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, stages: Fp8Stages
+) -> Tensor:
+    """The same, of each share of the inputs: [rows, shares, outputs]."""
     num_outputs, num_inputs = weight.shape
     data, _ = x.with_room
     is_grouped = isinstance(weight, BlockScaled) or x.scale.shape[1] > 1
-    groups = _groups(num_inputs, stages.chunks) if is_grouped else 0
-    stages = fitting(stages, x.room, groups)
-    out = torch.empty((len(x), num_outputs), dtype=x.dtype, device=data.device)
-    _fp8_streamed[(cdiv(num_outputs, stages.outputs),)](
-        _boxes(data, x.room),
+    num_steps = cdiv(num_inputs, BLOCK * stages.chunks)
+    shares = min(stages.shares, num_steps)
+    groups = next_power_of_2(cdiv(num_steps, shares) * stages.chunks) if is_grouped else 0
+    rows = min(x.room, _MOST_ROWS)
+    stages = fitting(stages, rows, groups)
+    out = torch.empty((len(x), shares, num_outputs), dtype=x.dtype, device=data.device)
+    _fp8_streamed[(cdiv(num_outputs, stages.outputs), cdiv(len(x), rows), shares)](
+        _boxes(data, rows),
         _boxes(weight.data, stages.outputs),
         x.scale,
         weight.scale,
         weight.scale if bias is None else bias,
         out,
         len(x),
+        x.room,
         num_outputs,
         num_inputs,
         HAS_BIAS=bias is not None,
         IS_BLOCKED=isinstance(weight, BlockScaled),
         GROUPS=groups,
-        ROWS=x.room,
+        ROWS=rows,
         OUTPUTS=stages.outputs,
         CHUNKS=stages.chunks,
         STAGES=stages.count,
         EARLY=stages.early,
+        SHARES=shares,
         IS_TURNED=stages.is_turned,
-        num_warps=_WARPS,
-        maxnreg=registers(stages, x.room),
+        WARPS=stages.warps,
+        num_warps=stages.warps,
+        maxnreg=registers(stages, rows),
         **launch_options(data.device),
     )
     return out
@@ -92,15 +108,16 @@ def fitting(stages: Fp8Stages, room: int, groups: int) -> Fp8Stages:
 
 
 def registers(stages: Fp8Stages, room: int) -> int:
-    """Of a thread that adds up: few, so that what is behind comes in early."""
-    if stages.is_turned:
-        return 48 + max(64, stages.outputs) * room // 128 * (1 + stages.chunks)
-    return 64 + stages.outputs // 2 * (1 + stages.chunks)
-
-
-def _groups(num_inputs: int, chunks: int) -> int:
-    """Rows of the table of scales: whole steps, a power of 2."""
-    return next_power_of_2(cdiv(num_inputs, BLOCK * chunks) * chunks)
+    """Of a thread that adds up: few, so that what is behind comes in early. Of more than four
+    warps, on average with those that do not, which Triton rounds up to four."""
+    if not stages.is_turned:
+        return 64 + stages.outputs // 2 * (1 + stages.chunks)
+    sums = max(64, stages.outputs) * room // (32 * stages.warps)
+    wanted = 48 + sums * (1 + stages.chunks)
+    if stages.warps == 4:
+        return wanted
+    others: int = 4 * _PRODUCER_REGISTERS.value
+    return cdiv(cdiv(min(240, wanted) * stages.warps + others, stages.warps + 4), 8) * 8
 
 
 def _boxes(matrix: Tensor, num_rows: int) -> TensorDescriptor:
@@ -129,11 +146,12 @@ def _ask_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.co
 
 @gluon.jit
 def _ask_vectors(vectors, step, full, xs, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
+    first = gl.program_id(1) * ROWS
     for chunk in gl.static_range(CHUNKS):
         at = xs.index(stage * CHUNKS + chunk)
         if xs.shape[1] > ROWS:
             at = at.slice(0, ROWS, 0)
-        _ask(vectors, [0, (step * CHUNKS + chunk) * _GROUP], full.index(stage), at)
+        _ask(vectors, [first, (step * CHUNKS + chunk) * _GROUP], full.index(stage), at)
 
 
 @gluon.jit
@@ -144,6 +162,7 @@ def _fill(
     ws,
     full,
     empty,
+    begin,
     num_steps,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -153,16 +172,16 @@ def _fill(
     """One warp: have stage after stage filled, as they become empty."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask_weight(matrix, step, full, ws, step, ROWS, CHUNKS)
+        _ask_weight(matrix, begin + step, full, ws, step, ROWS, CHUNKS)
     wait_for_previous(PDL)
     let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask_vectors(vectors, step, full, xs, step, ROWS, CHUNKS)
+        _ask_vectors(vectors, begin + step, full, xs, step, ROWS, CHUNKS)
     for step in range(EARLY, num_steps):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        _ask_weight(matrix, step, full, ws, stage, ROWS, CHUNKS)
-        _ask_vectors(vectors, step, full, xs, stage, ROWS, CHUNKS)
+        _ask_weight(matrix, begin + step, full, ws, stage, ROWS, CHUNKS)
+        _ask_vectors(vectors, begin + step, full, xs, stage, ROWS, CHUNKS)
 
 
 @gluon.jit
@@ -170,7 +189,9 @@ def _bring_scales(
     x_scale,
     of_blocks,
     scales,
+    begin,
     num_groups,
+    room,
     IS_BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
@@ -180,19 +201,21 @@ def _bring_scales(
     GROUPS: gl.constexpr = scales.shape[0]
     X_ROWS: gl.constexpr = scales.shape[1]
     PART: gl.constexpr = _SCALES_AT_ONCE if GROUPS > _SCALES_AT_ONCE else GROUPS
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // ROWS, ROWS // 4], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // ROWS, ROWS // 4], [gl.num_warps(), 1], [1, 0]
+    )
     order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     table = _view(scales, gl.float32, [GROUPS, X_ROWS], order)
     if X_ROWS > ROWS:
         table = table.slice(0, ROWS, 1)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     parts = gl.arange(0, PART, gl.SliceLayout(1, layout))
     wait_for_previous(PDL)  # these warps read what other kernels wrote, too
     for first in gl.static_range(0, GROUPS, PART):
-        groups = first + parts
+        groups = begin + first + parts
         is_there = groups < num_groups
-        at = x_scale + groups[:, None] * ROWS + rows[None, :]
-        of_rows = gl.load(at, mask=is_there[:, None], other=0.0)
+        at = x_scale + groups[:, None] * room + rows[None, :]
+        of_rows = gl.load(at, mask=is_there[:, None] & (rows < room)[None, :], other=0.0)
         if IS_BLOCKED:
             of_rows *= gl.load(of_blocks + groups, mask=is_there, other=0.0)[:, None]
         table.slice(first, PART, 0).store(of_rows)
@@ -207,8 +230,11 @@ def _multiply(
     scales,
     x_scale,
     scale,
+    room,
     num_outputs,
-    num_inputs,
+    num_groups,
+    begin,
+    num_steps,
     sums,
     OUTPUTS: gl.constexpr,
     IS_BLOCKED: gl.constexpr,
@@ -218,14 +244,12 @@ def _multiply(
     IS_TURNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Four warps: add up stage after stage, as they become full."""
+    """All warps but one: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
-    num_groups = gl.cdiv(num_inputs, _GROUP)
-    num_steps = gl.cdiv(num_groups, CHUNKS)
     layout: gl.constexpr = sums.type.layout
     ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
     of_rows: gl.constexpr = gl.SliceLayout(ROW_AXIS, layout)
-    rows = gl.arange(0, xs.shape[1], of_rows)
+    rows = gl.program_id(1) * ROWS + gl.arange(0, xs.shape[1], of_rows)
     zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
     first_output = gl.program_id(0) * OUTPUTS
     places = gl.arange(0, ws.shape[1], gl.SliceLayout(1 - ROW_AXIS, layout))
@@ -238,7 +262,12 @@ def _multiply(
     else:
         of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
     if IS_GROUPED:
-        _bring_scales(x_scale, of_blocks, scales, num_groups, IS_BLOCKED, ROWS, PDL)
+        first_group = begin * CHUNKS
+        # fmt: off
+        _bring_scales(
+            x_scale, of_blocks, scales, first_group, num_groups, room, IS_BLOCKED, ROWS, PDL
+        )
+        # fmt: on
     for step in range(num_steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -271,7 +300,7 @@ def _begin(x, tile, zeros, IS_TURNED: gl.constexpr):
 
 
 @launched
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "room"])
 def _fp8_streamed(
     vectors,
     matrix,
@@ -280,6 +309,7 @@ def _fp8_streamed(
     bias,
     out,
     num_rows,
+    room,
     num_outputs,
     num_inputs,
     HAS_BIAS: gl.constexpr,
@@ -290,7 +320,9 @@ def _fp8_streamed(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
+    SHARES: gl.constexpr,
     IS_TURNED: gl.constexpr,
+    WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     type: gl.constexpr = vectors.dtype
@@ -299,7 +331,7 @@ def _fp8_streamed(
     X_ROWS: gl.constexpr = ROWS if IS_TURNED else _TILE_ROWS
     W_ROWS: gl.constexpr = _TILE_ROWS if IS_TURNED and OUTPUTS < 64 else OUTPUTS
     COLUMNS: gl.constexpr = X_ROWS if IS_TURNED else W_ROWS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 32])
     xs = gl.allocate_shared_memory(type, [chunks, X_ROWS, _GROUP], vectors.layout)
     ws = gl.allocate_shared_memory(type, [chunks, W_ROWS, _GROUP], matrix.layout)
     full, empty = _stage_barriers(STAGES)
@@ -309,7 +341,10 @@ def _fp8_streamed(
         [GROUPS if IS_GROUPED else 1, X_ROWS],
         gl.SwizzledSharedLayout(1, 1, 1, order=[0]),
     )
-    num_steps = gl.cdiv(gl.cdiv(num_inputs, _GROUP), CHUNKS)
+    num_groups = gl.cdiv(num_inputs, _GROUP)
+    num_steps, share = gl.cdiv(num_groups, CHUNKS), gl.program_id(2)
+    begin = num_steps * share // SHARES
+    num_steps = num_steps * (share + 1) // SHARES - begin
     if IS_TURNED:
         sums = gl.zeros((W_ROWS, X_ROWS), gl.float32, layout)
     else:
@@ -326,8 +361,11 @@ def _fp8_streamed(
                     scales,
                     x_scale,
                     scale,
+                    room,
                     num_outputs,
-                    num_inputs,
+                    num_groups,
+                    begin,
+                    num_steps,
                     sums,
                     OUTPUTS,
                     IS_BLOCKED,
@@ -340,7 +378,7 @@ def _fp8_streamed(
             ),
             (
                 _fill,
-                (vectors, matrix, xs, ws, full, empty, num_steps, ROWS, CHUNKS, EARLY, PDL),
+                (vectors, matrix, xs, ws, full, empty, begin, num_steps, ROWS, CHUNKS, EARLY, PDL),
             ),
         ],
         [1],
@@ -356,16 +394,17 @@ def _fp8_streamed(
             by = gl.expand_dims(of_rows, ROW_AXIS) * by
         sums *= by
     if HAS_BIAS:
-        added = gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)
+        is_added = is_output & (share == 0)
+        added = gl.load(bias + outputs, mask=is_added, other=0.0).to(gl.float32)
         sums += gl.expand_dims(added, 1 - ROW_AXIS)
     values = sums.to(gl.bfloat16)
     if IS_TURNED:  # outputs of a vector go together
-        stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
         values = gl.convert_layout(values, stored)
         places = gl.arange(0, W_ROWS, gl.SliceLayout(1, stored))
         outputs = gl.program_id(0) * OUTPUTS + places
-        rows = gl.arange(0, X_ROWS, gl.SliceLayout(0, stored))
+        rows = gl.program_id(1) * ROWS + gl.arange(0, X_ROWS, gl.SliceLayout(0, stored))
         is_row, is_output = rows < num_rows, (places < OUTPUTS) & (outputs < num_outputs)
     rows, outputs = gl.expand_dims(rows, ROW_AXIS), gl.expand_dims(outputs, 1 - ROW_AXIS)
     is_stored = gl.expand_dims(is_row, ROW_AXIS) & gl.expand_dims(is_output, 1 - ROW_AXIS)
-    gl.store(out + rows * num_outputs + outputs, values, mask=is_stored)
+    gl.store(out + (rows * SHARES + share) * num_outputs + outputs, values, mask=is_stored)

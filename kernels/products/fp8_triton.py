@@ -41,6 +41,8 @@ class Fp8Stages:
     count: int
     early: int  # so many stages before the kernel in front has ended
     is_turned: bool = False  # outputs are the rows of wgmma, and the vectors its columns
+    shares: int = 1  # of the inputs, a program each
+    warps: int = 4  # that multiply, each four of them 64 outputs
 
 
 def fp8_few_rows(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, tiling: Fp8Tiling) -> Tensor:

@@ -83,7 +83,7 @@ class Fp8Rows:
         """
         num_inputs = weight.shape[1]
         room = -(-num_rows // 16) * 16
-        if num_rows <= 64:
+        if num_rows <= 2 * BLOCK:
             room = max(16, 1 << (num_rows - 1).bit_length())
         in_groups = in_groups or isinstance(weight, BlockScaled)
         groups = -(-num_inputs // BLOCK) if in_groups else 1
@@ -96,7 +96,8 @@ class Fp8Rows:
 
     @property
     def room(self) -> int:
-        """Rows that there is memory for: 16, 32, 64, then multiples of 16, if made by `empty`."""
+        """Rows that there is memory for: 16, 32, 64, 128, 256, then multiples of 16, if made by
+        `empty`."""
         return self.scale.stride(1)
 
     @property
@@ -128,6 +129,15 @@ class Unscaled:
     data: Tensor  # [rows, outputs], of the type of the model
     of_rows: Tensor  # [rows], float32
     of_outputs: Tensor  # [outputs], float32
+
+
+@dataclass(frozen=True, slots=True)
+class Summands:
+    """Rows that are to be summed up, `count` each: what a token's experts gave, times its weights,
+    or products of shares of the inputs."""
+
+    data: Tensor  # [rows * count, outputs], of the type of the model
+    count: int
 
 
 def spread(scale: Tensor, shape: Sequence[int], first: tuple[int, int] = (0, 0)) -> Tensor:

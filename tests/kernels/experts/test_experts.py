@@ -24,7 +24,6 @@ from baton.kernels.experts.experts import (
     Int4Experts,
     LayerLoads,
     Mixture,
-    Pairs,
     StackedWeights,
     choose_experts,
 )
@@ -47,6 +46,7 @@ from baton.kernels.layers.ops import Ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products.weights import (
     BlockScaled,
+    Summands,
     quantise_activations,
     quantise_blocks,
     quantise_rows,
@@ -135,7 +135,7 @@ def test_a_norm_sums_up_what_experts_gave(num_tokens: int) -> None:
     x, residual = torch.randn(2, num_tokens, 40, device=DEVICE)
     weight = torch.randn(40, device=DEVICE)
     summand = ops.experts_summand(x, mixture, None)
-    assert isinstance(summand, Pairs)
+    assert isinstance(summand, Summands)
     results = []
     for each in (summand, ops.experts(x, mixture, None)):
         added = residual.clone()

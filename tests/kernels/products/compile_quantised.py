@@ -15,7 +15,7 @@ from baton.kernels.experts import fp8_experts_gluon, wide_tiles_gluon
 from baton.kernels.experts.tiles import Persistent
 from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
-from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
+from baton.kernels.products.fp8_streamed_gluon import _fp8_streamed, registers
 from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows
 from baton.kernels.products.int4_row_gluon import _int4_row
 from baton.kernels.products.int4_row_gluon import layout_of as row_layout_of
@@ -78,11 +78,13 @@ def streamed(stages: Fp8Stages, rows: int, is_blocked: bool, groups: int | None 
         "CHUNKS": stages.chunks,
         "STAGES": stages.count,
         "EARLY": stages.early,
+        "SHARES": stages.shares,
         "IS_TURNED": stages.is_turned,
+        "WARPS": stages.warps,
         "PDL": True,
     }
     types = {"vectors": boxes(rows), "matrix": boxes(stages.outputs)}
-    options = {"num_warps": _WARPS, "maxnreg": registers(stages, rows)}
+    options = {"num_warps": stages.warps, "maxnreg": registers(stages, rows)}
     ptx = compiled(_fp8_streamed, constants, types, options, GluonASTSource)
     weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
     assert weight_asked < waited, "the weight waits for what is in front"
@@ -284,6 +286,8 @@ CASES = {
         lambda: streamed(Fp8Stages(32, 1, 6, 3, is_turned=True), 16, False),
         lambda: streamed(Fp8Stages(128, 2, 3, 2, is_turned=True), 64, True),
         lambda: streamed(Fp8Stages(32, 2, 6, 3, is_turned=True), 16, False, groups=32),
+        lambda: streamed(Fp8Stages(64, 2, 3, 2, is_turned=True), 128, True, groups=32),
+        lambda: streamed(Fp8Stages(128, 2, 3, 2, True, 4, 8), 128, True, groups=32),
     ],
     "few_rows": [lambda: few_rows(64, 64, True), lambda: few_rows(64, 16, False)],
     "quantise": [lambda: quantise(2, True), lambda: quantise(1, False)],
