@@ -16,7 +16,7 @@ from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..security.gate import Gate
+from ..security.accepted_keys import AcceptedKeys
 from .service import Parsing
 from .unary_methods import InferenceService
 
@@ -49,7 +49,7 @@ class GrpcServer:
         config: GatewayConfig,
         certificate: CertificateFiles | None,
         door: FrontDoor,
-        gate: Gate,
+        keys: AcceptedKeys | None,
         table: EngineTable,
         view: ClusterView,
     ) -> None:
@@ -57,9 +57,9 @@ class GrpcServer:
         options = _options(config.max_num_requests, shares_port=config.reuse_port)
         self._server = grpc.aio.server(interceptors=[Parsing()], options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._service = InferenceService(door, gate, table, view)
+        self._service = InferenceService(door, keys, table, view)
         self._names: tuple[str, ...] = (SERVICE_NAME,)
-        self._door, self._gate, self._table = door, gate, table
+        self._door, self._keys, self._table = door, keys, table
         self.port = bind(
             self._server, config.host, config.grpc_port, certificate, flag="--grpc-port"
         )
@@ -84,7 +84,7 @@ class GrpcServer:
         except VersionError as error:
             log.warning("smg-grpc-proto is installed, but does not fit protobuf here: %s", error)
             return ()
-        service = vllm_engine.VllmEngineService(self._door, self._gate, self._table)
+        service = vllm_engine.VllmEngineService(self._door, self._keys, self._table)
         vllm_engine.add_to_server(service, self._server)
         return (vllm_engine.SERVICE_NAME,)
 

@@ -22,8 +22,8 @@ from ...proto import codec
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.front_door import FrontDoor
 from ..request.output_chunk import OutputChunk, RequestResult
+from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import Caller, anyone
-from ..security.gate import Gate
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,13 @@ async def abort(context: Context, error: BatonError) -> None:
     await context.abort(status, error.message, tuple(metadata))
 
 
-def caller_of(context: Context, gate: Gate, door: FrontDoor) -> Caller:
+def caller_of(context: Context, keys: AcceptedKeys | None, door: FrontDoor) -> Caller:
     """Raises Unauthenticated."""
+    if keys is None:
+        return anyone("grpc", context.peer())
     metadata = context.invocation_metadata() or ()
     try:
-        shown = [v for k, v in metadata if k == "authorization"]
-        return gate.caller(shown, "grpc", context.peer())
+        return keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
     except Unauthenticated as error:
         door.turned_away(anyone("grpc"), error)
         raise
@@ -132,7 +133,7 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
     """What baton.v1.Inference is there for; unary_methods.py has its other methods."""
 
     _door: FrontDoor
-    _gate: Gate
+    _keys: AcceptedKeys | None  # that are required
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
@@ -146,7 +147,7 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
                 await context.write(chunk_to_wire(generation.call_id, chunk))
 
     def _caller(self, context: Context) -> Caller:
-        return caller_of(context, self._gate, self._door)
+        return caller_of(context, self._keys, self._door)
 
 
 def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:

@@ -26,8 +26,8 @@ from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
+from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import INFER, METRICS, Caller
-from ..security.gate import Gate
 from .service import Context, answering, call_options, caller_of, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
@@ -45,9 +45,9 @@ add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """The service: the whole deployment as one engine."""
 
-    def __init__(self, door: FrontDoor, gate: Gate, table: EngineTable) -> None:
+    def __init__(self, door: FrontDoor, keys: AcceptedKeys | None, table: EngineTable) -> None:
         self._door = door
-        self._gate = gate
+        self._keys = keys
         self._table = table
         self._config = read_json(door.model.model_dir / "config.json")
         self._started_s = time.monotonic()
@@ -137,7 +137,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented
 
     def _caller(self, context: Context) -> Caller:
-        return caller_of(context, self._gate, self._door)
+        return caller_of(context, self._keys, self._door)
 
     def _check_may_use_model(self, context: Context) -> None:
         """Raises Unauthenticated, PermissionDenied, ModelNotFound."""

@@ -146,7 +146,7 @@ class Gateway:
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc = GrpcServer(
-            config, security.certificate, self._door, security.gate, self._table, self._view
+            config, security.certificate, self._door, security.keys, self._table, self._view
         )
         self.host = config.host
         started_unix_s = clock.unix_ns() // 1_000_000_000
@@ -160,7 +160,7 @@ class Gateway:
             self._telemetry,
             self._share.scope,
         )
-        app = build_app(parts, Access(security.gate, security.sessions, config))
+        app = build_app(parts, Access(security.keys, security.sessions, config))
         self._knows_chats = app[CHAT_MODEL].template is not None
         own_port = config.own_http_port
         if own_port is None and config.reuse_port:

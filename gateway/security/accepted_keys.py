@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...cluster.secret import ClusterSecret, operator_key
 from ...core.errors import Unauthenticated
@@ -24,9 +25,9 @@ class AcceptedKeys:
         self._ring = ring
         self._operators = tuple(map(_operator, cluster_secret.accepted))
 
-    def shown(self, authorization: Sequence[str | bytes]) -> ApiKey:
-        """The key in the `Authorization` headers; raises Unauthenticated."""
-        return self.key(_bearer(authorization))
+    def caller(self, authorization: Sequence[str | bytes], front: str) -> Caller:
+        """Who shows these `Authorization` headers; raises Unauthenticated."""
+        return replace(self.key(_bearer(authorization)).caller, front=front)
 
     def key(self, text: str) -> ApiKey:
         """The key that was shown; raises Unauthenticated."""

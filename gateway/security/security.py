@@ -12,8 +12,8 @@ from ...cluster.tls import CertificateFiles, ClusterTls
 from ...core.channels.addresses import host_id
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
+from .accepted_keys import AcceptedKeys
 from .browser_sessions import BrowserSessions
-from .gate import Gate
 from .key_file import KeyRing
 from .tenancy import Tenancy
 
@@ -23,11 +23,12 @@ _SALT_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """`certificate` None: plain text; `cluster_tls` None: the same towards the nodes."""
+    """`certificate` None: plain text; `cluster_tls` None: the same towards the nodes; `keys` None:
+    none are required."""
 
     certificate: CertificateFiles | None
     cluster_tls: ClusterTls | None
-    gate: Gate
+    keys: AcceptedKeys | None
     sessions: BrowserSessions
     tenancy: Tenancy
 
@@ -37,7 +38,7 @@ class Security:
         missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
         check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
         ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
-        gate, secret = Gate(ring, ClusterSecret.of(cluster)), cluster.cluster_secret
+        keys, secret = AcceptedKeys(ring, ClusterSecret.of(cluster)), cluster.cluster_secret
         certificate = None
         if config.tls_cert is not None and config.tls_key is not None:
             chain, key = Path(config.tls_cert), Path(config.tls_key)
@@ -49,8 +50,8 @@ class Security:
         return cls(
             certificate,
             ClusterTls.of(cluster),
-            gate,
-            BrowserSessions(gate.keys, clock, cookie_key),
+            None if ring is None else keys,
+            BrowserSessions(keys, clock, cookie_key),
             Tenancy(clock, salts, shares_prefixes=config.share_prefix_across_tenants),
         )
 

@@ -16,9 +16,9 @@ from baton.gateway.http import login
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access
 from baton.gateway.http.protocol.app_state import APP_STATE
 from baton.gateway.http.protocol.errors import answering
+from baton.gateway.security.accepted_keys import AcceptedKeys
 from baton.gateway.security.browser_sessions import BrowserSessions
 from baton.gateway.security.caller import METRICS
-from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import KeyRing, add_key
 
 
@@ -26,16 +26,14 @@ class Guarded:
     """A gateway that asks for keys, with a page that says nothing."""
 
     def __init__(self, key_file: Path) -> None:
-        self._gate = Gate(KeyRing(key_file), ClusterSecret())
+        self._keys = AcceptedKeys(KeyRing(key_file), ClusterSecret())
 
     def app(self, _: float | None) -> web.Application:
         async def page(request: web.Request) -> web.Response:
             return web.Response(text="inside")
 
         app = web.Application(middlewares=[answering, check_access])
-        app[ACCESS] = Access(
-            self._gate, BrowserSessions(self._gate.keys, FakeClock()), GatewayConfig()
-        )
+        app[ACCESS] = Access(self._keys, BrowserSessions(self._keys, FakeClock()), GatewayConfig())
         door = SimpleNamespace(turned_away=lambda *_: None, is_draining=False)
         app[APP_STATE] = SimpleNamespace(door=door)
         app.add_routes([*login.ROUTES, web.get("/dashboard", page)])

@@ -18,9 +18,9 @@ from aiohttp import web
 
 from ....core.config import GatewayConfig
 from ....core.errors import BatonError, PermissionDenied, Unauthenticated
+from ...security.accepted_keys import AcceptedKeys
 from ...security.browser_sessions import COOKIE, BrowserSessions
 from ...security.caller import ADMIN, INFER, METRICS, Caller, anyone
-from ...security.gate import Gate
 from .app_state import APP_STATE, AT_DOOR, CALLER
 from .connections import check_head
 from .errors import Handler, Refusal
@@ -48,11 +48,13 @@ _ADMIN_PATHS = frozenset({"v1/load_lora_adapter", "v1/unload_lora_adapter"})
 
 
 class Access:
-    """The rules of one server."""
+    """The rules of one server. `keys` None: none are required."""
 
-    def __init__(self, gate: Gate, sessions: BrowserSessions, config: GatewayConfig) -> None:
+    def __init__(
+        self, keys: AcceptedKeys | None, sessions: BrowserSessions, config: GatewayConfig
+    ) -> None:
         self.sessions = sessions
-        self._gate = gate
+        self._keys = keys
         further = [name.strip() for name in config.allowed_hosts.split(",")]
         self._allows_all = "*" in further
         names = {"localhost", config.host, socket.gethostname(), *further} - {""}
@@ -86,8 +88,8 @@ class Access:
         scope = _scope(request)
         if scope is None:
             return anyone("http")
-        if not self._gate.requires_keys:
-            return self._gate.caller((), "http", _peer(request))
+        if self._keys is None:
+            return anyone("http", _peer(request))
         shown = request.headers.getall("Authorization", [])
         if request.path.startswith("/v1/messages"):  # Anthropic's clients show their key so
             shown = [*shown, *(f"Bearer {k}" for k in request.headers.getall("X-Api-Key", []))]
@@ -95,7 +97,7 @@ class Access:
         if not shown and cookie and scope == METRICS and request.method in ("GET", "HEAD"):
             caller = self.sessions.caller(cookie)
         else:
-            caller = self._gate.caller(shown, "http")
+            caller = self._keys.caller(shown, "http")
         caller.check_scope(scope)
         return caller
 

@@ -13,7 +13,7 @@ from baton.core.channels.handshake import Dialer, Listener, key_id
 from baton.core.config import ClusterConfig
 from baton.core.errors import StartupFailed, Unauthenticated
 from baton.core.membership import Member, Role
-from baton.gateway.security.gate import Gate
+from baton.gateway.security.accepted_keys import AcceptedKeys
 
 OLD, NEW = "the secret of last year", "the secret of this year"
 STEPS = (
@@ -95,11 +95,11 @@ def test_a_key_s_id_is_not_the_key_and_not_another_s() -> None:
 
 
 def test_both_operators_may_look_meanwhile() -> None:
-    gate = Gate(None, ClusterSecret(NEW, OLD))
+    accepted = AcceptedKeys(None, ClusterSecret(NEW, OLD))
     for secret in (OLD, NEW):
-        assert gate.keys.key(operator_key(secret)).caller.tenant == "@operator"
+        assert accepted.key(operator_key(secret)).caller.tenant == "@operator"
     with pytest.raises(Unauthenticated):
-        gate.keys.key(operator_key("another"))
+        accepted.key(operator_key("another"))
 
 
 def test_a_secret_is_not_shown() -> None:

@@ -24,9 +24,9 @@ from baton.gateway.http.login import log_in
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access, scope_of
 from baton.gateway.http.protocol.app_state import APP_STATE, CALLER
 from baton.gateway.http.protocol.errors import Refusal, answering
+from baton.gateway.security.accepted_keys import AcceptedKeys
 from baton.gateway.security.browser_sessions import COOKIE, BrowserSessions
 from baton.gateway.security.caller import ADMIN, INFER, METRICS, SCOPES, Caller, Limits
-from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import KeyRing, add_key, digest_of
 from baton.gateway.security.tenancy import Tenancy
 
@@ -39,9 +39,9 @@ def keys(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def access(tmp_path: Path, keys: dict[str, str]) -> Access:
-    gate = Gate(KeyRing(tmp_path / "keys.json"), ClusterSecret())
+    accepted = AcceptedKeys(KeyRing(tmp_path / "keys.json"), ClusterSecret())
     return Access(
-        gate, BrowserSessions(gate.keys, FakeClock()), GatewayConfig(allowed_hosts="my.host, B")
+        accepted, BrowserSessions(accepted, FakeClock()), GatewayConfig(allowed_hosts="my.host, B")
     )
 
 
@@ -111,8 +111,8 @@ def test_foreign_hosts(access: Access, hosts: list[str]) -> None:
 
 
 def test_all_hosts_may_be_allowed() -> None:
-    gate = Gate(None, ClusterSecret())
-    access = Access(gate, BrowserSessions(gate.keys, FakeClock()), GatewayConfig(allowed_hosts="*"))
+    sessions = BrowserSessions(AcceptedKeys(None, ClusterSecret()), FakeClock())
+    access = Access(None, sessions, GatewayConfig(allowed_hosts="*"))
     access.check_host(["any.where:1"])
 
 
@@ -226,8 +226,8 @@ def test_a_cookie_says_nothing_of_its_key(
 ) -> None:
     cookie, digest = access.sessions.open(keys[METRICS]), digest_of(keys[METRICS])
     assert digest.hex() not in cookie
-    gate = Gate(KeyRing(tmp_path / "keys.json"), ClusterSecret())
-    other = BrowserSessions(gate.keys, FakeClock()).open(keys[METRICS])
+    accepted = AcceptedKeys(KeyRing(tmp_path / "keys.json"), ClusterSecret())
+    other = BrowserSessions(accepted, FakeClock()).open(keys[METRICS])
     assert not set(cookie.split(".")[1:]) & set(other.split(".")[1:]), "of no use elsewhere"
     until, reference, tag = cookie.split(".")
     for forged in (f"{until}.{digest.hex()}.{tag}", f"{until}.{reference}.{reference}", "é.é.é"):
@@ -261,8 +261,8 @@ async def test_a_key_in_the_url_is_no_key(access: Access, keys: dict[str, str]) 
 
 
 async def test_without_keys_hosts_and_origins_are_judged_all_the_same() -> None:
-    gate = Gate(None, ClusterSecret())
-    access = Access(gate, BrowserSessions(gate.keys, FakeClock()), GatewayConfig())
+    sessions = BrowserSessions(AcceptedKeys(None, ClusterSecret()), FakeClock())
+    access = Access(None, sessions, GatewayConfig())
     assert (await ask(access, "/admin/drain", "POST"))[0] == 200
     assert (await ask(access, "/metrics", Host="evil.example"))[0] == 421
     assert (await ask(access, "/v1/completions", "POST", Origin="http://evil.example"))[0] == 403

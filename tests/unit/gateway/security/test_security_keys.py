@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from baton.cluster.secret import ClusterSecret, operator_key, session_key
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import ModelNotFound, PermissionDenied, StartupFailed, Unauthenticated
-from baton.gateway.security.accepted_keys import MAX_CREDENTIAL_CHARS
+from baton.gateway.security.accepted_keys import MAX_CREDENTIAL_CHARS, AcceptedKeys
 from baton.gateway.security.browser_sessions import SESSION_S, BrowserSessions
 from baton.gateway.security.caller import ADMIN, INFER, METRICS, Caller, Limits, anyone
-from baton.gateway.security.gate import Gate
 from baton.gateway.security.key_file import BadKeyFile, KeyRing, add_key, load_keys, parse_keys
 from baton.gateway.security.security import Security
 
@@ -34,8 +33,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def gate_of(path: Path, secret: str | None = None) -> Gate:
-    return Gate(KeyRing(path), ClusterSecret(secret))
+def accepted_in(path: Path, secret: str | None = None) -> AcceptedKeys:
+    return AcceptedKeys(KeyRing(path), ClusterSecret(secret))
 
 
 def test_a_key_is_shown_once_and_filed_as_its_hash(path: Path) -> None:
@@ -55,7 +54,7 @@ def test_another_key_keeps_what_is_there_and_may_change_the_tenant(path: Path) -
     add_key(path, "globex", frozenset({METRICS}))
     add_key(path, "acme", frozenset({ADMIN}), models=frozenset({"demo"}))
     assert [k.caller.tenant for k in load_keys(path)] == ["acme", "globex", "acme"]
-    caller = gate_of(path).caller([f"Bearer {first}"], "http")
+    caller = accepted_in(path).caller([f"Bearer {first}"], "http")
     assert replace(caller, caller_id=0) == Caller(
         "acme", frozenset({INFER}), "http", frozenset({"demo"}), Limits(tokens_per_minute=9)
     )
@@ -132,9 +131,9 @@ def test_a_file_that_others_may_write_to_is_refused(path: Path) -> None:
 
 def test_what_a_caller_may_show(path: Path) -> None:
     key = add_key(path, "acme", frozenset({INFER}))
-    gate = gate_of(path)
+    accepted = accepted_in(path)
     for good in (f"Bearer {key}", f"bearer {key}", f"BEARER  {key}"):
-        assert gate.caller([good], "grpc").tenant == "acme"
+        assert accepted.caller([good], "grpc").tenant == "acme"
     bad: list[list[str | bytes]] = [
         [], [""], ["Bearer"], ["Bearer "], [f"Basic {key}"], [key], [f"Bearer {key}"] * 2,
         [f"Bearer {key[:-1]}"], [f"Bearer {key}x"], [f"Bearer {key.swapcase()}"],
@@ -143,7 +142,7 @@ def test_what_a_caller_may_show(path: Path) -> None:
     ]  # fmt: skip
     for shown in bad:
         with pytest.raises(Unauthenticated) as raised:
-            gate.caller(shown, "grpc")
+            accepted.caller(shown, "grpc")
         assert key[:12] not in raised.value.message
 
 
@@ -152,7 +151,7 @@ def test_every_entry_is_compared_whichever_fits(
 ) -> None:
     """Whether, and where, a key stands in the file does not show in the time that it takes."""
     keys = [add_key(path, "acme", ALL) for _ in range(5)]
-    gate, compared = gate_of(path), []
+    accepted, compared = accepted_in(path), []
 
     def compare(a: bytes, b: bytes) -> bool:
         compared.append(a)
@@ -162,27 +161,20 @@ def test_every_entry_is_compared_whichever_fits(
     for key in (keys[0], keys[4], "bk-wrong"):
         compared.clear()
         try:
-            gate.keys.key(key)
+            accepted.key(key)
         except Unauthenticated:
             assert key == "bk-wrong"
         assert len(compared) == 5
 
 
-def test_without_a_file_everybody_is_anyone() -> None:
-    gate = Gate(None, ClusterSecret("secret"))
-    assert not gate.requires_keys
-    assert replace(gate.caller(["nonsense"], "http"), caller_id=0) == anyone("http")
-
-
 def test_queues_tell_callers_apart_by_key_or_else_by_connection(path: Path) -> None:
     first, second = (f"Bearer {add_key(path, 'acme', frozenset({INFER}))}" for _ in range(2))
-    gates = gate_of(path), gate_of(path)  # of two gateways
-    ids = [gate.caller([first], "grpc", peer).caller_id for gate in gates for peer in ("a", "b")]
+    gateways = accepted_in(path), accepted_in(path)
+    ids = [accepted.caller([first], "grpc").caller_id for accepted in gateways]
     assert len(set(ids)) == 1
-    assert gates[0].caller([second], "grpc", "a").caller_id not in ids
-    gates = Gate(None, ClusterSecret()), Gate(None, ClusterSecret())
-    found = [gate.caller([], "grpc", peer).caller_id for gate in gates for peer in ("a", "b", "a")]
-    assert (found[0], found[3]) == (found[2], found[5]) and len(set(found)) == 4
+    assert gateways[0].caller([second], "grpc").caller_id not in ids
+    found = [anyone("grpc", connection).caller_id for connection in ("a", "b", "a")]
+    assert found[0] == found[2] != found[1]
     assert all(0 <= caller_id < 1 << 64 for caller_id in (*ids, *found))
 
 
@@ -190,41 +182,41 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = add_key(path, "acme", ALL)
-    gate = gate_of(path)
+    accepted = accepted_in(path)
     new = add_key(path, "globex", ALL)
-    assert gate.keys.key(new).caller.tenant == "globex"
+    assert accepted.key(new).caller.tenant == "globex"
     path.write_text("{")
-    assert gate.keys.key(old).caller.tenant == "acme"
-    assert gate.keys.key(new).caller.tenant == "globex"
+    assert accepted.key(old).caller.tenant == "acme"
+    assert accepted.key(new).caller.tenant == "globex"
     assert [r.levelname for r in caplog.records].count("ERROR") == 1, "said once"
     path.unlink()
-    assert gate.keys.key(old), "a file that is being replaced is not an empty one"
+    assert accepted.key(old), "a file that is being replaced is not an empty one"
     path.write_text('{"tenants": {}, "keys": []}')
     with pytest.raises(Unauthenticated):
-        gate.keys.key(old)
+        accepted.key(old)
 
 
 def test_a_file_that_is_put_right_counts_at_once(path: Path) -> None:
     """Neither its content nor the time of its writing need change for that."""
     old = add_key(path, "acme", ALL)
-    gate = gate_of(path)
+    accepted = accepted_in(path)
     new = add_key(path, "globex", ALL)
     path.chmod(0o664)
     with pytest.raises(Unauthenticated):
-        gate.keys.key(new)
+        accepted.key(new)
     path.chmod(0o600)
-    assert gate.keys.key(old) and gate.keys.key(new)
+    assert accepted.key(old) and accepted.key(new)
 
 
 def test_who_knows_the_cluster_secret_may_look_and_administer_but_not_infer(path: Path) -> None:
     add_key(path, "acme", ALL)
-    caller = gate_of(path, "secret").caller([f"Bearer {operator_key('secret')}"], "grpc")
+    caller = accepted_in(path, "secret").caller([f"Bearer {operator_key('secret')}"], "grpc")
     assert caller.scopes == {METRICS, ADMIN}
     assert caller.tenant not in {"", "acme"}
     with pytest.raises(Unauthenticated):
-        gate_of(path, "secret").keys.key(operator_key("other"))
+        accepted_in(path, "secret").key(operator_key("other"))
     with pytest.raises(Unauthenticated):
-        gate_of(path, None).keys.key(operator_key(""))
+        accepted_in(path, None).key(operator_key(""))
 
 
 def test_scopes_and_models_of_a_caller() -> None:
@@ -256,7 +248,7 @@ def test_a_model_that_is_not_served_is_nobodys(name: str) -> None:
 def test_a_session_reads_until_its_time_or_its_key_ends(path: Path) -> None:
     key = add_key(path, "acme", ALL)
     clock = FakeClock()
-    sessions = BrowserSessions(gate_of(path).keys, clock)
+    sessions = BrowserSessions(accepted_in(path), clock)
     cookie = sessions.open(key)
     assert key not in cookie
     assert sessions.caller(cookie).scopes == {METRICS}, "whatever the key may do"
@@ -298,14 +290,14 @@ def test_a_login_holds_on_one_host_alone() -> None:
 def test_no_other_cookie_opens_anything(path: Path) -> None:
     key = add_key(path, "acme", ALL)
     weak = add_key(path, "acme", frozenset({INFER}))
-    gate = gate_of(path)
-    sessions = BrowserSessions(gate.keys, FakeClock())
+    accepted = accepted_in(path)
+    sessions = BrowserSessions(accepted, FakeClock())
     with pytest.raises(PermissionDenied):
         sessions.open(weak)
     cookie = sessions.open(key)
     until, digest, tag = cookie.split(".")
     later = f"{int(until) + 1}.{digest}.{tag}"
-    other = BrowserSessions(gate.keys, FakeClock()).open(key)
+    other = BrowserSessions(accepted, FakeClock()).open(key)
     for bad in (
         "",
         ".",
