@@ -72,8 +72,10 @@ class _Gateway:
         valid = ValidatedRequest(_PROMPT, sampling, "", caller_id=self._count)
         route = PromptRouter(self._table, valid).choose(demand, avoid=Avoid(), fingerprint=None)
         request = Request(f"{self._count:032x}", 0, _PROMPT, sampling)
-        route.dispatch(request, Work.PREFILL, None, 10.0)
-        route.dispatch(request, Work.DECODE, None, 10.0)
+        route.prefill.dispatch(
+            request, Work.PREFILL, None, 10.0, route.cached_tokens[0], route.fetch
+        )
+        route.decode.dispatch(request, Work.DECODE, None, 10.0, route.cached_tokens[1], route.fetch)
         names = route.prefill.incarnation, route.decode.incarnation
         prefill, decode = (self._table.engines[name] for name in names)
         self._open.append((prefill, decode, request.request_id))

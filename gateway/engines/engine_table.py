@@ -56,7 +56,7 @@ class EngineTable:
         found: dict[str, dict[str, int]] = {}
         for name, prefix in cached.items():
             engine = self.engines.get(name)
-            if engine and engine.load is not None and name not in avoid.incarnations:
+            if engine and engine.load is not None and name not in avoid:
                 size = engine.member.block_size
                 most = (num_tokens - 1) // size * size
                 found.setdefault(engine.fingerprint, {})[name] = min(prefix.lendable_tokens, most)

@@ -43,15 +43,16 @@ class PlanRecord:
     ) -> None:
         """A request of so many tokens goes there, by these engines' states, after it got a prefix
         from the engine of that name, if any."""
+        is_alone = route.prefill is route.decode
         if is_retry:
             self.decisions["retry"] += 1
-        elif route.is_local:
+        elif is_alone:
             self.decisions["local"] += 1
         elif route.cached_tokens[0]:
             self.decisions["cached_prefix"] += 1
         else:
             self.decisions["least_loaded"] += 1
-        now_s, kind = self.clock.monotonic_s(), ALONE if route.is_local else PAIR
+        now_s, kind = self.clock.monotonic_s(), ALONE if is_alone else PAIR
         sums = self._sums(now_s)
         sums[kind, "plans"] += 1
         if prefix_from:

@@ -110,12 +110,10 @@ class PromptRouter:
         self, states: list[EngineState], demand: Demand, avoid: Avoid, fingerprint: str | None
     ) -> tuple[str, str, Fetch | None]:
         """Who computes the prompt and who goes on, and what the first is to get from another."""
-        suspects, num_tokens = self.table.suspects, demand.num_tokens
-        policy, caller_id = self.table.policy, self.request.caller_id
+        num_tokens, caller_id, policy = demand.num_tokens, self.request.caller_id, self.table.policy
         choose = partial(policy.choose, states, num_tokens, caller_id, fingerprint=fingerprint)
-        clear = suspects.keep_clear(avoid) if suspects.trials else avoid
         try:
-            prefill, decode = choose(avoid=clear)
+            prefill, decode = choose(avoid=avoid | self.table.suspects.engines)
         except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
             prefill, decode = choose(avoid=avoid)
         state = next(state for state in states if state.incarnation == prefill)

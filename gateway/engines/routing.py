@@ -184,7 +184,7 @@ def choose_plan(
     engines: Iterable[EngineState],
     num_tokens: int,
     *,
-    avoid: Avoid = Avoid(),  # noqa: B008 (frozen)
+    avoid: Avoid = frozenset(),
     fingerprint: str | None = None,
     chance: random.Random | None = None,
 ) -> Plan:
@@ -195,14 +195,13 @@ def choose_plan(
     Unavailable, naming the missing role or link, or MustWait.
     """
     usable = [engine for engine in engines if not engine.is_draining]
-    if avoid.incarnations:
-        usable = [engine for engine in usable if engine.incarnation not in avoid.incarnations]
     if fingerprint is not None:
         usable = [engine for engine in usable if engine.fingerprint == fingerprint]
-    if avoid.pairs:  # an engine with itself: not alone
+    if avoid:  # an engine with itself: not alone
         usable = [
-            e._replace(keeps_promise=False) if (e.incarnation,) * 2 in avoid.pairs else e
+            e._replace(keeps_promise=False) if (e.incarnation,) * 2 in avoid else e
             for e in usable
+            if e.incarnation not in avoid
         ]
     role = Role.PREFILL
     prefill = [engine for engine in usable if engine.role is role]
@@ -266,7 +265,7 @@ class _Pairs:
     def __init__(self, sources: list[_Source], pullers: list[_Puller], avoid: Avoid) -> None:
         self._sources = sorted(sources)
         self._pullers = sorted(pullers)
-        self._avoided = avoid.pairs
+        self._avoided = avoid
         self._found: dict[str, list[_Puller]] = {}  # linked to it, by source
 
     def best(self) -> _Pair | None:
@@ -365,12 +364,12 @@ def _linked(
 ) -> list[EngineState]:
     """The decode engines that are linked to one of these prefill engines, in a pair to be tried."""
     names = frozenset(engine.incarnation for engine in prefill)
-    if not avoid.pairs:
+    if not avoid:
         return [engine for engine in decode if not names.isdisjoint(engine.links)]
     return [
         engine
         for engine in decode
-        if any((name, engine.incarnation) not in avoid.pairs for name in names & engine.links)
+        if any((name, engine.incarnation) not in avoid for name in names & engine.links)
     ]
 
 

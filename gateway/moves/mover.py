@@ -103,7 +103,7 @@ class RequestMover:
                     log.info("%s: its prompt is planned again", session.call_id)
                     self._table.plans.moves["planned_again"] += 1
                     here = engine.incarnation
-                    avoid = Avoid(pairs=frozenset((here, other.incarnation) for other in engines))
+                    avoid = Avoid((here, other.incarnation) for other in engines)
                     self._sessions.act(session, session.plan_again, avoid)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
@@ -158,7 +158,7 @@ def _beside_decodes_since_s(session: Session) -> float | None:
     attempt, is_search = session.attempt, session.request.sampling.use_beam_search
     if attempt is None or attempt.number or is_search or not session.is_alone:
         return None
-    return attempt.began_s if attempt.route.is_local and not attempt.has_tokens else None
+    return attempt.began_s if attempt.is_local and not attempt.has_tokens else None
 
 
 def _computes_prompts_alone(engine: LinkedEngine) -> bool:

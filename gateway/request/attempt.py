@@ -36,7 +36,8 @@ class Attempt:
         self.began_s = began_s
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
-        self.is_handed_over = route.is_local  # nothing is to be
+        self.is_local = self.pair[0] == self.pair[1]  # no KV is handed off
+        self.is_handed_over = self.is_local
         self.finish_reason: FinishReason | None = None
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
@@ -61,12 +62,14 @@ class Attempt:
     ) -> None:
         """To its two engines, or to the one. `trial_side`: of the pair, where it is on trial."""
         asked = self._answer.rest(self.number, fork_ids, may_refuse=may_refuse)
-        works = [Work.LOCAL] if self.route.is_local else [Work.PREFILL, Work.DECODE]
-        ticket = None if self.route.is_local else Ticket(entropy.new_id(), *self.pair)
+        works = [Work.LOCAL] if self.is_local else [Work.PREFILL, Work.DECODE]
+        ticket = None if self.is_local else Ticket(entropy.new_id(), *self.pair)
+        route = self.route
         for side, work in enumerate(works):
-            is_on_trial = trial_side is not None and (work is Work.LOCAL or side == trial_side)
+            is_on_trial = trial_side is not None and (self.is_local or side == trial_side)
             request = replace(asked, is_on_trial=True) if is_on_trial else asked
-            self.route.dispatch(request, work, ticket, deadline_remaining_s)
+            link, num_cached = (route.prefill, route.decode)[side], route.cached_tokens[side]
+            link.dispatch(request, work, ticket, deadline_remaining_s, num_cached, route.fetch)
 
     def expects(self, incarnation: str, attempt: int) -> bool:
         """Whether a message belongs to this attempt."""
@@ -152,7 +155,7 @@ class Attempt:
 
     def survives(self, incarnation: str, error: BatonError, *, now_s: float) -> bool:
         """Whether the attempt can go on without this engine, perhaps in doubt."""
-        if incarnation == self.pair[0] and not self.route.is_local:
+        if incarnation == self.pair[0] and not self.is_local:
             if self._has_first_token and self.is_handed_over:
                 return True
             if self._has_first_token and error.is_retryable and self.pair[1] in self._holders:

@@ -101,29 +101,9 @@ class Route:
     cached_tokens: tuple[int, int] = (0, 0)
     fetch: Fetch | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """Whether no KV is handed off."""
-        return self.prefill.incarnation == self.decode.incarnation
 
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-    ) -> None:
-        """To the one of the two whose work that is."""
-        is_decode = work is not Work.PREFILL
-        link, num_cached = (self.prefill, self.decode)[is_decode], self.cached_tokens[is_decode]
-        link.dispatch(request, work, ticket, deadline_remaining_s, num_cached, self.fetch)
-
-
-@dataclass(frozen=True, slots=True)
-class Avoid:
-    """Engines and (prefill, decode) pairs that failed this request a moment ago."""
-
-    incarnations: frozenset[str] = frozenset()
-    pairs: frozenset[tuple[str, str]] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.incarnations or self.pairs)
+# Engines, and (prefill, decode) pairs of them, that failed a request a moment ago: incarnations.
+Avoid: TypeAlias = frozenset[str | tuple[str, str]]
 
 
 class Blocked(enum.Enum):

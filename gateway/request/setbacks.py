@@ -73,10 +73,6 @@ class Suspects:
     def engines(self) -> frozenset[str]:
         return frozenset([engine for _, engine in self.trials.values()])
 
-    def keep_clear(self, avoid: Avoid) -> Avoid:
-        """`avoid`, and every engine with a trial."""
-        return Avoid(avoid.incarnations | self.engines, avoid.pairs)
-
     def tries(self, call_id: str) -> bool:
         """Whether a sample of this call is on trial."""
         return any(call == call_id for call, _ in self.trials.values())
@@ -176,7 +172,7 @@ class Setbacks:
     @property
     def avoid(self) -> Avoid:
         """Where it is not to go now; a suspect, to no engine with a trial either."""
-        return self._suspects.keep_clear(self._avoid) if self.is_suspect else self._avoid
+        return self._avoid | self._suspects.engines if self.is_suspect else self._avoid
 
     def waits_for_trials(self) -> bool:
         """Whether there may be engines for it once other suspects' trials are over."""
@@ -241,7 +237,7 @@ class Setbacks:
         if isinstance(error, TrialRefused):
             self._leave_out(incarnation, attempt.pair)
         else:
-            self._plan_without(Avoid(frozenset({incarnation})))
+            self._plan_without(Avoid({incarnation}))
 
     def plan_again(self, attempt: Attempt, avoid: Avoid) -> None:
         """Its engine does not get on with it alone: as if it had not taken it."""
@@ -259,9 +255,7 @@ class Setbacks:
         session = self._session
         if self.num_refusals == 1:
             before = self._avoid, self._avoid_until_s
-            self._avoid = Avoid(
-                self._avoid.incarnations | avoid.incarnations, self._avoid.pairs | avoid.pairs
-            )
+            self._avoid |= avoid
             self._avoid_until_s = math.inf
             session.try_dispatch()
             self._avoid, self._avoid_until_s = before
@@ -308,11 +302,7 @@ class Setbacks:
 
     def _leave_out(self, blamed: str | None, pair: tuple[str, str]) -> None:
         """This engine, for a moment; None: the pair."""
-        avoid = self._avoid
-        if blamed is None:
-            self._avoid = Avoid(avoid.incarnations, avoid.pairs | {pair})
-        else:
-            self._avoid = Avoid(avoid.incarnations | {blamed}, avoid.pairs)
+        self._avoid |= {pair if blamed is None else blamed}
         self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
         self._settle()
 
@@ -349,8 +339,8 @@ class Setbacks:
     def _suspect(self, attempt: Attempt, died: str, error: EngineFailed) -> None:
         """An engine that does both died while it decoded if it had brought a token."""
         self._num_deaths += 1
-        is_both = attempt.route.is_local
-        self.suspect_side = int(attempt.has_tokens) if is_both else attempt.pair.index(died)
+        is_alone = attempt.is_local
+        self.suspect_side = int(attempt.has_tokens) if is_alone else attempt.pair.index(died)
         if self._is_convicted:
             convicted = self._suspects.convicted
             convicted[self._call_id] = error  # remembered while samples of the call may wait

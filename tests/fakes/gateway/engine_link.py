@@ -66,7 +66,7 @@ class FakeRouter:
         for prefill in self.prefill:
             for decode in self.decode:
                 pair = (prefill.incarnation, decode.incarnation)
-                is_bad = pair in avoid.pairs or bool(avoid.incarnations & set(pair))
+                is_bad = not avoid.isdisjoint((pair, *pair))
                 if not is_bad and fingerprint in (None, prefill.fingerprint):
                     if self.blocked is not None:
                         raise MustWait(self.blocked)

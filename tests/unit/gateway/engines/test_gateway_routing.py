@@ -138,11 +138,11 @@ def test_a_request_waits_here_for_a_place_or_its_turn(
 
 def test_failed_engines_and_pairs_are_avoided() -> None:
     engines = [prefill("p"), prefill("q", waiting_tokens=9), decode("d"), decode("e")]
-    assert choose_plan(engines, 33, avoid=Avoid(frozenset("p"))) == ("q", "d")
-    assert choose_plan(engines, 33, avoid=Avoid(frozenset("pd"))) == ("q", "e")
-    assert choose_plan(engines, 33, avoid=Avoid(pairs=frozenset({("p", "d")}))) == ("p", "e")
+    assert choose_plan(engines, 33, avoid=Avoid("p")) == ("q", "d")
+    assert choose_plan(engines, 33, avoid=Avoid("pd")) == ("q", "e")
+    assert choose_plan(engines, 33, avoid=Avoid({("p", "d")})) == ("p", "e")
     with pytest.raises(Unavailable):
-        choose_plan(engines, 33, avoid=Avoid(frozenset("pq")))
+        choose_plan(engines, 33, avoid=Avoid("pq"))
 
 
 def speed(token_s: float, step_s: float = 0.0) -> PromptSpeed:
@@ -208,15 +208,15 @@ def test_the_plan_that_is_done_first(engines: list[EngineState], expected: str) 
 
 def test_one_engine_that_failed_is_avoided() -> None:
     engines = [decode("d", keeps_promise=True), decode("e", num_requests=9, keeps_promise=True)]
-    assert choose_plan(engines, 33, avoid=Avoid(frozenset("d"))) == ("e", "e")
+    assert choose_plan(engines, 33, avoid=Avoid("d")) == ("e", "e")
     with pytest.raises(MustWait):
         choose_plan([e._replace(has_place=False) for e in engines], 33)
     with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
-        choose_plan(engines, 33, avoid=Avoid(frozenset("de")))
+        choose_plan(engines, 33, avoid=Avoid("de"))
 
 
 def test_an_engine_that_is_not_to_do_it_alone_may_still_do_a_part() -> None:
-    alone = Avoid(pairs=frozenset({("d", "d"), ("p", "p")}))
+    alone = Avoid({("d", "d"), ("p", "p")})
     engines = [prefill("p", keeps_promise=True), decode("d", keeps_promise=True)]
     assert choose_plan(engines, 33, avoid=alone) == ("p", "d")
     assert choose_plan([*engines, decode("e", keeps_promise=True)], 33) != ("p", "d")
@@ -281,6 +281,10 @@ def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400
 
 def route_of(table: EngineTable, num_tokens: int = 3) -> Route:
     return PromptRouter(table, valid()).choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
+
+
+def is_alone(route: Route) -> bool:
+    return route.prefill is route.decode
 
 
 def table_of(*engines: LinkedEngine) -> EngineTable:
@@ -374,9 +378,9 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     d.receive_heartbeat(replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.005, 20e-6)))
     table = table_of(d)
     route = route_of(table)
-    assert route.is_local and not why_not_ready(table)
+    assert is_alone(route) and not why_not_ready(table)
     request = Request("r", 0, (1, 2, 3), SamplingParams())
-    route.dispatch(request, Work.LOCAL, None, 1.0)
+    route.prefill.dispatch(request, Work.LOCAL, None, 1.0, route.cached_tokens[0], route.fetch)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)
     d.receive([], [("r", 0, 0, 5)])
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 0)
@@ -403,7 +407,7 @@ def test_a_promise_that_not_even_one_decode_keeps_holds_nobody_up() -> None:
     slow = linear_cost(0.1, 1e-3)
     load = replace(LOAD, tbt_target_s=0.02, step_cost=slow, decodes=StepShape(num_decodes=9))
     d.receive_heartbeat(replace(load, num_requests=9, room_blocks=50))
-    assert route_of(table_of(d)).is_local
+    assert is_alone(route_of(table_of(d)))
 
 
 def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() -> None:
@@ -416,10 +420,10 @@ def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() 
     p.receive_heartbeat(replace(LOAD, step_cost=fast, waiting_tokens=100_000))
     busy = replace(LOAD, tbt_target_s=0.02, decodes=decodes, step_cost=unmeasured)
     d.receive_heartbeat(busy)
-    assert route_of(table, 8000).is_local
+    assert is_alone(route_of(table, 8000))
     slow = StepCost(0.005, (1e-3,) * 10, max_rows=512)
     d.receive_heartbeat(replace(busy, step_cost=slow))
-    assert not route_of(table, 8000).is_local
+    assert not is_alone(route_of(table, 8000))
 
 
 def test_an_engine_that_refused_has_no_place_until_its_next_heartbeat() -> None:
@@ -441,7 +445,7 @@ def test_an_engine_that_refused_has_no_place_until_its_next_heartbeat() -> None:
         route_of(table)
     d.receive_heartbeat(load)
     assert route_of(table).decode.incarnation == "d"
-    assert route.is_local
+    assert is_alone(route)
 
 
 def test_a_promise_that_is_withdrawn_takes_no_whole_requests() -> None:
@@ -452,7 +456,7 @@ def test_a_promise_that_is_withdrawn_takes_no_whole_requests() -> None:
     )
     p.receive_heartbeat(load)
     d.receive_heartbeat(replace(load, waiting_tokens=1 << 20))
-    assert route_of(table).is_local
+    assert is_alone(route_of(table))
     p.receive_heartbeat(replace(load, is_promise_withdrawn=True))
     route = route_of(table)
     assert (route.prefill.incarnation, route.decode.incarnation) == ("p", "d")

@@ -157,7 +157,9 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         assert route.prefill.incarnation == Q
         request = Request("r", attempt, PROMPT, SamplingParams())
-        route.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
+        route.prefill.dispatch(
+            request, Work.PREFILL, Ticket("t", Q, D), 1.0, route.cached_tokens[0], route.fetch
+        )
         assert q.account.tokens_ahead == 16
         q.receive([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (table.prompts.num_index_hits, table.prompts.num_stale_hits) == (3, 2)

@@ -112,8 +112,8 @@ class World:
     def sent(self, route: Route) -> tuple[Request, Request]:
         one = Request("e" * 32, 0, (1,) * 4001, SamplingParams())
         ticket = Ticket("f" * 32, route.prefill.incarnation, route.decode.incarnation)
-        route.dispatch(one, Work.PREFILL, ticket, 1.0)
-        route.dispatch(one, Work.DECODE, ticket, 1.0)
+        route.prefill.dispatch(one, Work.PREFILL, ticket, 1.0, route.cached_tokens[0], route.fetch)
+        route.decode.dispatch(one, Work.DECODE, ticket, 1.0, route.cached_tokens[1], route.fetch)
         prefill, decode = (self.links[link.incarnation] for link in (route.prefill, route.decode))
         return prefill.dispatched[-1][0], decode.dispatched[-1][0]
 

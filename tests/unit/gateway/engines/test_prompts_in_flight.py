@@ -92,7 +92,9 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
         await router.hash_prompt()
         route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
         request = Request(str(number), 0, prompt, SamplingParams(), cache_salt="tenant")
-        route.dispatch(request, Work.PREFILL, None, 10.0)
+        route.prefill.dispatch(
+            request, Work.PREFILL, None, 10.0, route.cached_tokens[0], route.fetch
+        )
         homes.append(route.prefill.incarnation)
     assert homes == homes[:1] * 4
     assert engines.engines[homes[0]].account.tokens_ahead == 480, "each computes its own end"

@@ -41,7 +41,7 @@ def test_nobody_is_taken_who_cannot_serve_it(name: str) -> None:
     engines = cluster(is_draining=True)
     engines[0] = engines[0]._replace(takes_prompt=False)
     for caller_id in range(20):
-        avoid = Avoid(incarnations=frozenset({"d0"}))
+        avoid = Avoid({"d0"})
         assert chosen(policy, engines, caller_id, avoid=avoid) == Plan("p2", "d1")
     engines[2] = engines[2]._replace(takes_prompt=False)
     with pytest.raises(MustWait):

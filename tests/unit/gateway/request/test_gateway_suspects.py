@@ -107,9 +107,9 @@ class Cluster:
     ) -> Route:
         """The engines that were asked least; no trial's, if there are others."""
         suspects = suspects or self.suspects
-        for avoided in (suspects.keep_clear(avoid), avoid):
+        for avoided in (avoid | suspects.engines, avoid):
             fit = [
-                [e for e in self.engines[work] if e.incarnation not in avoided.incarnations]
+                [e for e in self.engines[work] if e.incarnation not in avoided]
                 for work in (Work.PREFILL, Work.DECODE)
             ]
             if all(fit):
