@@ -117,7 +117,7 @@ class DecodeRole(EngineRole[_Intent]):
         intent.reserved_s = self._clock.monotonic_s()
         for sample in intent.samples:
             if entry := self._table.get(sample.key):
-                self._request_io.stamp_accepted(entry, Event.HANDOFF_QUEUED)
+                self._request_io.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
                 self._request_io.stamp(entry, Event.TRANSFER_STARTED)
         return Reserved(transfer_id, reservation)
 

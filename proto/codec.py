@@ -27,7 +27,7 @@ from ..core.request.request import (
     Ticket,
     TokenLogprobs,
 )
-from ..core.request.timeline import Event, NodeStamp, Stamp
+from ..core.request.timeline import Event, Stamp
 from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
 
@@ -190,19 +190,11 @@ def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
 
 def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
     """Decode events; raises InvalidRequest on a name that is not in core/request/timeline.py."""
-    return [Stamp(_event(e.event), e.unix_ns, e.node) for e in wire]
+    return [Stamp(event_from_wire(e.event), e.unix_ns, e.node) for e in wire]
 
 
-def node_stamps_to_wire(stamps: Sequence[NodeStamp]) -> list[node_pb2.NodeEvent]:
-    return [node_pb2.NodeEvent(event=s.event.value, monotonic_ns=s.monotonic_ns) for s in stamps]
-
-
-def node_stamps_from_wire(wire: Sequence[node_pb2.NodeEvent]) -> list[NodeStamp]:
-    """The reverse; raises InvalidRequest as `stamps_from_wire` does."""
-    return [NodeStamp(_event(e.event), e.monotonic_ns) for e in wire]
-
-
-def _event(name: str) -> Event:
+def event_from_wire(name: str) -> Event:
+    """Raises InvalidRequest."""
     try:
         return Event(name)
     except ValueError as error:

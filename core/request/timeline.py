@@ -42,11 +42,3 @@ class Stamp:
     event: Event
     unix_ns: int
     node: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStamp:
-    """One event at a node, on the monotonic clock of its host, which means nothing on another."""
-
-    event: Event
-    monotonic_ns: int

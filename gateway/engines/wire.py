@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ...core.errors import EngineFailed, InvalidRequest
 from ...core.ports import Clock
-from ...core.request.timeline import NodeStamp, Stamp
+from ...core.request.timeline import Stamp
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
@@ -29,23 +29,24 @@ class NodeClock:
     clock: Clock
     is_ours: bool = False
 
-    def stamps(self, received: Sequence[NodeStamp]) -> tuple[Stamp, ...]:
-        """Those of a message that comes now."""
+    def stamps(self, received: Sequence[node_pb2.NodeEvent]) -> tuple[Stamp, ...]:
+        """Those of a message that comes now. Raises InvalidRequest."""
         if not received:
             return ()
-        now_ns, newest_ns = self.clock.unix_ns(), max(stamp.monotonic_ns for stamp in received)
+        newest_ns = max(event.monotonic_ns for event in received)
         our_ns = int(self.clock.monotonic_s() * 1e9)
         read_ns = our_ns if self.is_ours and newest_ns <= our_ns else newest_ns
+        ahead_ns = self.clock.unix_ns() - read_ns
         return tuple(
-            Stamp(stamp.event, now_ns - (read_ns - stamp.monotonic_ns), self.node)
-            for stamp in received
+            Stamp(codec.event_from_wire(event.event), event.monotonic_ns + ahead_ns, self.node)
+            for event in received
         )
 
 
 def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
     """An engine's output, which comes now; one that cannot be read fails its attempt."""
     try:
-        stamps = clock.stamps(codec.node_stamps_from_wire(wire.events))
+        stamps = clock.stamps(wire.events)
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
         prompt_logprobs = tuple(map(codec.logprobs_from_wire, wire.prompt_logprobs))
     except InvalidRequest as error:

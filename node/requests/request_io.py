@@ -18,7 +18,7 @@ import numpy as np
 from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket, TokenLogprobs
-from ...core.request.timeline import Event, NodeStamp
+from ...core.request.timeline import Event
 from ...engine.scheduling.outputs import FinishedBeam, PromptLogprobs, TokenOutput
 from ...kv_transfer.protocol.pairing import Tombstones
 from ...proto import codec
@@ -83,13 +83,10 @@ class RequestIO:
         """Whether all of these are in the vocabulary."""
         return all(0 <= token_id < self._vocab_size for token_id in token_ids)
 
-    def stamp(self, entry: Entry, event: Event) -> None:
-        """Note that `event` happens now; the request's next output carries it."""
-        entry.stamps.append(NodeStamp(event, self._now_ns()))
-
-    def stamp_accepted(self, entry: Entry, event: Event) -> None:
-        """Note that `event` happened when the request came."""
-        entry.stamps.append(NodeStamp(event, entry.accepted_ns))
+    def stamp(self, entry: Entry, event: Event, at_ns: int | None = None) -> None:
+        """Note that `event` happens, now or at that time; the request's next output carries it."""
+        at_ns = self._now_ns() if at_ns is None else at_ns
+        entry.stamps.append(node_pb2.NodeEvent(event=event.value, monotonic_ns=at_ns))
 
     def begin_step(self) -> None:
         """A step is about to run: what starts in it starts now, though it is reported later."""
@@ -97,8 +94,7 @@ class RequestIO:
 
     def stamp_started(self, entry: Entry, event: Event) -> None:
         """Note that `event` happened when the step began, or as soon as it came during one."""
-        began_ns = max(self._step_began_ns, entry.accepted_ns)
-        entry.stamps.append(NodeStamp(event, began_ns))
+        self.stamp(entry, event, max(self._step_began_ns, entry.accepted_ns))
 
     def _now_ns(self) -> int:
         return int(self._clock.monotonic_s() * 1e9)
@@ -165,7 +161,7 @@ class RequestIO:
         output = node_pb2.RequestOutput(
             request_id=entry.request.request_id,
             attempt=entry.request.attempt,
-            events=codec.node_stamps_to_wire(entry.stamps),
+            events=entry.stamps,
             cached_tokens=entry.cached_tokens,
             transfer=entry.transfer,
         )
@@ -183,7 +179,7 @@ class Entry:
     deadline_s: float  # monotonic
     ticket: Ticket | None
     accepted_ns: int = 0  # monotonic
-    stamps: list[NodeStamp] = field(default_factory=list)
+    stamps: list[node_pb2.NodeEvent] = field(default_factory=list)
     cached_tokens: int | None = None
     transfer: node_pb2.TransferInfo | None = None  # what its hand-off really moved
 

@@ -188,7 +188,7 @@ class EngineRole(ABC, Generic[H]):
                 self._request_io.end(beam.key, None)
 
     def _prompt_started(self, entry: Entry, cached_tokens: int) -> None:
-        self._request_io.stamp_accepted(entry, Event.PREFILL_QUEUED)
+        self._request_io.stamp(entry, Event.PREFILL_QUEUED, entry.accepted_ns)
         self._request_io.stamp_started(entry, Event.PREFILL_STARTED)
         entry.cached_tokens = cached_tokens
 
@@ -198,7 +198,7 @@ class EngineRole(ABC, Generic[H]):
             return
         if token.index == len(entry.request.output_token_ids):
             self._request_io.stamp(entry, Event.FIRST_TOKEN)
-        elif entry.stamps and entry.stamps[-1].event is Event.DECODE_STARTED:
+        elif entry.stamps and entry.stamps[-1].event == Event.DECODE_STARTED.value:
             self._request_io.stamp(entry, Event.FIRST_DECODE_ENDED)
         self._request_io.emit(entry, token)
         if token.finish_reason is not None:

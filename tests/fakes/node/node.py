@@ -21,7 +21,7 @@ from baton.cluster.secret import handshake_key
 from baton.core.errors import BatonError, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request
-from baton.core.request.timeline import Event, NodeStamp
+from baton.core.request.timeline import Event
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, node_pb2
 
@@ -141,14 +141,15 @@ class FakeNode:
     async def _send_token(
         self, request: Request, index: int, last: int, send: Any, event: Event | None
     ) -> None:
-        stamps = [NodeStamp(event, time.monotonic_ns())] if event else []
         fields: dict[str, Any] = {
             "first_index": index,
             "token_ids": [self._token(request, index)],
             "finish_reason": codec.finish_to_wire(
                 self._reason(request, index) if index == last else None
             ),
-            "events": codec.node_stamps_to_wire(stamps),
+            "events": [node_pb2.NodeEvent(event=event.value, monotonic_ns=time.monotonic_ns())]
+            if event
+            else [],
         }
         if (num_best := request.sampling.logprobs) is not None:
             fields["logprobs"] = [_scores(num_best)]

@@ -8,7 +8,7 @@ import pytest
 from fakes.clock import FakeClock
 
 from baton.core.request.request import Request, SamplingParams
-from baton.core.request.timeline import Event, NodeStamp, Stamp
+from baton.core.request.timeline import Event, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.wire import NodeClock, output_from_wire
 from baton.gateway.telemetry.calls.call_record import stage_seconds
@@ -80,5 +80,5 @@ def test_what_says_no_time_is_no_event() -> None:
     wire = node_pb2.RequestOutput(events=[node_pb2.NodeEvent(event="lunch", monotonic_ns=1)])
     error = output_from_wire(wire, clock).error
     assert error is not None and "unreadable" in error.message
-    (stamp,) = clock.stamps([NodeStamp(Event.DECODE_STARTED, 1 << 63)])
+    (stamp,) = clock.stamps([node_pb2.NodeEvent(event="decode_started", monotonic_ns=1 << 63)])
     assert stamp.unix_ns == FakeClock().unix_ns()
