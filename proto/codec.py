@@ -5,11 +5,10 @@ Decoding never trusts: an unknown enum value or a missing field raises InvalidRe
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from array import array
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Container, KeysView, Sequence
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
@@ -84,10 +83,16 @@ def given(wire: Message, table: Container[str]) -> dict[str, Any]:
     return {field.name: value for field, value in wire.ListFields() if field.name in table}
 
 
-def same_fields(wire: Message, cls: Any) -> dict[str, Any]:
-    """The message's values of the fields that a dataclass has by the same name."""
-    names = wire.DESCRIPTOR.fields_by_name.keys() & cls.__dataclass_fields__.keys()
-    return {name: getattr(wire, name) for name in names}
+def same_fields(source: Any, target: Any) -> dict[str, Any]:
+    """The source's values of the fields that the target has by the same name: one is a message and
+    the other a dataclass."""
+    return {name: getattr(source, name) for name in _names(source) & _names(target)}
+
+
+def _names(holder: Any) -> KeysView[str]:
+    if hasattr(holder, "DESCRIPTOR"):
+        return cast(KeysView[str], holder.DESCRIPTOR.fields_by_name.keys())
+    return cast(KeysView[str], holder.__dataclass_fields__.keys())
 
 
 def constraint_from_wire(wire: common_pb2.SamplingParams) -> Constraint | None:
@@ -129,33 +134,26 @@ def dispatch_to_wire(
     ticket: Ticket | None,
     deadline_remaining_s: float,
 ) -> node_pb2.Dispatch:
-    wire = node_pb2.Dispatch(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        prompt_token_ids=pack(request.prompt_token_ids),
-        output_token_ids=pack(request.output_token_ids),
-        sampling=sampling_to_wire(request.sampling),
-        cache_salt=request.cache_salt,
-        work=work,
-        deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
-        sample_index=request.sample_index,
-        fork_request_ids=request.fork_ids,
-        caller_id=request.caller_id,
-        may_refuse=request.may_refuse,
-        is_on_trial=request.is_on_trial,
-    )
-    if ticket is not None:
-        wire.ticket.CopyFrom(node_pb2.Ticket(**dataclasses.asdict(ticket)))
-    if request.adapter is not None:
-        wire.adapter.CopyFrom(node_pb2.Adapter(**dataclasses.asdict(request.adapter)))
-    if (source := request.prefix_source) is not None:
-        limit_us = max(0, int(source.limit_s * 1e6))
-        wire.prefix_source.CopyFrom(
-            node_pb2.PrefixSource(
-                incarnation=source.incarnation, num_blocks=source.num_blocks, limit_us=limit_us
-            )
-        )
-    return wire
+    source, adapter = request.prefix_source, request.adapter
+    fields = same_fields(request, node_pb2.Dispatch) | {
+        "prompt_token_ids": pack(request.prompt_token_ids),
+        "output_token_ids": pack(request.output_token_ids),
+        "sampling": sampling_to_wire(request.sampling),
+        "work": work,
+        "deadline_remaining_us": _microseconds(deadline_remaining_s),
+        "fork_request_ids": request.fork_ids,
+        "ticket": ticket and node_pb2.Ticket(**same_fields(ticket, node_pb2.Ticket)),
+        "adapter": adapter and node_pb2.Adapter(**same_fields(adapter, node_pb2.Adapter)),
+        "prefix_source": source
+        and node_pb2.PrefixSource(
+            **same_fields(source, node_pb2.PrefixSource), limit_us=_microseconds(source.limit_s)
+        ),
+    }
+    return node_pb2.Dispatch(**fields)
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e6))
 
 
 def request_from_wire(wire: node_pb2.Dispatch) -> Request:

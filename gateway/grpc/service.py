@@ -164,25 +164,16 @@ def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.Generate
     if chunk.prompt_logprobs:
         wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
     if (result := chunk.result) is not None:
-        transfer = result.transfer
         wire.finish_reason = codec.finish_to_wire(result.finish_reason)
         if isinstance(result.matched_stop, int):
             wire.matched_stop_id = result.matched_stop
         else:
             wire.matched_stop = result.matched_stop or ""
-        wire.result.CopyFrom(
-            inference_pb2.Result(
-                prompt_tokens=result.prompt_tokens,
-                completion_tokens=result.completion_tokens,
-                cached_tokens=result.cached_tokens,
-                prefill_node=result.prefill_node,
-                decode_node=result.decode_node or "",
-                transfer_bytes=transfer.num_bytes if transfer else 0,
-                transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
-                transport=transfer.transport if transfer else "",
-                attempts=result.attempts,
-                seed=result.seed,
-                timeline=codec.stamps_to_wire(result.timeline),
-            )
-        )
+        fields = codec.same_fields(result, inference_pb2.Result)
+        if (transfer := result.transfer) is not None:
+            fields["transfer_bytes"] = transfer.num_bytes
+            fields["transfer_cached_tokens"] = transfer.cached_tokens
+            fields["transport"] = transfer.transport
+        fields["timeline"] = codec.stamps_to_wire(result.timeline)
+        wire.result.CopyFrom(inference_pb2.Result(**fields))
     return wire
