@@ -183,7 +183,7 @@ class Simulation:
             Answer(
                 self._ids.new_id(),
                 request,
-                text=TextStream(_Letters(), ()),
+                text=TextStream(_Letters().step, ()),
                 sink=call,
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,

@@ -21,7 +21,7 @@ from ...core.ports import Clock
 from ...core.process.event_loop import keep_running
 from ...proto.v1 import node_pb2
 from ..request.session_table import SessionTable
-from .engine_connection import EngineConnection
+from .engine_connection import EngineConnection, Receive
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
 from .reported_load import ReportedLoad
@@ -131,7 +131,7 @@ class ClusterView:
 
     # -- engine_connection.ConnectionEvents --------------------------------------------------------
 
-    def linked(self, link: EngineConnection, welcome: node_pb2.Welcome) -> LinkedEngine:
+    def linked(self, link: EngineConnection, welcome: node_pb2.Welcome) -> Receive:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         self._last_reasons.pop(member.incarnation, None)
@@ -148,7 +148,7 @@ class ClusterView:
         )
         self._table.add(engine)
         self._adapters.linked(engine)
-        return engine
+        return engine.receive
 
     def adapter_loaded(
         self, link: EngineConnection, order_id: int, found: str | BatonError

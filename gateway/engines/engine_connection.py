@@ -8,8 +8,8 @@ its node lives. Whoever wants another try makes another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
@@ -25,27 +25,18 @@ from .engine_stream import EngineStream, has_ended, is_local
 from .reported_load import ReportedLoad, load_from_wire
 from .wire import NodeClock, output_from_wire, tokens_from_wire
 
-_WORK_TO_WIRE = {
-    Work.PREFILL: node_pb2.WORK_PREFILL,
-    Work.DECODE: node_pb2.WORK_DECODE,
-    Work.LOCAL: node_pb2.WORK_LOCAL,
-}
-
-
-class OutputReceiver(Protocol):
-    """Who takes what a linked engine's steps bring: linked_engine.LinkedEngine."""
-
-    def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None: ...
+# Takes what a linked engine's steps bring: LinkedEngine.receive.
+Receive: TypeAlias = Callable[[Sequence[EngineOutput], Sequence[PlainToken]], None]
 
 
 class ConnectionEvents(Protocol):
-    """Whom a connection reports to. `lost` comes last, and only after `linked`, which returns who
+    """Whom a connection reports to. `lost` comes last, and only after `linked`, which returns what
     takes the outputs.
 
     `has_died`: the node lives, and the engine's process has ended.
     """
 
-    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> OutputReceiver: ...
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Receive: ...
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None: ...
 
@@ -73,12 +64,13 @@ class EngineConnection:
         self._stream = EngineStream(member, secret, self._take, clock, silence_s, tls)
         self._node_clock = NodeClock(member.name, clock, is_ours=is_local(member))
         self._has_said_why = self._has_died = False
-        self._receiver: OutputReceiver | None = None  # while it is linked
+        self._receive: Receive | None = None  # while it is linked
 
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        wire = codec.dispatch_to_wire(request, _WORK_TO_WIRE[work], ticket, deadline_remaining_s)
+        wire_work = getattr(node_pb2, f"WORK_{work.name}")
+        wire = codec.dispatch_to_wire(request, wire_work, ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -112,12 +104,12 @@ class EngineConnection:
         reason = "closed by the gateway"
         try:
             reason = await self._stream.serve()
-            if self._receiver is not None and not self._has_said_why:
+            if self._receive is not None and not self._has_said_why:
                 self._has_died = self._stream.is_over and await has_ended(self.member)
         finally:
             self._stream.abort()
-            if self._receiver is not None:
-                self._receiver = None
+            if self._receive is not None:
+                self._receive = None
                 self._events.lost(self, reason, has_died=self._has_died)
         return reason
 
@@ -126,12 +118,12 @@ class EngineConnection:
             case "outputs":
                 self._pass_on(message.outputs)
             case "heartbeat":
-                if self._receiver is not None:
+                if self._receive is not None:
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                if self._receiver is not None:
+                if self._receive is not None:
                     self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._link(message.welcome)
@@ -149,8 +141,8 @@ class EngineConnection:
         except EngineFailed as error:
             self._stream.end(error.message)
             return
-        if self._receiver is not None:
-            self._receiver.receive(outputs, tokens)
+        if self._receive is not None:
+            self._receive(outputs, tokens)
 
     def _link(self, welcome: node_pb2.Welcome) -> None:
         """Check what the directory promised; the engine counts from now on."""
@@ -160,6 +152,6 @@ class EngineConnection:
             if (found := getattr(welcome, field)) != expected:
                 self._stream.end(f"{field} is {found!r}, announced was {expected!r}")
                 return
-        if self._receiver is None:
-            self._receiver = self._events.linked(self, welcome)
+        if self._receive is None:
+            self._receive = self._events.linked(self, welcome)
             self._stream.welcomed()

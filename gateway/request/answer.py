@@ -26,10 +26,11 @@ OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it wa
 def text_stream(request: ValidatedRequest, tokenizer: Tokenizer | NoTokenizer) -> TextStream:
     """Of one sample's output."""
     options, sampling = request.options, request.sampling
+    detokenizer = tokenizer.detokenizer(
+        request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+    )
     return TextStream(
-        tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
-        ),
+        detokenizer.step,
         sampling.stop,
         min_tokens=sampling.min_tokens,
         includes_stop=options.include_stop_str_in_output,

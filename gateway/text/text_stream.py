@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import decoders
@@ -11,12 +11,6 @@ from tokenizers import decoders
 from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
 from .library_failures import REPLACEMENT, decode_few
 from .stop_strings import StopMatcher
-
-
-class Detokenize(Protocol):
-    """Detokenizer, or a fake."""
-
-    def step(self, token_id: int) -> str: ...
 
 
 class TextPiece(NamedTuple):
@@ -28,7 +22,8 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """One request's text so far: with what is held back.
+    """One request's text so far: with what is held back. `step` gives the text that the next token
+    completes, as a Detokenizer's does.
 
     The text of the first `min_tokens` tokens is not searched for stop strings. The one that is
     found is not shown, nor is the token of `stop_ids` that ends the output, unless `includes_stop`.
@@ -36,7 +31,7 @@ class TextStream:
 
     def __init__(
         self,
-        detokenizer: Detokenize,
+        step: Callable[[int], str],
         stops: Sequence[str],
         *,
         min_tokens: int = 0,
@@ -44,10 +39,10 @@ class TextStream:
         stop_ids: Collection[int] = (),
     ) -> None:
         # The next token's text, of a stream that is not searched.
-        self.next: Callable[[int], str] = detokenizer.step
+        self.next: Callable[[int], str] = step
         if stop_ids and not includes_stop:
             hidden = frozenset(stop_ids)
-            self.next = lambda token: "" if token in hidden else detokenizer.step(token)
+            self.next = lambda token: "" if token in hidden else step(token)
         self._matcher = StopMatcher(stops) if stops else None
         self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
         self._num_unsearched = min_tokens

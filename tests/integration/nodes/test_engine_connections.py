@@ -35,7 +35,7 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.core.request.request import Request, SamplingParams, Ticket
-from baton.gateway.engines.engine_connection import EngineConnection
+from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken, Work
 from baton.prefix_index.pages import decode_contents
@@ -83,8 +83,8 @@ class Events:
     is_over: bool = False
     lost_by: list[tuple[str, bool]] = field(default_factory=list)  # reason, has_died
 
-    def linked(self, engine: EngineConnection, welcome: object) -> Events:
-        return self
+    def linked(self, engine: EngineConnection, welcome: object) -> Receive:
+        return self.receive
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
         self.load = load

@@ -20,7 +20,7 @@ from baton.core.channels.handshake import Opening
 from baton.core.errors import EngineFailed
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
-from baton.gateway.engines.engine_connection import EngineConnection
+from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.links import Connected, FromGateway, Kind, Link
 from baton.node.channels.mailboxes import Inbox
@@ -82,9 +82,9 @@ class BusyGateway:
         self.lost_by: list[tuple[str, bool]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    def linked(self, engine: EngineConnection, welcome: object) -> BusyGateway:
+    def linked(self, engine: EngineConnection, welcome: object) -> Receive:
         self._writing = asyncio.create_task(self._write(engine))
-        return self
+        return self.receive
 
     async def _write(self, engine: EngineConnection) -> None:
         while True:

@@ -27,7 +27,7 @@ from baton.core.errors import EngineFailed, HandoffFailed, HostLost, InvalidRequ
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines import engine_connection, engine_stream
-from baton.gateway.engines.engine_connection import EngineConnection
+from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
 from baton.proto import codec
@@ -63,10 +63,10 @@ class Events:
     has_died: bool | None = None  # None: it is not lost
     fails_on: int = -1  # a token's index
 
-    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Events:
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Receive:
         self.heard.append("linked")
         self.welcome = welcome
-        return self
+        return self.receive
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
         self.heard.append("heartbeat")

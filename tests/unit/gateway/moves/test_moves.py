@@ -127,7 +127,7 @@ class World:
             Answer(
                 request_id,
                 request,
-                text=TextStream(Letters(), ()),
+                text=TextStream(Letters().step, ()),
                 sink=FakeSink(),
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,

@@ -140,7 +140,7 @@ class Rig:
             Answer(
                 name,
                 request,
-                text=TextStream(Letters(), ()),
+                text=TextStream(Letters().step, ()),
                 sink=self.sinks[name],
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,

@@ -48,7 +48,7 @@ class Rig:
             Answer(
                 "r",
                 ValidatedRequest(PROMPT, params, "label"),
-                text=TextStream(Letters(), params.stop),
+                text=TextStream(Letters().step, params.stop),
                 sink=self.sink,
                 arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
                 clock=self.clock,

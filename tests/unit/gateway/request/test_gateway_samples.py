@@ -50,7 +50,7 @@ class Rig:
             Answer(
                 f"r{index}",
                 request,
-                text=TextStream(Letters(), ()),
+                text=TextStream(Letters().step, ()),
                 sink=self,
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,
@@ -232,7 +232,7 @@ def test_prompt_scores_have_no_gap() -> None:
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
-    text = TextStream(Letters(), ["ab"], min_tokens=3)
+    text = TextStream(Letters().step, ["ab"], min_tokens=3)
     assert text.feed(tuple(map(ord, "ababa"))).text == "abab"
     assert text.feed(tuple(map(ord, "b"))).matched_stop == "ab"
 

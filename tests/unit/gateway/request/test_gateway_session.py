@@ -57,7 +57,7 @@ class Rig:
             Answer(
                 "r",
                 ValidatedRequest(PROMPT, sampling, "label"),
-                text=TextStream(Letters(), stop),
+                text=TextStream(Letters().step, stop),
                 sink=self.sink,
                 arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
                 clock=self.clock,

@@ -106,7 +106,7 @@ class SessionMachine(RuleBasedStateMachine):
             Answer(
                 "r",
                 ValidatedRequest((1, 2), sampling, ""),
-                text=TextStream(Letters(), stop),
+                text=TextStream(Letters().step, stop),
                 sink=self.sink,
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,

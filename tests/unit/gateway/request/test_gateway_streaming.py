@@ -144,8 +144,8 @@ def session(
 async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixture) -> None:
     table = SessionTable(SystemClock(), 10)
     sinks = FakeSink(), FakeSink()
-    table.start(session("bad", TextStream(BrokenDetokenizer(), ()), sinks[0]))
-    table.start(session("good", TextStream(Letters(), ()), sinks[1]))
+    table.start(session("bad", TextStream(BrokenDetokenizer().step, ()), sinks[0]))
+    table.start(session("good", TextStream(Letters().step, ()), sinks[1]))
     with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
         table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
     assert type(sinks[0].error) is BatonError and "Zero" not in sinks[0].error.message
@@ -158,7 +158,7 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
     letters = BrokenDetokenizer()
     letters.is_broken = False  # yet
     for name, sink in sinks.items():
-        text = TextStream(letters if name == "bad" else Letters(), ())
+        text = TextStream((letters if name == "bad" else Letters()).step, ())
         table.start(session(name, text, sink, max_tokens=9))
     for engine, index in (("p", 0), ("d", 1)):
         table.engine_outputs(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
@@ -173,7 +173,7 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_deadlines_come_by_themselves() -> None:
     table, sink = SessionTable(SystemClock(), 10), FakeSink()
-    table.start(session("r", TextStream(Letters(), ()), sink, deadline_s=0.02))
+    table.start(session("r", TextStream(Letters().step, ()), sink, deadline_s=0.02))
     await asyncio.sleep(0.04)
     assert sink.error is not None and sink.error.code == "deadline_exceeded"
     assert len(table) == 0
@@ -183,7 +183,7 @@ async def test_abort_by_id_and_label() -> None:
     table = SessionTable(SystemClock(), 10)
     sinks = [FakeSink() for _ in range(3)]
     for number, sink in enumerate(sinks):
-        table.start(session(f"r{number}", TextStream(Letters(), ()), sink))
+        table.start(session(f"r{number}", TextStream(Letters().step, ()), sink))
     assert table.abort(["r0", "", "nobody"]) == 1
     assert table.abort(["label"]) == 2
     assert table.abort(["label", "r0"]) == 0

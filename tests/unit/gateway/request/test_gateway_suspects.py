@@ -123,7 +123,7 @@ class Cluster:
             Answer(
                 request_id,
                 ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
-                text=TextStream(Letters(), ()),
+                text=TextStream(Letters().step, ()),
                 sink=self.sinks[request_id],
                 arrived=Stamp(Event.ARRIVED, 0, "gateway"),
                 clock=self.clock,

@@ -33,7 +33,7 @@ def request_of(model: ServedModel, stop: str = "", **prompt: object) -> Validate
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
     request = request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
     assert list(await prompt_token_ids(request, "", model.tokenizer, 64)) == [5, 6]
-    text = TextStream(model.tokenizer.detokenizer((5, 6)), ())
+    text = TextStream(model.tokenizer.detokenizer((5, 6)).step, ())
     assert text.feed([7, 8, 9]).text == "" and text.flush() == ""
 
 

@@ -64,7 +64,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stop: st
 
 @given(letters, stops, st.integers(1, 9))
 def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], step: int) -> None:
-    stream = TextStream(Letters(), stops)
+    stream = TextStream(Letters().step, stops)
     ids = list(map(ord, text))
     shown, num_tokens = "", 0
     for start in range(0, len(ids), step):
@@ -81,7 +81,7 @@ def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], s
 @pytest.mark.parametrize("stops", [(), ("x",), ("bc",)])
 @pytest.mark.parametrize("includes", [False, True])
 def test_the_token_of_a_stop_id_is_not_shown(stops: tuple[str, ...], includes: bool) -> None:
-    stream = TextStream(Letters(), stops, includes_stop=includes, stop_ids=[ord("c")])
+    stream = TextStream(Letters().step, stops, includes_stop=includes, stop_ids=[ord("c")])
     pieces = [stream.feed([ord("a"), ord("b")]), stream.feed([ord("c")])]
     assert sum(piece.num_tokens for piece in pieces) == 3
     matched = "bc" if includes and "bc" in stops else None  # what is not shown is not searched
