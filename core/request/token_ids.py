@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-import sys
 from array import array
 from collections.abc import Iterable
 from typing import NewType, cast
@@ -50,21 +49,13 @@ def column(token_ids: Iterable[int] = ()) -> array[int]:
 
 def pack(token_ids: Iterable[int]) -> bytes:
     """The ids as little-endian uint32. Raises as `column` does."""
-    return _little_endian(column(token_ids)).tobytes()
+    return column(token_ids).tobytes()  # Baton runs on little-endian machines alone
 
 
 def unpack(packed: bytes) -> array[int]:
     """The reverse; raises ValueError unless it is whole ids."""
     token_ids = column()
     token_ids.frombytes(packed)
-    return _little_endian(token_ids)
-
-
-def _little_endian(token_ids: array[int]) -> array[int]:
-    """The column, turned in place where this machine is not little-endian."""
-    assert token_ids.itemsize == NUM_BYTES
-    if sys.byteorder == "big":
-        token_ids.byteswap()
     return token_ids
 
 
