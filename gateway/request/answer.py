@@ -14,7 +14,7 @@ from ..text.no_tokenizer import NoTokenizer
 from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
-from .engine_link import Demand, EngineOutput, Route, TransferSummary
+from .engine_link import EngineOutput, Route, TransferSummary
 from .output_chunk import ChunkSink, OutputChunk, RequestResult, UnfinishedRun
 from .prompt_scores import PromptScores
 
@@ -74,17 +74,6 @@ class Answer:
         """Those of the prompt, where they go in front of a search's tokens."""
         is_search = self.request.sampling.use_beam_search
         return self.prompt_scores if is_search and not self.sample_index else None
-
-    def demand(self, num_samples: int, *, is_retry: bool) -> Demand:
-        """What they need, with those of so many samples."""
-        sampling, num_outputs = self.request.sampling, len(self.output_ids)
-        return Demand(
-            num_tokens=len(self.request.prompt_token_ids) + num_outputs,
-            num_sequences=sampling.best_of if sampling.use_beam_search else num_samples,
-            max_output_tokens=sampling.max_tokens - num_outputs,
-            is_retry=is_retry,
-            tbt_target_s=sampling.tbt_target_ms / 1000,
-        )
 
     def rest(self, attempt: int, fork_ids: tuple[str, ...], *, may_refuse: bool) -> Request:
         """What this attempt's engines are to do: to go on behind `output_ids`, without the scores

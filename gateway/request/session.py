@@ -154,8 +154,15 @@ class Session:
     @property
     def demand(self) -> Demand:
         """What the next dispatch needs, with the samples that it dispatches for."""
-        num_samples = 1 if self.is_retry else 1 + len(self._siblings)
-        return self.answer.demand(num_samples, is_retry=self.is_retry)
+        sampling, is_retry = self.request.sampling, self.is_retry
+        num_samples = 1 if is_retry else 1 + len(self._siblings)
+        return Demand(
+            num_tokens=len(self.request.prompt_token_ids) + self.num_outputs,
+            num_sequences=sampling.best_of if sampling.use_beam_search else num_samples,
+            max_output_tokens=sampling.max_tokens - self.num_outputs,
+            is_retry=is_retry,
+            tbt_target_s=sampling.tbt_target_ms / 1000,
+        )
 
     @property
     def num_outputs(self) -> int:
