@@ -210,7 +210,7 @@ async def _run_all(calls: LocalCalls, requests: Sequence[_Asked], bar: Any) -> l
             samples = [chunk async for chunk in call.chunks()]
         bar.update()
         token_of = calls.model.tokenizer.token
-        return request_output(call.call_id, text, request, samples, token_of)
+        return request_output(call.record.call_id, text, request, samples, token_of)
 
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -85,10 +85,6 @@ class LocalCall:
     request: ValidatedRequest
     _queue: ChunkQueue
 
-    @property
-    def call_id(self) -> str:
-        return self.record.call_id
-
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
         parts: list[list[OutputChunk]] = [[] for _ in range(self.request.options.n)]

@@ -67,11 +67,6 @@ class RunningCall:
     _ends: LoopPacing
     _last: OutputChunk | None = None  # of all samples, once it is given out
 
-    @property
-    def call_id(self) -> str:
-        """The gateway's name of the call, 32 hex digits."""
-        return self.record.call_id
-
     def push_to(self, write: Callable[[OutputChunk], bool]) -> None:
         """Offer chunks to `write` as they come: True if it has written this one to the client.
 

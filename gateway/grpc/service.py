@@ -144,7 +144,7 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
             async for chunk in generation.chunks():
                 if chunk.result is not None:
                     send_node_names(context, chunk.result)
-                await context.write(chunk_to_wire(generation.call_id, chunk))
+                await context.write(chunk_to_wire(generation.record.call_id, chunk))
 
     def _caller(self, context: Context) -> Caller:
         return caller_of(context, self._keys, self._door)

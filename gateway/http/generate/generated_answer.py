@@ -211,11 +211,11 @@ class GeneratedAnswer(ABC):
     async def _begin(self, calls: Sequence[RunningCall]) -> None:
         """All prompts were accepted."""
         first = calls[0]
-        self._request.setdefault(REQUEST_ID, first.call_id)
+        self._request.setdefault(REQUEST_ID, first.record.call_id)
         self._counts.prompt_tokens = sum(call.record.prompt_tokens for call in calls)
         self._samples = await self.samples(calls)
         self._envelope = {
-            "id": self.id_prefix + first.call_id,
+            "id": self.id_prefix + first.record.call_id,
             "created": first.record.arrived_unix_ns // 1_000_000_000,
             "model": first.record.model,
         }
