@@ -32,5 +32,4 @@ class PlayedGateway:
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
         """What it does with a step's outputs."""
         self.table.engines[name].receive(outputs)
-        self.sessions.engine_tokens(name, ())
-        self.sessions.engine_outputs(name, outputs)
+        self.sessions.engine_step(name, outputs)

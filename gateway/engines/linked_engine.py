@@ -148,8 +148,7 @@ class LinkedEngine:
         """What a step brought: for its sessions, behind what it answers or ends here."""
         self.account.settle(outputs, tokens)
         if self.sessions is not None:
-            self.sessions.engine_tokens(self.incarnation, tokens)
-            self.sessions.engine_outputs(self.incarnation, outputs)
+            self.sessions.engine_step(self.incarnation, outputs, tokens)
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
         """Of the KV of samples of one prompt, with what each is expected to grow by."""

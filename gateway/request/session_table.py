@@ -93,15 +93,21 @@ class SessionTable:
         self._do(session, session.try_dispatch)
         self._dispatch_due()
 
-    def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None:
-        """One step's outputs of one engine; those of requests that are over are dropped."""
+    def engine_step(
+        self,
+        incarnation: str,
+        outputs: Iterable[EngineOutput],
+        tokens: Iterable[PlainToken] = (),
+    ) -> None:
+        """What one step of an engine brought; what is of requests that are over is dropped.
+
+        First tokens and ends are among the outputs, and do not wait for the plain tokens of many
+        decodes, which take milliseconds. Most of these are what their sessions wait for, and take a
+        short way.
+        """
         for output in outputs:
             if session := self._sessions.get(output.request_id):
                 self._do(session, session.engine_output, incarnation, output)
-        self._dispatch_due()
-
-    def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None:
-        """One step's plain tokens. Most are what their sessions wait for, and take a short way."""
         sessions = self._sessions
         for request_id, attempt, index, token_id in tokens:
             if (session := sessions.get(request_id)) is None:
@@ -117,6 +123,7 @@ class SessionTable:
                 self._do(session, session.engine_output, incarnation, output)
             elif session.is_over:
                 self._forget(session)
+        self._dispatch_due()
 
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         for session in list(self._sessions.values()):

@@ -112,7 +112,7 @@ class World:
             if is_streaming:
                 output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
                 self.table.engines[name].receive([output])
-                self.sessions.engine_outputs(name, [output])
+                self.sessions.engine_step(name, [output])
 
     @property
     def movable(self) -> dict[str, list[Session]]:
@@ -189,7 +189,7 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
     world.mover.look()
     assert len(world.links[target].dispatched) == before + 1, "both rest"
     output = EngineOutput(request.request_id, 1, 1, (ord("y"),))
-    world.sessions.engine_outputs(target, [output])
+    world.sessions.engine_step(target, [output])
     assert world.table.plans.moves == {"moved": 1}
     assert world.links[source].cancelled == [0]
     (row,) = [row for row in world.table.plans.rows() if row["plan"] == MOVE]

@@ -157,7 +157,7 @@ class Rig:
     def free(self, num_places: int = 1) -> None:
         self.router.num_places += num_places
         self.released.add(0)
-        self.table.engine_outputs("d", ())
+        self.table.engine_step("d", ())
 
     def tick(self, name: str) -> None:
         self.table._wake(self.sessions[name])
@@ -222,7 +222,7 @@ async def test_who_is_held_back_by_own_prompts_is_passed_and_comes_again() -> No
     rig.start("other", 2)
     assert rig.dispatched == ["other"]
     rig.released.add(1)
-    rig.table.engine_outputs("p", ())
+    rig.table.engine_step("p", ())
     assert rig.dispatched == ["other", "a", "b", "c"] and rig.is_clean()
 
 
@@ -234,7 +234,7 @@ async def test_a_held_caller_goes_on_when_its_next_one_ends_early() -> None:
     rig.table.cancel(rig.sessions["b"], Cancelled("gone"))  # held
     rig.router.blocked, rig.router.num_places = None, 0
     rig.released.add(1)
-    rig.table.engine_outputs("p", ())  # the next one finds no place
+    rig.table.engine_step("p", ())  # the next one finds no place
     rig.table.cancel(rig.sessions["a"], Cancelled("gone"))
     rig.free(2)
     assert rig.dispatched == ["c", "d"] and rig.is_clean()
@@ -253,10 +253,10 @@ async def test_what_is_aborted_gets_no_place_that_is_free_by_that() -> None:
 async def test_retries_go_first() -> None:
     rig = Rig(num_places=1)
     rig.start("old")
-    rig.table.engine_outputs("p", [EngineOutput("old", 0, 0, (97,))])
+    rig.table.engine_step("p", [EngineOutput("old", 0, 0, (97,))])
     for name in ("x", "y"):
         rig.start(name, 2)
-    rig.table.engine_outputs("d", [EngineOutput("old", 0, error=NodeLost("gone"))])
+    rig.table.engine_step("d", [EngineOutput("old", 0, error=NodeLost("gone"))])
     rig.tick("old")
     assert len(rig.queue) == 3
     rig.free()
@@ -303,7 +303,7 @@ async def test_what_ends_while_it_waits_leaves_nothing_behind(how: str, where: B
     rig.table.cluster_changed()
     assert rig.dispatched == ["b"] and rig.is_clean()
     for name in ("b", "b1"):
-        rig.table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,), FinishReason.STOP)])
+        rig.table.engine_step("p", [EngineOutput(name, 0, 0, (97,), FinishReason.STOP)])
     rig.table.cancel(rig.sessions["a1"], Cancelled("the client went away"))
     assert not len(rig.table) and not rig.table._timers
 

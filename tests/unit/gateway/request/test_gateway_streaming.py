@@ -121,9 +121,15 @@ class BrokenDetokenizer(Letters):
 
 
 def session(
-    name: str, text: TextStream, sink: FakeSink, deadline_s: float = 60.0, max_tokens: int = 2
+    name: str,
+    text: TextStream,
+    sink: FakeSink,
+    deadline_s: float = 60.0,
+    max_tokens: int = 2,
+    engines: tuple[str, str] = ("p", "d"),
 ) -> Session:
     clock = SystemClock()
+    prefill, decode = map(FakeLink, engines)
     return Session(
         Answer(
             name,
@@ -134,7 +140,7 @@ def session(
             clock=clock,
         ),
         deadline_s=clock.monotonic_s() + deadline_s,
-        router=FakeRouter([FakeLink("p")], [FakeLink("d")]),
+        router=FakeRouter([prefill], [decode]),
         clock=clock,
         entropy=FakeEntropy(),
         limits=SessionLimits(),
@@ -147,7 +153,7 @@ async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixt
     table.start(session("bad", TextStream(BrokenDetokenizer().step, ()), sinks[0]))
     table.start(session("good", TextStream(Letters().step, ()), sinks[1]))
     with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
-        table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
+        table.engine_step("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
     assert type(sinks[0].error) is BatonError and "Zero" not in sinks[0].error.message
     assert (sinks[1].text, len(table)) == ("a", 1)
 
@@ -161,14 +167,35 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
         text = TextStream((letters if name == "bad" else Letters()).step, ())
         table.start(session(name, text, sink, max_tokens=9))
     for engine, index in (("p", 0), ("d", 1)):
-        table.engine_outputs(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
+        table.engine_step(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
     letters.is_broken = True
     sinks["slow"].is_full = True
     with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
-        table.engine_tokens("d", [(name, 0, 2, 98) for name in (*sinks, "nobody's")])
+        table.engine_step("d", (), [(name, 0, 2, 98) for name in (*sinks, "nobody's")])
     assert type(sinks["bad"].error) is BatonError
     assert isinstance(sinks["slow"].error, Overloaded)
     assert (sinks["good"].text, len(table)) == ("aab", 1)
+
+
+async def test_first_tokens_do_not_wait_for_those_of_decodes() -> None:
+    """A step has the decodes of many, and the end of a prompt."""
+    table, order = SessionTable(SystemClock(), 10), list[str]()
+
+    class NotingSink(FakeSink):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def emit(self, chunk: OutputChunk) -> bool:
+            order.append(self.name)
+            return super().emit(chunk)
+
+    for name in ("decode", "prompt"):
+        text = TextStream(Letters().step, ())
+        table.start(session(name, text, NotingSink(name), max_tokens=9, engines=("both", "both")))
+    table.engine_step("both", [EngineOutput("decode", 0, 0, (97,))])
+    table.engine_step("both", [EngineOutput("prompt", 0, 0, (97,))], [("decode", 0, 1, 98)])
+    assert order == ["decode", "prompt", "decode"]
 
 
 async def test_deadlines_come_by_themselves() -> None:
