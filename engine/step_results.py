@@ -13,7 +13,7 @@ from .execution.batch import SampledToken
 from .live_sequences import LiveSequences
 from .scheduling.block_tables import BlockTables
 from .scheduling.costs.step_cost_estimator import StepRecord
-from .scheduling.outputs import ChunkDone, StepOutput, TokenOutput
+from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 from .speculation.speculator import Speculator
@@ -102,7 +102,7 @@ class StepResults:
             reason = self._append(sequence, sampled, output)
         if first is not None or (sequence.is_held and reason is None):
             num_tokens, is_last = sequence.num_computed_tokens, sampled is not None
-            output.chunks.append(ChunkDone(sequence.key, num_tokens, is_last, first))
+            output.chunks.append(ChunkOutput(sequence.key, num_tokens, is_last, first))
 
     def _append(
         self, sequence: Sequence, sampled: SampledToken, output: StepOutput

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.request.request import Request, Ticket
-from ..engine.kv.block_pool import BlockRefs
-from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
+from ..engine.scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import Chunk, Offered, Withdrawn
 from ..kv_transfer.protocol.messages import HandoffState
 from ..node.requests.request_io import Entry
@@ -58,17 +57,12 @@ class PrefillRole(EngineRole[_Offer]):
 
     # -- the engine's results ------------------------------------------------------------------
 
-    def _report_step(self, output: StepOutput) -> None:
-        super()._report_step(output)
+    def after_step(self, output: StepOutput) -> None:
+        super().after_step(output)
         self._request_io.flush()  # the first token is on its way before the manifest behind it
         first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
             self._on_chunk(chunk, first_tokens)
-
-    def after_step(self, output: StepOutput) -> None:
-        super().after_step(output)
-        for launched in output.launched:
-            self._on_launched(launched)
 
     def _on_token(self, token: TokenOutput) -> None:
         super()._on_token(token)
@@ -78,38 +72,24 @@ class PrefillRole(EngineRole[_Offer]):
                 ended = Cancelled("the request ended with its first token")
                 self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, ended))
 
-    def _on_chunk(self, chunk: ChunkDone, first_tokens: Mapping[str, int]) -> None:
-        """Offer the blocks that the chunk completed, unless they were when it was launched."""
+    def _on_chunk(self, chunk: ChunkOutput, first_tokens: Mapping[str, int]) -> None:
+        """Offer the blocks that its tokens fill, with the last chunk also the partial one, and that
+        were not offered when it was launched."""
         offer = self._handoffs.get(chunk.key)
         if offer is None:
             return
-        num_tokens, state = chunk.num_computed_tokens, None
-        blocks = self._next_blocks(chunk.key, offer, num_tokens, is_last=chunk.is_last)
-        num_blocks, lacking = offer.num_offered_blocks, self._engine.first_undrafted(chunk.key)
-        if chunk.first is not None:
-            offer.is_first_token_out = True  # none will be: the puller outputs all
-            state = HandoffState(num_blocks, first=chunk.first, first_undrafted=lacking)
-        elif chunk.is_last:
-            first_token_id, *others = (first_tokens[each.key] for each in offer.samples)
-            state = HandoffState(num_blocks, first_token_id, tuple(others), first_undrafted=lacking)
-        self._peers.feed_source(Chunk(offer.ticket.transfer_id, blocks, num_tokens, state))
-
-    def _on_launched(self, chunk: ChunkLaunched) -> None:
-        offer = self._handoffs.get(chunk.key)
-        if offer is None:
-            return
-        blocks = self._next_blocks(chunk.key, offer, chunk.num_tokens, is_last=chunk.is_last)
-        if blocks:
-            transfer_id = offer.ticket.transfer_id
-            self._peers.feed_source(Chunk(transfer_id, blocks, chunk.num_tokens, step=chunk.step))
-
-    def _next_blocks(self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool) -> BlockRefs:
-        """The blocks that so many tokens fill and that were not offered yet; with the last chunk
-        also the partial one."""
-        limits, first = self._engine.limits, offer.num_offered_blocks
-        last = limits.blocks_for(num_tokens) if is_last else num_tokens // limits.block_size
-        offer.num_offered_blocks = max(first, last)
-        return self._engine.block_refs(key, first, last)
+        limits, first, num_tokens = self._engine.limits, offer.num_offered_blocks, chunk.num_tokens
+        last = limits.blocks_for(num_tokens) if chunk.is_last else num_tokens // limits.block_size
+        offer.num_offered_blocks = num_blocks = max(first, last)
+        blocks, state = self._engine.block_refs(chunk.key, first, num_blocks), None
+        if chunk.is_last and not chunk.step:
+            lacking = self._engine.first_undrafted(chunk.key)
+            tokens = [0] if chunk.first else [first_tokens[each.key] for each in offer.samples]
+            token_id, *others = tokens
+            state = HandoffState(num_blocks, token_id, tuple(others), chunk.first, lacking)
+            offer.is_first_token_out = True  # or none will be: of beams the puller outputs all
+        transfer_id = offer.ticket.transfer_id
+        self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
 
     # -- pullers -------------------------------------------------------------------------------
 

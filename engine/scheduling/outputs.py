@@ -49,31 +49,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkDone:
-    """The KV of a held request's first `num_computed_tokens` tokens is complete.
+class ChunkOutput:
+    """The KV of a held request's first `num_tokens` tokens is complete, 0: already, or once `step`
+    steps are: see `batch.LaunchedStep.number`.
 
-    `is_last` comes with the first token, or with `first`: what a search of beams begins with, which
-    comes of one that is not held too.
-    """
-
-    key: str
-    num_computed_tokens: int
-    is_last: bool
-    first: SampledToken | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkLaunched:
-    """A step will complete the KV of a held request's first `num_tokens` tokens.
-
-    `step` is its `batch.LaunchedStep.number`, which is not 0. Its ChunkDone follows, unless the
-    request ends before.
+    One with a step is followed by one without, unless the request ends before. That is the last one
+    with the first token, or with `first`: what a search of beams begins with, which comes of one
+    that is not held too.
     """
 
     key: str
     num_tokens: int
     is_last: bool
-    step: int
+    first: SampledToken | None = None
+    step: int = 0
 
 
 @dataclass(slots=True)
@@ -85,11 +74,10 @@ class StepOutput:
     """
 
     tokens: list[TokenOutput] = field(default_factory=list)
-    chunks: list[ChunkDone] = field(default_factory=list)
+    chunks: list[ChunkOutput] = field(default_factory=list)
     started: dict[str, int] = field(default_factory=dict)
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    launched: list[ChunkLaunched] = field(default_factory=list)
     beams: list[FinishedBeam] = field(default_factory=list)
 
     def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -102,8 +90,8 @@ class StepOutput:
     def tell_launched(self, held: Iterable[Sequence], step: int) -> None:
         """What of these step number `step` will complete; they are launched."""
         for one in held:
-            chunk = ChunkLaunched(one.key, one.num_launched_tokens, not one.is_prefilling, step)
-            self.launched.append(chunk)
+            is_last = not one.is_prefilling
+            self.chunks.append(ChunkOutput(one.key, one.num_launched_tokens, is_last, step=step))
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         """With it end the samples that have not become sequences of their own yet; of a search that

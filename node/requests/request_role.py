@@ -160,12 +160,7 @@ class EngineRole(ABC, Generic[H]):
             self.end(key, None)
 
     def after_step(self, output: StepOutput) -> None:
-        self._report_step(output)
-        for key, error in output.failed:
-            self.end(key, error)
-
-    def _report_step(self, output: StepOutput) -> None:
-        """What a step brought for gateways: what began in it, prompts' scores, tokens."""
+        """Report what a step brought: what began in it, prompts' scores, tokens, failures."""
         for key, cached_tokens in output.started.items():
             if entry := self._table.get(key):
                 if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
@@ -186,6 +181,8 @@ class EngineRole(ABC, Generic[H]):
             if entry := self._table.get(beam.key):
                 self._request_io.emit_beam(entry, beam)
                 self._request_io.end(beam.key, None)
+        for key, error in output.failed:
+            self.end(key, error)
 
     def _prompt_started(self, entry: Entry, cached_tokens: int) -> None:
         self._request_io.stamp(entry, Event.PREFILL_QUEUED, entry.accepted_ns)

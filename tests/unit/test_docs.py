@@ -142,8 +142,8 @@ def test_what_the_contracts_show_of_a_class() -> None:
     shown = reference.code_of("kv_transfer/window/transport.py: PoolWindow")
     assert "    num_steps: int | None\n        # How many of the source's steps" in shown
     assert "def prepare(pairs: BlockPairs) -> Starter" in shown
-    value = reference.code_of("engine/scheduling/outputs.py: ChunkLaunched")
-    assert "ChunkLaunched(key: str, num_tokens: int, is_last: bool, step: int)" in value
+    value = reference.code_of("engine/kv/block_pool.py: BlockCounts")
+    assert "BlockCounts(free: int, cached: int, held: int, reserved: int)" in value
     with pytest.raises(KeyError):
         reference.code_of("engine/engine.py: NoSuchClass")
 
