@@ -36,7 +36,6 @@ from .scheduling.sequence import Sequence
 from .speculation.draft_model import DraftModelProposer
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
-from .step_results import StepResults
 from .stepper import Stepper
 
 
@@ -93,6 +92,7 @@ def build_engine(
         runner,
         limits,
         scheduler,
+        tables,
         adapters,
         constraints,
         fingerprint=fingerprint,
@@ -115,7 +115,6 @@ def build_engine(
         scheduler,
         tables,
         sequences,
-        StepResults(sequences, scheduler, tables, step_record, speculator),
         InputBatch(limits.block_size, sequences.eos_token_ids),
         host=host,
         speculator=speculator,

@@ -1,22 +1,28 @@
-"""The sequences of an engine by their requests' keys: how each comes to be, and how it ends."""
+"""The sequences of an engine by their requests' keys: how each comes to be, what a step's tokens do
+to it (it goes on, forks, is held or ends), and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from collections.abc import Sequence as Row
+from functools import partial
+from math import isnan
 
-from ..core.errors import BatonError, InvalidRequest
+from ..core.errors import BatonError, EngineFailed, InvalidRequest
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
-from .execution.batch import Runner
+from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints, Mask
 from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom, refuse_adapter
-from .scheduling.outputs import StepOutput
+from .scheduling.block_tables import BlockTables
+from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from .scheduling.schedule import Schedule
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
+
+_token_output = partial(tuple.__new__, TokenOutput)  # a step makes hundreds
 
 
 class LiveSequences:
@@ -27,6 +33,7 @@ class LiveSequences:
         runner: Runner,
         limits: EngineLimits,
         scheduler: Scheduler,
+        tables: BlockTables,
         adapters: AdapterRoom[Sequence] | None,
         constraints: Constraints | None,
         *,
@@ -40,6 +47,7 @@ class LiveSequences:
         self._runner = runner
         self._limits = limits
         self._scheduler = scheduler
+        self._tables = tables
         self._adapters = adapters
         self._constraints = constraints
         self._fingerprint = fingerprint
@@ -133,6 +141,92 @@ class LiveSequences:
                 schedule.fit_drafts()
         return found
 
+    # -- what a step's tokens do ------------------------------------------------------------------
+
+    def advance_clear(
+        self,
+        clear: Row[Sequence],
+        sampled: Row[SampledToken | None],
+        here: Container[Sequence],
+        output: StepOutput,
+    ) -> None:
+        """As `advance`, of the decodes that were clear, as far as they are still `here`: the tokens
+        of few are anything but the next."""
+        eos, store, tell = self.eos_token_ids, self._tables.store, output.tokens.append
+        for sequence, token in zip(clear, sampled, strict=True):
+            if sequence not in here:
+                continue
+            assert token is not None
+            token_id, logprob, top, *_ = token
+            if token_id in eos or sequence.sampling.stop_token_ids or isnan(logprob):
+                self.advance(sequence, 1, token, output)
+                continue
+            token_ids = sequence.token_ids
+            index = len(token_ids) - sequence.num_prompt_tokens
+            tell(_token_output((sequence.key, index, token_id, logprob, None, top)))
+            token_ids.append(token_id)
+            sequence.num_awaited_tokens -= 1
+            sequence.num_computed_tokens += 1
+            store(sequence)
+
+    def advance(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        sampled: SampledToken | None,
+        output: StepOutput,
+    ) -> None:
+        """Account for one sequence's part of a completed step: so many of its tokens are computed,
+        and the token behind them is sampled, if any is."""
+        if sampled is not None and isnan(sampled.logprob):
+            self.fail(sequence, EngineFailed("the model's logits are not numbers"), output)
+            return
+        sequence.num_computed_tokens += num_tokens
+        self._tables.store(sequence)
+        goes_on, first = True, None
+        if sampled is not None and sequence.num_candidates:
+            if sequence.is_held:
+                self.hold(sequence)
+            if sequence.is_held or self.beams.found(sequence, sampled):
+                first = sampled
+        elif sampled is not None:
+            goes_on = self._append(sequence, sampled, output)
+        if first is not None or (sequence.is_held and goes_on):
+            num_tokens, is_last = sequence.num_computed_tokens, sampled is not None
+            output.chunks.append(ChunkOutput(sequence.key, num_tokens, is_last, first))
+
+    def _append(self, sequence: Sequence, sampled: SampledToken, output: StepOutput) -> bool:
+        """Output a token, and with the first one those of its forks; whether it goes on, or its KV
+        is held for any of them."""
+        is_held, index = sequence.is_held, sequence.num_outputs
+        sequence.num_awaited_tokens -= not is_held
+        goes_on = self._tell(sequence.request, index, sampled, output)
+        for fork, token in zip(sequence.forks, sampled.forks, strict=True):
+            if self._tell(fork, index, token, output):
+                if is_held:
+                    goes_on = True
+                else:
+                    self.fork(sequence, fork, token.token_id)
+        sequence.forks = ()
+        sequence.token_ids.append(sampled.token_id)
+        if not goes_on:
+            self._on_end(sequence.num_outputs)
+            self.end(sequence)
+        elif is_held:
+            self.hold(sequence)
+        return goes_on
+
+    def _tell(
+        self, request: Request, index: int, sampled: SampledToken, output: StepOutput
+    ) -> bool:
+        """Output a request's token; whether the request goes on behind it."""
+        token_id, logprob, top, *_ = sampled
+        reason = self.finish_reason(request, token_id, index + 1)
+        output.tokens.append(TokenOutput(request.key, index, token_id, logprob, reason, top))
+        return reason is None
+
+    # -- how it ends ------------------------------------------------------------------------------
+
     def finish_reason(
         self, request: Request, token_id: int, num_outputs: int
     ) -> FinishReason | None:
@@ -154,11 +248,6 @@ class LiveSequences:
         del self.by_key[sequence.key]
         if not self.leave_adapter(sequence):
             self._scheduler.remove(sequence)
-
-    def finish(self, sequence: Sequence) -> None:
-        """It has ended by itself."""
-        self._on_end(sequence.num_outputs)
-        self.end(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """It is computed and keeps its KV: no step needs its adapter any more."""

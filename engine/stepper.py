@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from ..core.ports import Clock
 from ..core.step_cost import StepShape
-from .execution.batch import Runner
+from .execution.batch import Runner, SampledToken
 from .execution.constraints import Mask
 from .input_batch import InputBatch
 from .kv.host_tier import HostTier
@@ -31,7 +31,6 @@ from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 from .speculation.speculator import Speculator
-from .step_results import StepResults
 from .steps_in_flight import StepInFlight, StepsInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -50,7 +49,6 @@ class Stepper:
         scheduler: Scheduler,
         tables: BlockTables,
         sequences: LiveSequences,
-        results: StepResults,
         input_batch: InputBatch,
         *,
         host: HostTier | None,
@@ -64,7 +62,6 @@ class Stepper:
         self._scheduler = scheduler
         self._tables = tables
         self._sequences = sequences
-        self._results = results
         self._host = host
         self._speculator = speculator
         self._step_costs = step_costs
@@ -269,12 +266,31 @@ class Stepper:
         for index, logprobs in prompts.items():
             if (sequence := step.others[index - n].sequence) in here:
                 output.tell_prompt(sequence, logprobs)
-        self._results.advance_clear(step.clear, results[:n], here, output)
+        self._sequences.advance_clear(step.clear, results[:n], here, output)
         for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
-            if sequence in here and sequence.state is not SequenceState.ENDED:  # with its search
-                self._results.advance(sequence, num_tokens, sampled, output)
+            if sequence not in here or sequence.state is SequenceState.ENDED:  # with its search
+                continue
+            if sequence.draft_token_ids and sampled is not None:
+                self._advance_drafts(sequence, num_tokens, sampled, output)
+            else:
+                self._sequences.advance(sequence, num_tokens, sampled, output)
         if self._sequences.beams.by_key and self._sequences.beams.advance(output):
             self._scheduler.queues.wake()
+
+    def _advance_drafts(
+        self, sequence: Sequence, num_tokens: int, sampled: SampledToken, output: StepOutput
+    ) -> None:
+        """Its accepted drafts and the token behind them, of `num_tokens` that were computed."""
+        assert self._speculator is not None
+        tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
+        num_output = 0
+        for token in tokens:
+            if sequence.state is SequenceState.ENDED:
+                break  # nobody gets those behind
+            self._sequences.advance(sequence, 1, token, output)
+            num_output += 1
+        self._step_record.num_decode_tokens -= num_tokens - num_output
+        self._speculator.count_accepted(min(num_output, len(tokens) - 1))
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
         """A step begins when it is launched, or when the one before it ends. Of a pipeline a step
