@@ -49,23 +49,12 @@ WATCH_S = 0.00005  # how long what a pull waits for may be done before it is see
 
 
 @dataclass(frozen=True, slots=True)
-class Callback:
-    """Something that another thread has finished: `run` passes it to the role."""
-
-    run: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
 class InputEnded:
     """The supervisor is gone."""
 
 
-Item: TypeAlias = engine_pb2.EngineInput | Callback | Gated | ChannelItem | InputEnded
-
-
-def callbacks_to(inbox: Inbox[Item]) -> Callable[[Callable[[], None]], None]:
-    """What another thread calls with what it has finished."""
-    return lambda run: inbox.put(Callback(run))
+# Of the supervisor, what another thread has finished, of the gate, of links.
+Item: TypeAlias = engine_pb2.EngineInput | Callable[[], None] | Gated | ChannelItem | InputEnded
 
 
 @dataclass(eq=False)
@@ -156,8 +145,6 @@ class EngineLoop:
                 case FromPeer(link, peer_message):
                     if not link.channel.is_closed:
                         self._from_peer(link, peer_message)
-                case Callback():
-                    item.run()
                 case Connected(link):
                     self._add(link)
                 case LinkOver(link, error):
@@ -172,8 +159,10 @@ class EngineLoop:
                         self._role.dispatch(gateway, dispatch)
                 case InputEnded():
                     self._is_over = True
-                case _:
+                case engine_pb2.EngineInput():
                     self._from_supervisor(item)
+                case _:
+                    item()
         except EngineFailed:
             raise
         except Exception as error:

@@ -51,7 +51,7 @@ from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineParts
 from .dispatch_gate import DispatchGate
 from .engine_links import EngineLinks
-from .engine_loop import EngineLoop, InputEnded, Item, callbacks_to
+from .engine_loop import EngineLoop, InputEnded, Item
 from .heartbeat import EngineNumbers, HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders
@@ -204,7 +204,7 @@ def _serve(
     peers = Peers(
         Source(hello, clock, node_config.lease_s, access),
         Puller(hello, clock, LINK_WAIT_S),
-        partial(Windows, opener.open, callbacks_to(inbox)),
+        partial(Windows, opener.open, inbox.put),
         links.channels,
         outbox.flush_gateways,
         PrefixLoans(engine),

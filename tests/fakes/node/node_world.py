@@ -28,7 +28,7 @@ from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, Remo
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.links import Connected, Kind, Link
 from baton.node.channels.mailboxes import Outbox
-from baton.node.engine_process.engine_loop import Callback, EngineLoop
+from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.peers.peers import Peers
@@ -177,7 +177,7 @@ class Node:
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:
-        self.inbox.put(Callback(run))
+        self.inbox.put(run)
 
     def tell(self, **body: object) -> None:
         """Put a frame from the supervisor into the inbox."""
