@@ -12,8 +12,8 @@ Knows no request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -23,20 +23,12 @@ from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
 from ...kv_transfer.protocol.messages import Message, Refused, decode, encode
 from ...proto import codec
-from ...proto.v1 import engine_pb2, node_pb2
+from ...proto.v1 import node_pb2
 from .broadcast import Broadcast
 from .links import ChannelItem, FromGateway, FromPeer, Kind, Link, LinkOver
 from .mailboxes import Inbox
 
 log = logging.getLogger(__name__)
-
-
-class Follower(Protocol):
-    """Whoever admits or dials engines."""
-
-    def list_members(self, members: engine_pb2.Members) -> None: ...
-
-    def link_over(self, link: Link) -> None: ...
 
 
 class EngineChannels:
@@ -46,12 +38,12 @@ class EngineChannels:
         self,
         inbox: Inbox[Any],
         welcome: node_pb2.Welcome,
-        followers: Sequence[Follower] = (),
+        on_over: Callable[[Link], None] = lambda link: None,
         silence_s: float = LOST_S,
     ) -> None:
-        """`followers` want to know what changes; a peer that is silent for `silence_s` is lost."""
+        """`on_over` gets each link that ends; a peer that is silent for `silence_s` is lost."""
         self._inbox = inbox
-        self._followers = followers
+        self._on_over = on_over
         self.broadcast = Broadcast(self._links, inbox.put, welcome, silence_s)
         self._by_kind: dict[Kind, dict[str, Link]] = {kind: {} for kind in Kind}
 
@@ -102,13 +94,7 @@ class EngineChannels:
         if link.is_watched:
             self._inbox.forget(link.channel)
         link.channel.close()
-        for follower in self._followers:
-            follower.link_over(link)
-
-    def list_members(self, members: engine_pb2.Members) -> None:
-        """The directory has these engines now."""
-        for follower in self._followers:
-            follower.list_members(members)
+        self._on_over(link)
 
     def watch_writes(self, link: Link) -> None:
         """Send the rest once there is room, if anything is left."""

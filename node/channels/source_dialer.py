@@ -182,9 +182,6 @@ class MemberList:
             self._is_away = members.is_away
             self._changed.notify_all()
 
-    def link_over(self, link: Link) -> None:
-        """Changes nothing in the list."""
-
     def has(self, incarnation: str) -> bool:
         """Whether the engine is listed, or is within a second.
 

@@ -18,7 +18,7 @@ from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.engine_channels import EngineChannels, Follower
+from ..channels.engine_channels import EngineChannels
 from ..channels.links import Connected, Kind, Link
 from ..channels.mailboxes import Inbox
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
@@ -62,9 +62,8 @@ class EngineLinks:
             awaits_handoffs=welcome.role == Role.DECODE.value,
         )
         self._dialer = SourceDialer(puller, self._connected)
-        followers: list[Follower] = [self._members, self._dialer]
         silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
-        self.channels = EngineChannels(inbox, welcome, followers, silence_s)
+        self.channels = EngineChannels(inbox, welcome, self._dialer.link_over, silence_s)
         admission = Admission(keys.accepted, (GATEWAY, PULLER), self._check)
         self._listener = _listen(welcome.incarnation, node, admission, tls)
 
@@ -74,6 +73,11 @@ class EngineLinks:
 
     def start(self) -> None:
         self._listener.start(self._accepted)
+
+    def list_members(self, members: engine_pb2.Members) -> None:
+        """The directory has these engines now."""
+        self._members.list_members(members)
+        self._dialer.list_members(members)
 
     def end(self, error: BatonError) -> None:
         """Report to all gateways why the process ends, which it may do now. Any thread."""

@@ -74,6 +74,7 @@ class EngineLoop:
     _channels: EngineChannels
     _gate: DispatchGate
     _orders: PromiseOrders
+    _list_members: Callable[[engine_pb2.Members], None]
     _is_over: bool = False
 
     def run(self) -> None:
@@ -175,7 +176,7 @@ class EngineLoop:
                 ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
                 self._send(engine_pb2.EngineOutput(ledger=ledger))
             case "members":
-                self._channels.list_members(message.members)
+                self._list_members(message.members)
             case "drain":
                 self._requests.is_draining = True
             case "shutdown":

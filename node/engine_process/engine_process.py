@@ -259,6 +259,7 @@ def _serve(
         links.channels,
         gate,
         orders,
+        links.list_members,
     )
     try:
         loop.run()

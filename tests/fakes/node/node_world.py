@@ -133,6 +133,7 @@ class Node:
         self.hello = Hello(incarnation, {"model": "toy"})
         self.inbox = inbox
         self.frames: list[engine_pb2.EngineOutput] = []  # what the supervisor was told
+        self.members: list[engine_pb2.Members] = []
         self.channels = EngineChannels(inbox, node_pb2.Welcome(incarnation=incarnation))
         self.outbox = Outbox(self.frames.append, self.channels.to_gateway)
         self.desk = RequestIO(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
@@ -173,7 +174,7 @@ class Node:
         )
         self.loop = EngineLoop(
             self.engine, role, peers, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            numbers, self.clock, self.channels, _OPEN_GATE, orders,
+            numbers, self.clock, self.channels, _OPEN_GATE, orders, self.members.append,
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from baton.node.channels.links import (
     LinkOver,
 )
 from baton.node.channels.mailboxes import Inbox
-from baton.proto.v1 import engine_pb2, node_pb2
+from baton.proto.v1 import node_pb2
 
 WELCOME = node_pb2.Welcome(incarnation="a" * 32)
 PEERS = (Kind.PULLER, Kind.SOURCE)
@@ -56,18 +56,6 @@ def step(number: int, size: int = 0) -> node_pb2.NodeMessage:
 
 def beat(number: int) -> node_pb2.Heartbeat:
     return node_pb2.Heartbeat(num_steps=number)
-
-
-@dataclass
-class Follower:
-    members: list[engine_pb2.Members] = field(default_factory=list)
-    over: list[Link] = field(default_factory=list)
-
-    def list_members(self, members: engine_pb2.Members) -> None:
-        self.members.append(members)
-
-    def link_over(self, link: Link) -> None:
-        self.over.append(link)
 
 
 @dataclass
@@ -106,8 +94,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.inbox: Inbox[Any] = Inbox()
-        self.follower = Follower()
-        self.channels = EngineChannels(self.inbox, WELCOME, (self.follower,))
+        self.over: list[Link] = []
+        self.channels = EngineChannels(self.inbox, WELCOME, self.over.append)
         self.heard: list[FromGateway | FromPeer] = []
         self.ended: list[tuple[Link, BatonError]] = []
         self.replaced: list[Link] = []
@@ -271,13 +259,13 @@ def test_a_newer_link_of_a_pair_replaces_the_older_and_what_came_late(
     newer, other = engine.link(kind)
     for _ in range(3):
         engine.turn()
-    assert engine.replaced == [older] == engine.follower.over
+    assert engine.replaced == [older] == engine.over
     assert older.channel.is_closed and not newer.channel.is_closed
     assert not [item for item in engine.heard if item.link is newer]
     far.hear()
     assert far.is_over()
     engine.channels.remove(older)  # its end is heard late
-    assert engine.follower.over == [older]
+    assert engine.over == [older]
     other.hear()
     if kind is Kind.GATEWAY:
         engine.channels.to_gateway("g", step(1))
@@ -317,7 +305,7 @@ def test_the_end_is_told_behind_what_came_before(
     assert engine.messages() == [message]
     ((ended, error),) = engine.ended
     assert ended is link and isinstance(error, NodeLost)
-    assert engine.follower.over == [link] and link.channel.is_closed
+    assert engine.over == [link] and link.channel.is_closed
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -539,12 +527,6 @@ def test_links_may_end_while_another_thread_beats(engine: Engine) -> None:
     assert not failures
     links = engine.channels.ledger()["links"]
     assert isinstance(links, dict) and sum(map(len, links.values())) <= 14
-
-
-def test_followers_hear_of_members(engine: Engine) -> None:
-    members = engine_pb2.Members(is_away=True)
-    engine.channels.list_members(members)
-    assert engine.follower.members == [members]
 
 
 def test_nothing_is_left_open() -> None:

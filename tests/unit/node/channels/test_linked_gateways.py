@@ -14,7 +14,7 @@ from fakes.runner import expected_tokens
 
 from baton.core.request.request import Request
 from baton.proto import codec
-from baton.proto.v1 import node_pb2
+from baton.proto.v1 import engine_pb2, node_pb2
 
 
 @dataclass
@@ -176,3 +176,10 @@ def test_a_drained_engine_stays_until_it_was_heard(decode: Node) -> None:
     last = node_pb2.NodeMessage.FromString(payloads[-1])
     assert outputs_of(last.outputs)[-1].finish_reason or outputs_of(last.outputs)[-1].error.code
     gateway.channel.close()
+
+
+def test_who_admits_and_dials_engines_is_told_the_directory_s_list(decode: Node) -> None:
+    members = engine_pb2.Members(is_away=True)
+    decode.tell(members=members)
+    turn(decode)
+    assert decode.members == [members]

@@ -61,7 +61,7 @@ class Engine:
 
     def list(self, *incarnations: str) -> None:
         engines = [engine_pb2.ListedEngine(incarnation=each) for each in incarnations]
-        self.links.channels.list_members(engine_pb2.Members(engines=engines))
+        self.links.list_members(engine_pb2.Members(engines=engines))
 
     def add_next(self) -> Connected:
         until_s = time.monotonic() + 5
@@ -130,7 +130,7 @@ def test_an_engine_dials_who_is_listed(source: Engine, role: str) -> None:
         host_id=host_id(),
         model="m",
     )
-    puller.links.channels.list_members(engine_pb2.Members(engines=[listed]))
+    puller.links.list_members(engine_pb2.Members(engines=[listed]))
     there, here = source.add_next().link, puller.add_next().link
     assert (there.kind, there.name) == (Kind.PULLER, puller.welcome.incarnation)
     assert (here.kind, here.name) == (Kind.SOURCE, source.welcome.incarnation)

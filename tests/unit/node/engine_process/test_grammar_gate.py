@@ -94,6 +94,7 @@ class World:
         self.loop = EngineLoop(
             engine, self.role, peers, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, numbers, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
+            lambda members: None,
         )  # fmt: skip
 
     def make_gate(self, adapters: Any = None) -> DispatchGate:
