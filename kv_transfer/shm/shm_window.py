@@ -12,14 +12,13 @@ Like every check on this side it cannot know whether the source computed the rig
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import mmap
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.errors import HandoffFailed
 from ...engine.kv import memfd
 from ...engine.kv.block_pool import CANARY_BLOCK
 from ...engine.kv.generations import GenerationsReader
@@ -34,7 +33,7 @@ _MEASURED_BYTES = 4 << 20
 
 
 class ShmWindow(PullThread):
-    """A mapped pool, and the thread that copies from it."""
+    """The source's pool and generation page, mapped read-only, and the thread that copies."""
 
     transport = "shm"
 
@@ -46,13 +45,18 @@ class ShmWindow(PullThread):
         cut: BlockCut,
     ) -> None:
         """Map `fds` (they stay the caller's) and check the canary; raises HandoffFailed."""
-        self._mapping = _SourceMapping(description, fds, cut)
-        try:
-            self._mapping.check_canary()
-            self.gbytes_per_s = self._mapping.measure()
-        except HandoffFailed:
-            self._mapping.close()
-            raise
+        pool_fd, generations_fd = fds
+        num_blocks, block_bytes = description.num_blocks, description.block_bytes
+        with contextlib.ExitStack() as mapped:
+            memory = memfd.map_read_only(pool_fd, num_blocks * block_bytes)
+            mapped.enter_context(memory)
+            self._generations = GenerationsReader(generations_fd, num_blocks, description.engine)
+            mapped.callback(self._generations.close)
+            self._blocks = cut.there(memory, num_blocks)
+            mapped.callback(delattr, self, "_blocks")  # or the memory could not be closed
+            cut.require_canary(self._blocks[CANARY_BLOCK].tobytes(), description.incarnation)
+            self.gbytes_per_s = self._measure(cut.piece_bytes)
+            self._mapped = mapped.pop_all()
         self._destination = cut.here(pool.view, pool.num_blocks)
         super().__init__(description.incarnation)
 
@@ -62,40 +66,17 @@ class ShmWindow(PullThread):
         for source, generation, ours in zip(sources, generations, destinations, strict=True):
             if pull.is_cancelled:
                 return PullOutcome.CANCELLED
-            outcome = self._mapping.copy(source, generation, self._destination[ours])
+            outcome = self._copy(source, generation, self._destination[ours])
             if outcome is not PullOutcome.OK:
                 return outcome
         return PullOutcome.OK
 
     def let_go(self) -> None:
         del self._destination  # or the pool could not be closed
-        self._mapping.close()
+        self._mapped.close()
 
-
-class _SourceMapping:
-    """The source's pool and generation page, mapped read-only."""
-
-    def __init__(self, description: PoolDescription, fds: Sequence[int], cut: BlockCut) -> None:
-        self._cut = cut
-        self._description = description
-        pool_fd, generations_fd = fds
-        num_blocks, block_bytes = description.num_blocks, description.block_bytes
-        self._memory: mmap.mmap = memfd.map_read_only(pool_fd, num_blocks * block_bytes)
-        try:
-            self._generations = GenerationsReader(generations_fd, num_blocks, description.engine)
-        except HandoffFailed:
-            self._memory.close()
-            raise
-        self._blocks = cut.there(self._memory, num_blocks)
-
-    def check_canary(self) -> None:
-        """Raises HandoffFailed if this is not the memory, or not the layout, that we think."""
-        found = self._blocks[CANARY_BLOCK].tobytes()
-        self._cut.require_canary(found, self._description.incarnation)
-
-    def measure(self) -> float:
+    def _measure(self, block_bytes: int) -> float:
         """GB/s of copying out of this pool; the better of two rounds, as the first faults pages."""
-        block_bytes = self._cut.piece_bytes
         num_blocks = min(len(self._blocks), max(1, _MEASURED_BYTES // block_bytes))
         scratch = np.empty_like(self._blocks[0])
         best_s = float("inf")
@@ -106,7 +87,7 @@ class _SourceMapping:
             best_s = min(best_s, time.perf_counter() - start_s)
         return num_blocks * block_bytes / best_s / 1e9
 
-    def copy(self, block_id: int, generation: int, target: Rows) -> PullOutcome:
+    def _copy(self, block_id: int, generation: int, target: Rows) -> PullOutcome:
         """Copy one block and verify it. The GIL is free during copy and comparison."""
         if not 0 <= block_id < len(self._blocks):
             _log.warning("a manifest names block %d of %d", block_id, len(self._blocks))
@@ -123,8 +104,3 @@ class _SourceMapping:
             _log.error("block %d changed without a new generation", block_id)
             return PullOutcome.FAILED
         return PullOutcome.OK
-
-    def close(self) -> None:
-        del self._blocks
-        self._memory.close()
-        self._generations.close()

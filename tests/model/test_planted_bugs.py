@@ -30,7 +30,7 @@ from baton.kv_transfer.protocol.pairing import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
-from baton.kv_transfer.shm.shm_window import _SourceMapping
+from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.node.peers.pulls import Pulls
 
 Check = Callable[[], None]
@@ -75,7 +75,7 @@ BUGS = [
     Bug(
         "shm: no generation check behind the copy",
         "a consistent copy of somebody else's KV is attached",
-        _SourceMapping.copy,
+        ShmWindow._copy,
         [("target[:] = source", "target[:] = source\n    return PullOutcome.OK")],
         checks.shm_rejects_what_is_rewritten_under_it,
         shows="somebody else's bytes were taken",

@@ -47,7 +47,7 @@ from baton.kv_transfer.protocol.events import (
 from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, Renew
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
-from baton.kv_transfer.shm.shm_window import _SourceMapping
+from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.block_pieces import BlockCut
 from baton.kv_transfer.window.transport import PullOutcome
 from baton.node.peers.windows import Windows
@@ -238,13 +238,14 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
     pool = HostPool("5" * 32, num_blocks=4, block_bytes=64)
     fds = (pool.fd, pool.generations.fd)
     whole = BlockCut.of(None, 64)
-    mapping = _SourceMapping(PoolDescription(pool.incarnation, 64, 4), fds, whole)
+    window = ShmWindow(PoolDescription(pool.incarnation, 64, 4), fds, pool, whole)
     try:
         generation = pool.generations.read(2)
-        outcome = mapping.copy(2, generation, _RewrittenBefore(pool, 2))  # type: ignore[arg-type]
+        outcome = window._copy(2, generation, _RewrittenBefore(pool, 2))  # type: ignore[arg-type]
         assert outcome is PullOutcome.STALE, f"somebody else's bytes were taken: {outcome}"
     finally:
-        mapping.close()
+        window.close()
+        window.join()
         pool.close()
 
 
