@@ -104,18 +104,11 @@ class Manifest(_Message, frozen=True):
     step: Annotated[int, Meta(ge=0)] = 0
 
 
-class Revoked(_Message, frozen=True, eq=False):
+class Revoked(_Message, frozen=True):
     """Source to puller: this is over on my side; its blocks may be rewritten any moment."""
 
     transfer_id: _Id
     error: BatonError
-
-    def __eq__(self, other: object) -> bool:
-        """Whatever the error."""
-        return isinstance(other, Revoked) and self.transfer_id == other.transfer_id
-
-    def __hash__(self) -> int:
-        return hash(self.transfer_id)
 
 
 class Refused(_Message, frozen=True):

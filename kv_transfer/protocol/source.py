@@ -30,6 +30,8 @@ from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release,
 from .pairing import HandoffSide, Pair
 
 _RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
+# The same text whether or not somebody else has it: a puller learns nothing of others.
+_NOT_YOURS = UnknownTransfer("no such transfer here")
 
 
 class SourceState(enum.Enum):
@@ -122,7 +124,7 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             return
         transfer = self._transfers.get(transfer_id)
         if transfer is not None and transfer.puller != puller:
-            self._revoke(transfer.puller, transfer_id, _not_yours())
+            self._send(transfer.puller, Revoked(transfer_id, _NOT_YOURS))
             transfer = None
         if transfer is None:
             transfer = _Transfer(puller, SourceState.COMPUTING)
@@ -144,19 +146,15 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         if transfer is None or transfer.offer is None:
             return  # it ended while the chunk was computed
         if chunk.blocks or chunk.state is not None:
-            self._announce(transfer, chunk)
+            assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
+            transfer.num_blocks += len(chunk.blocks)
+            transfer.unsent.append(chunk)
         if not chunk.step:
             transfer.num_tokens = chunk.num_tokens
         if chunk.state is not None:
             transfer.state = SourceState.HELD
             self._renew(transfer)
         self._flush(transfer)
-
-    @staticmethod
-    def _announce(transfer: _Transfer, chunk: Chunk) -> None:
-        assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
-        transfer.num_blocks += len(chunk.blocks)
-        transfer.unsent.append(chunk)
 
     def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
         if transfer_id in self._transfers:
@@ -172,7 +170,8 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
                 self._on_attach(puller, message)
             case Renew(transfer_ids):
                 for transfer_id in transfer_ids:
-                    self._on_renew(puller, transfer_id)
+                    if (transfer := self._owned_or_denied(puller, transfer_id)) is not None:
+                        self._renew(transfer)
             case Release(transfer_id):
                 self._on_release(puller, transfer_id)
             case CancelTransfer(transfer_id):
@@ -192,9 +191,7 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         transfer_id = attach.transfer_id
         if transfer_id not in self._transfers and self._tombstones.get(transfer_id) is None:
             self._await_offer(puller, attach)
-        elif (transfer := self._owned(puller, transfer_id)) is None:
-            self._deny(puller, transfer_id)
-        else:
+        elif (transfer := self._owned_or_denied(puller, transfer_id)) is not None:
             transfer.is_attached = True
             transfer.sees_steps = attach.sees_steps
             self._renew(transfer)
@@ -212,13 +209,6 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         if attach.block_hashes:
             ticket = Ticket(attach.transfer_id, self._hello.incarnation, puller)
             self._effects.append(PinPrefix(ticket, attach.block_hashes))
-
-    def _on_renew(self, puller: str, transfer_id: str) -> None:
-        transfer = self._owned(puller, transfer_id)
-        if transfer is None:
-            self._deny(puller, transfer_id)
-        else:
-            self._renew(transfer)
 
     def _on_release(self, puller: str, transfer_id: str) -> None:
         transfer = self._owned(puller, transfer_id)
@@ -241,6 +231,13 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         """The transfer, if it is this puller's."""
         transfer = self._transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.puller == puller else None
+
+    def _owned_or_denied(self, puller: str, transfer_id: str) -> _Transfer | None:
+        """The same; a puller whose it is not, or no more, is told so."""
+        if (transfer := self._owned(puller, transfer_id)) is None:
+            epitaph = self._tombstones.get(transfer_id) or _NOT_YOURS
+            self._send(puller, Revoked(transfer_id, epitaph))
+        return transfer
 
     # ---- leases
 
@@ -300,16 +297,4 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         if transfer.offer is not None:
             self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))
         if notify and transfer.is_attached:
-            self._revoke(transfer.puller, transfer_id, epitaph)
-
-    def _deny(self, puller: str, transfer_id: str) -> None:
-        """It is over, or it is not this puller's."""
-        self._revoke(puller, transfer_id, self._tombstones.get(transfer_id) or _not_yours())
-
-    def _revoke(self, puller: str, transfer_id: str, error: BatonError) -> None:
-        self._send(puller, Revoked(transfer_id, error))
-
-
-def _not_yours() -> BatonError:
-    # The same text whether or not somebody else has it: a puller learns nothing of others.
-    return UnknownTransfer("no such transfer here")
+            self._send(transfer.puller, Revoked(transfer_id, epitaph))
