@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ...kernels.lora.lora import Place
 from ..model.decoder import Decoder
-from ..model.layers import MLP, Linear, RowLinear
+from ..model.layers import MLP, LinearBase
 from ..model.stages import LayerRange
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -42,7 +42,7 @@ class Layout:
     """Of one rank. `products`: what computes, and where its adapters lie."""
 
     projections: dict[str, Projection] = field(default_factory=dict)
-    products: list[tuple[Linear | RowLinear, Place]] = field(default_factory=list)
+    products: list[tuple[LinearBase, Place]] = field(default_factory=list)
     row_size: int = 0
     has_experts: bool = False
     layers: LayerRange | None = None  # of a pipeline's stage
@@ -63,7 +63,7 @@ class Layout:
         index = int(match[1])
         return index < layers.num_layers and not layers.first <= index < layers.end
 
-    def _add(self, product: Linear | RowLinear) -> None:
+    def _add(self, product: LinearBase) -> None:
         outputs = product.outputs
         num_inputs, first_input, full_inputs = product.inputs
         inputs_at = self.row_size
@@ -79,7 +79,7 @@ class Layout:
         self.products.append((product, Place(inputs_at, outputs_at, num_inputs, counts)))
 
 
-def _products(model: Decoder) -> Iterator[Linear | RowLinear]:
+def _products(model: Decoder) -> Iterator[LinearBase]:
     for layer in model.layers:
         yield layer.attention.qkv
         yield layer.attention.out

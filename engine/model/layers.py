@@ -68,14 +68,62 @@ class Outputs:
         return cls(name, count, communicator.rank * count, full)
 
 
-class Linear:
+class LinearBase:
     """One or several projections of the same input, as one product.
 
-    `outputs` are the checkpoint's projections in the order of their rows.
+    `outputs` are the checkpoint's projections in the order of their rows; `inputs`: how many this
+    rank has, the first, and of how many.
     """
 
     adapters: StepAdapters | None = None
     place: Place  # of theirs
+
+    def __init__(
+        self,
+        outputs: Sequence[Outputs],
+        inputs: tuple[int, int, int],
+        placement: Placement,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self.outputs, self.inputs = outputs, inputs
+        self._placement, self._ops = placement, placement.ops
+        self._communicator = placement.communicator
+        num_outputs, names = sum(part.count for part in outputs), [part.name for part in outputs]
+        self.weight: Weight = placement.weight(names, num_outputs, inputs[0])
+        self.bias = placement.vector(num_outputs) if has_bias else None
+        is_summand = inputs[0] < inputs[2]  # whose bias is added once
+        self._added_bias = None if is_summand and self._communicator.rank else self.bias
+
+    @property
+    def fp8_weight(self) -> Fp8Weight | None:
+        return self.weight if isinstance(self.weight, Fp8Weight) else None
+
+    def product(self, x: Activations) -> Tensor:
+        """What this rank computes of it."""
+        if self.adapters is not None and self.adapters.is_active:
+            return self.adapters.add_to(lambda: self._linear(x), x, self.place)
+        return self._linear(x)
+
+    def _linear(self, x: Activations) -> Tensor:
+        return self._ops.linear(x, self.weight, self._added_bias)
+
+    def targets(self) -> Targets:
+        first, (num_inputs, *inputs_at) = 0, self.inputs
+        for part in self.outputs:
+            rows = slice(first, first + part.count)
+            cut = of_weight = Cut(0, part.first, part.full)
+            if num_inputs < inputs_at[1]:
+                of_weight = Cut(1, *inputs_at)
+            target = self._placement.target(part.name, self.weight, of_weight, first, part.count)
+            yield f"{part.name}.weight", target
+            if self.bias is not None:
+                yield f"{part.name}.bias", Target(self.bias[rows], cut)
+            first += part.count
+
+
+class Linear(LinearBase):
+    """Of which each rank has all inputs."""
 
     def __init__(
         self,
@@ -85,42 +133,15 @@ class Linear:
         *,
         has_bias: bool = False,
     ) -> None:
-        self.outputs = outputs
-        self.inputs = (num_inputs, 0, num_inputs)  # how many, the first, of how many
-        self._placement, self._ops = placement, placement.ops
-        num_outputs = sum(part.count for part in outputs)
-        self.weight: Weight = placement.weight(
-            [part.name for part in outputs], num_outputs, num_inputs
-        )
-        self.bias = placement.vector(num_outputs) if has_bias else None
+        super().__init__(outputs, (num_inputs, 0, num_inputs), placement, has_bias=has_bias)
 
-    @property
-    def fp8_weight(self) -> Fp8Weight | None:
-        return self.weight if isinstance(self.weight, Fp8Weight) else None
-
-    def __call__(self, x: Activations) -> Tensor:
-        if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to(lambda: self._product(x), x, self.place)
-        return self._product(x)
-
-    def _product(self, x: Activations) -> Tensor:
-        return self._ops.linear(x, self.weight, self.bias)
+    __call__ = LinearBase.product
 
     def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         """The first half of the outputs, by SiLU, times the second."""
         if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to_gated(lambda: self._product(x), x, self.place)
+            return self.adapters.add_to_gated(lambda: self._linear(x), x, self.place)
         return self._ops.gated_linear(x, self.weight, self.bias, reader)
-
-    def targets(self) -> Targets:
-        first = 0
-        for part in self.outputs:
-            rows, cut = slice(first, first + part.count), Cut(0, part.first, part.full)
-            target = self._placement.target(part.name, self.weight, cut, first, part.count)
-            yield f"{part.name}.weight", target
-            if self.bias is not None:
-                yield f"{part.name}.bias", Target(self.bias[rows], cut)
-            first += part.count
 
 
 class FloatLinear(Linear):
@@ -132,11 +153,8 @@ class FloatLinear(Linear):
         super().__init__(outputs, num_inputs, replace(placement, stays_quantised=False))
 
 
-class RowLinear:
+class RowLinear(LinearBase):
     """A projection of which each rank has an even part of the inputs: its outputs are summands."""
-
-    adapters: StepAdapters | None = None
-    place: Place  # of theirs
 
     def __init__(
         self,
@@ -147,50 +165,20 @@ class RowLinear:
         *,
         has_bias: bool = False,
     ) -> None:
-        self._name = name
-        self._placement, self._ops = placement, placement.ops
-        self._communicator = communicator = placement.communicator
-        width = num_inputs // communicator.size
-        self.outputs = [Outputs.whole(name, num_outputs)]
-        self.inputs = (width, communicator.rank * width, num_inputs)  # as Linear's
-        self.weight = placement.weight([name], num_outputs, width)
-        self.bias = placement.vector(num_outputs) if has_bias else None
-
-    @property
-    def fp8_weight(self) -> Fp8Weight | None:
-        return self.weight if isinstance(self.weight, Fp8Weight) else None
+        width = num_inputs // placement.communicator.size
+        inputs = (width, placement.communicator.rank * width, num_inputs)
+        super().__init__([Outputs.whole(name, num_outputs)], inputs, placement, has_bias=has_bias)
 
     def __call__(self, x: Activations) -> Summand:
         """For the next RMSNorm.add."""
         if self.adapters is not None and self.adapters.is_active:
             return self.product(x)
-        return self._communicator.linear(self._ops, x, self.weight, self._bias_of_rank)
-
-    def product(self, x: Activations) -> Tensor:
-        """The same, for whatever is to be made of it here."""
-        bias = self._bias_of_rank
-        if self.adapters is not None and self.adapters.is_active:
-            return self.adapters.add_to(
-                lambda: self._ops.linear(x, self.weight, bias), x, self.place
-            )
-        return self._ops.linear(x, self.weight, bias)
+        return self._communicator.linear(self._ops, x, self.weight, self._added_bias)
 
     @property
     def alone(self) -> Product:
         """What a step computes of it on this rank, without the others."""
         return self if self._communicator.size == 1 else self.product
-
-    @property
-    def _bias_of_rank(self) -> Tensor | None:
-        return self.bias if self._communicator.rank == 0 else None  # added once
-
-    def targets(self) -> Targets:
-        num_outputs, (_, first, full) = self.weight.shape[0], self.inputs
-        cut = Cut(1, first, full)
-        target = self._placement.target(self._name, self.weight, cut, 0, num_outputs)
-        yield f"{self._name}.weight", target
-        if self.bias is not None:
-            yield f"{self._name}.bias", Target(self.bias)
 
 
 class MLP:
