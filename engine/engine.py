@@ -101,7 +101,7 @@ class Engine:
         if self._refused == (request.key, self._scheduler.queues.opportunities):
             return None
         sequence = self._sequences.create(request, SequenceState.RESERVED)
-        sequence.know_hashes(block_hashes)
+        sequence.hashes = [*block_hashes]
         if request.adapter is not None and self.adapters and not self.adapters.reserve(sequence):
             return None
         if not self._scheduler.reserve(sequence):

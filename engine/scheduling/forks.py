@@ -63,7 +63,7 @@ class Forks:
         if not self._tables.share(child, parent.block_ids[:num_shared]):
             return None
         child.num_stored_blocks = min(parent.num_stored_blocks, num_shared)
-        child.share_hashes(parent, child.num_stored_blocks)
+        child.hashes = parent.hashes[: child.num_stored_blocks]
         self._tables.store(child)
         if not num_partial:
             return []

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
@@ -74,8 +74,9 @@ class Sequence:
         block_ids   [ b0 | b1 | b2 | ... ]   slot of position p: block_ids[p // block_size]
 
     `arrival` orders first come first served; `is_held` asks to stop behind the first token and keep
-    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache. Awaited tokens
-    are sampled by steps that have been launched, but not collected; a held sequence awaits none.
+    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache; `hashes` are
+    of its first full blocks, as far as they were computed: see `block_hashes`. Awaited tokens are
+    sampled by steps that have been launched, but not collected; a held sequence awaits none.
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
     for; the first token has none. `constrained` is its place in its grammar, if it has one;
@@ -124,16 +125,14 @@ class Sequence:
     drafted: tuple[int, Row[int]] | None = None
     num_candidates: int = 0
     group: SequenceGroup | None = None
-    _hashes: list[BlockHash] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
     _counts: TokenCounts | None = None
-    _has_penalties: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.request.key
         self.token_ids = self.request.known_token_ids
         self.forks = self.request.forks
         self.sampling = params = self.request.sampling
-        self._has_penalties = params.has_penalties
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.most_tokens = self.num_prompt_tokens + params.max_tokens
         self.needs_history = params.needs_history
@@ -218,7 +217,7 @@ class Sequence:
 
     def counts(self) -> TokenCounts | None:
         """What its penalties look at, if it has any. All tokens are known."""
-        if not self._has_penalties:
+        if not self.sampling.has_penalties:
             return None
         if self._counts is None:
             self._counts = TokenCounts(self.request.prompt_token_ids)
@@ -228,7 +227,7 @@ class Sequence:
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""
         assert num_blocks * block_size <= len(self.token_ids)
-        hashes = self._hashes
+        hashes = self.hashes
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else self.root_hash
             tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
@@ -251,11 +250,3 @@ class Sequence:
             if first + len(found) < end:
                 break  # the hashes behind can wait until a step is on the device
         return found
-
-    def share_hashes(self, parent: Sequence, num_blocks: int) -> None:
-        """Those of its first blocks, which are the parent's."""
-        self._hashes = parent._hashes[:num_blocks]
-
-    def know_hashes(self, hashes: Iterable[BlockHash]) -> None:
-        """Those of its first blocks, where somebody has computed them before."""
-        self._hashes = [*hashes]
