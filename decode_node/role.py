@@ -207,7 +207,7 @@ class DecodeRole(EngineRole[_Intent]):
 
     # -- time and looking in -------------------------------------------------------------------
 
-    def tick(self) -> float | None:
+    def tick(self) -> float:
         deadline_s = super().tick()  # first: what is over gives its blocks back
         if self._is_short:
             self._is_short = False  # perhaps; the engine knows without asking its pool again

@@ -11,6 +11,7 @@ PeerLinked      Hello fits             a puller's: window is wanted      it is o
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -51,9 +52,9 @@ class Pair:
 
 
 class Transfer(Protocol):
-    """As one side keeps it. `expires_s`: when a `Tick` ends it; None: nothing does."""
+    """As one side keeps it. `expires_s`: when a `Tick` ends it; inf: nothing does."""
 
-    expires_s: float | None
+    expires_s: float
 
     def ledger(self, now_s: float) -> dict[str, object]: ...
 
@@ -96,10 +97,9 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
         effects, self._effects = self._effects, []
         return effects
 
-    def next_deadline(self) -> float | None:
-        """When the next `Tick` is due, on the monotonic clock."""
-        waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
-        return min(waits, default=None)
+    def next_deadline_s(self) -> float:
+        """When the next `Tick` is due, on the monotonic clock; inf: never."""
+        return min((t.expires_s for t in self._transfers.values()), default=math.inf)
 
     def ledger(self) -> dict[str, object]:
         """The transfers, their peers, and how many are over, as JSON-able values."""

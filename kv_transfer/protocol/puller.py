@@ -7,6 +7,7 @@ carries out.
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 from ...core.errors import (
@@ -100,12 +101,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._tombstones.purge(self._clock.monotonic_s())
         return incarnation in self._pairs and self._tombstones.get(incarnation) is None
 
-    def next_deadline(self) -> float | None:
+    def next_deadline_s(self) -> float:
         """Of a transfer's end, or of a renewal."""
-        waits = [t.renewal_s for t in self._transfers.values() if t.renewal_s is not None]
-        if (expires_s := super().next_deadline()) is not None:
-            waits.append(expires_s)
-        return min(waits, default=None)
+        return min([super().next_deadline_s(), *(t.renewal_s for t in self._transfers.values())])
 
     @property
     def num_transfers(self) -> int:
@@ -265,7 +263,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         for transfer in [t for t in self._transfers.values() if t.source == source]:
             if transfer.state is PullerState.PULLING and transfer.handoff is not None:
                 transfer.is_orphaned = True
-                transfer.renewal_s = None
+                transfer.renewal_s = math.inf
             else:
                 self._give_up(transfer, error, notify=False)
         if pair is not None and pair.state in (PairState.OPENING, PairState.READY):
@@ -276,16 +274,16 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     def _on_tick(self, now_s: float) -> None:
         self._queue.retry()
         for transfer in [*self._transfers.values()]:
-            if transfer.expires_s is not None and transfer.expires_s <= now_s:
+            if transfer.expires_s <= now_s:
                 self._give_up(transfer, transfer.expiry(now_s))
         self._renew_leases(now_s)
 
     def _renew_leases(self, now_s: float) -> None:
         """All leases at one source in one message, when the first of them is due."""
         transfers = self._transfers.values()
-        due = [t for t in transfers if t.renewal_s is not None and t.renewal_s <= now_s]
+        due = [t for t in transfers if t.renewal_s <= now_s]
         for source in dict.fromkeys(t.source for t in due):
-            leased = [t for t in transfers if t.source == source and t.renewal_s is not None]
+            leased = [t for t in transfers if t.source == source and t.renewal_s < math.inf]
             for transfer in leased:
                 transfer.renewal_s = now_s + transfer.renewal_interval_s
             self._send(source, Renew(tuple(t.transfer_id for t in leased)))
@@ -323,7 +321,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._effects.append(CancelPull(transfer_id))
         self._forget(transfer_id, error or Cancelled("the request was cancelled"))
         transfer.state = PullerState.ENDING
-        transfer.expires_s = transfer.renewal_s = None
+        transfer.expires_s = transfer.renewal_s = math.inf
         self._bury_if_still(transfer)
 
     def _bury_if_still(self, transfer: PullerTransfer) -> None:

@@ -7,6 +7,7 @@ Plain bookkeeping: what an event changes is decided in puller.py.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
@@ -50,7 +51,7 @@ class PullerTransfer:
 
     intent: Intended
     state: PullerState
-    expires_s: float | None  # None when ending: the fence lasts as long as the copies
+    expires_s: float  # inf when ending: the fence lasts as long as the copies
     next_seq: int = 0
     next_index: int = 0  # of a block
     handoff: HandoffState | None = None  # set by the last manifest
@@ -60,8 +61,7 @@ class PullerTransfer:
     num_begun_blocks: int = 0  # their pulls are begun or over, or they are cached here
     num_pulled_blocks: int = 0
     is_orphaned: bool = False  # the source is lost, but all that is needed was under way
-    # When its lease at the source is due; None: it has, or needs, none.
-    renewal_s: float | None = None
+    renewal_s: float = math.inf  # when its lease is due; inf: it has, or needs, none
     renewal_interval_s: float = 0.0
 
     @property
@@ -75,8 +75,7 @@ class PullerTransfer:
     def start_lease(self, lease_s: float, now_s: float) -> None:
         """By a manifest, its lease has `lease_s` to run."""
         self.renewal_interval_s = max(lease_s / _RENEWALS_PER_LEASE, _MIN_INTERVAL_S)
-        due_s = now_s + self.renewal_interval_s
-        self.renewal_s = due_s if self.renewal_s is None else min(due_s, self.renewal_s)
+        self.renewal_s = min(now_s + self.renewal_interval_s, self.renewal_s)
 
     def accept(self, manifest: Manifest) -> bool:
         """Take in the next manifest; False for a double of an earlier one, which changes nothing.
@@ -119,7 +118,7 @@ class PullerTransfer:
             "source": self.source,
             "is_reserved": self.reservation is not None,
             "num_pulls_in_flight": len(self.in_flight),
-            "expires_in_s": None if self.expires_s is None else self.expires_s - now_s,
+            "expires_in_s": None if self.expires_s == math.inf else self.expires_s - now_s,
         }
 
     def expiry(self, now_s: float) -> BatonError:

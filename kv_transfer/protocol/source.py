@@ -7,6 +7,7 @@ memory, stream or thread: `handle` maps events to effects, which `node.peers` ca
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class _Transfer:
     offer: Offered | None = None
     is_attached: bool = False
     sees_steps: bool = False
-    expires_s: float | None = None  # None while computing
+    expires_s: float = math.inf  # while computing
     unsent: deque[Chunk] = field(default_factory=deque)
     num_sent: int = 0
     num_blocks: int = 0  # announced by the engine so far
@@ -75,7 +76,7 @@ class _Transfer:
             "puller": self.puller,
             "is_attached": self.is_attached,
             "num_blocks": self.num_blocks,
-            "expires_in_s": None if self.expires_s is None else self.expires_s - now_s,
+            "expires_in_s": None if self.expires_s == math.inf else self.expires_s - now_s,
         }
 
     def take_next(self) -> tuple[Chunk, int] | None:
@@ -131,7 +132,7 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             self._transfers[transfer_id] = transfer
         transfer.offer = offer
         transfer.state = SourceState.COMPUTING
-        transfer.expires_s = None
+        transfer.expires_s = math.inf
 
     def _refusal(self, offer: Offered) -> BatonError | None:
         if offer.ticket.source_incarnation != self._hello.incarnation:
@@ -252,7 +253,7 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
 
     def _expiry(self, transfer: _Transfer, now_s: float) -> BatonError | None:
         """Why the transfer must end now, if it must."""
-        if transfer.expires_s is None or now_s < transfer.expires_s:
+        if now_s < transfer.expires_s:
             return None
         if transfer.offer is None:
             return UnknownTransfer("no prompt came for the ticket within one lease")
@@ -267,7 +268,6 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     def _flush(self, transfer: _Transfer) -> None:
         """Announce the chunks that the puller may get now."""
         now_s = self._clock.monotonic_s()
-        expires_s = now_s + self._lease_s if transfer.expires_s is None else transfer.expires_s
         while (taken := transfer.take_next()) is not None:
             chunk, step = taken
             manifest = Manifest(
@@ -275,7 +275,7 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
                 transfer.num_sent,
                 chunk.blocks,
                 chunk.num_tokens,
-                max(0.0, expires_s - now_s),
+                min(self._lease_s, max(0.0, transfer.expires_s - now_s)),
                 chunk.state,
                 step,
             )

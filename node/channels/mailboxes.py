@@ -11,6 +11,7 @@ cache goes last, to the supervisor's prefix index. Knows no request's state.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 from collections import deque
@@ -139,13 +140,13 @@ class Inbox(Generic[T]):
         self._writers.discard(socket.fileno())
         self._epoll.unregister(socket.fileno())
 
-    def receive(self, timeout_s: float | None) -> list[T]:
-        """All items that are there; waits at most `timeout_s` for the first, None: for ever."""
-        if timeout_s and timeout_s < _SHORT_S:
+    def receive(self, timeout_s: float) -> list[T]:
+        """All items that are there; waits at most `timeout_s` for the first."""
+        if 0 < timeout_s < _SHORT_S:
             select.select([self._epoll], [], [], timeout_s)
             timeout_s = 0
         items: list[T] = []
-        for fd, _ in self._epoll.poll(timeout_s):
+        for fd, _ in self._epoll.poll(None if timeout_s == math.inf else timeout_s):
             if fd == self._bell:
                 os.eventfd_read(fd)  # first: what is put behind the last item rings anew
                 while self._items:

@@ -79,14 +79,14 @@ class EngineLoop:
 
     def run(self) -> None:
         """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
-        timeout_s: float | None = 0.0
+        timeout_s = 0.0
         while not self._is_over:
             timeout_s = self.turn(timeout_s)
 
-    def turn(self, timeout_s: float | None) -> float | None:
+    def turn(self, timeout_s: float) -> float:
         """Wait for input at most `timeout_s`, handle all there is, run at most one step.
 
-        Returns how long the next turn may wait; None: until something comes.
+        Returns how long the next turn may wait; inf: until something comes.
         """
         items = self._inbox.receive(timeout_s)
         self._heartbeats.turn_started()
@@ -106,14 +106,12 @@ class EngineLoop:
         self._peers.pulls.poll()
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
-        count_s = self._numbers.recount()
+        deadline_s = min(deadline_s, self._numbers.recount())
         self._heartbeats.turn_ended()
-        wait_s = self._wait_s(deadline_s, count_s)
         if has_work:
             return 0.0
-        if self._peers.pulls.are_waiting:
-            return WATCH_S if wait_s is None else min(wait_s, WATCH_S)
-        return wait_s
+        wait_s = max(0.0, deadline_s - self._clock.monotonic_s())
+        return min(wait_s, WATCH_S) if self._peers.pulls.are_waiting else wait_s
 
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
@@ -130,11 +128,6 @@ class EngineLoop:
         if self._numbers.has_news:
             self._numbers.recount()
         return bool(items)
-
-    def _wait_s(self, *deadlines_s: float | None) -> float | None:
-        """How long to wait for the first of some deadlines; None if there is none."""
-        due_s = min((due_s for due_s in deadlines_s if due_s is not None), default=None)
-        return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _handle(self, item: Item) -> None:
         """Whatever one request does to us, the others go on."""

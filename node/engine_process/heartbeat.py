@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 import threading
 from collections.abc import Callable
@@ -132,8 +133,8 @@ class EngineNumbers:
         self._recount_s = 0.0  # when the last count is too old
         self._had_prompts = False  # at the last count
 
-    def recount(self) -> float | None:
-        """Give the sender new numbers; returns when to do that, if it is too early now.
+    def recount(self) -> float:
+        """Give the sender new numbers; returns when to do that, if it is too early now, else inf.
 
         It is never too early to report the first prompt that waits, or that none does any more:
         gateways that have not sent it would send theirs here as well, or go on to reckon with a
@@ -148,7 +149,7 @@ class EngineNumbers:
         numbers.num_steps = self.num_steps
         numbers.num_requests += self._gate.num_waiting
         self._sender.count(numbers)
-        return None
+        return math.inf
 
 
 class HeartbeatSender:

@@ -187,14 +187,14 @@ class Peers:
             log.warning("refused %s %s: %s", kind.value, effect.incarnation, effect.error.message)
             self._channels.end_peer(kind, effect.incarnation, effect.error)
 
-    def tick(self) -> float | None:
-        """Expire what is due; returns the next deadline on the monotonic clock."""
-        if _is_due(self._source.next_deadline(), self._clock):
+    def tick(self) -> float:
+        """Expire what is due; returns the next deadline on the monotonic clock; inf: none."""
+        now_s = self._clock.monotonic_s()
+        if self._source.next_deadline_s() <= now_s:
             self.feed_source(Tick())
-        if _is_due(self._puller.next_deadline(), self._clock):
+        if self._puller.next_deadline_s() <= now_s:
             self.feed_puller(Tick())
-        deadlines = (self._source.next_deadline(), self._puller.next_deadline())
-        return min((each for each in deadlines if each is not None), default=None)
+        return min(self._source.next_deadline_s(), self._puller.next_deadline_s())
 
     @property
     def is_idle(self) -> bool:
@@ -208,7 +208,3 @@ class Peers:
         return {name: source[name] | puller[name] for name in ("transfers", "peers")} | {
             "num_tombstones": source["num_tombstones"] + puller["num_tombstones"]
         }
-
-
-def _is_due(deadline_s: float | None, clock: Clock) -> bool:
-    return deadline_s is not None and deadline_s <= clock.monotonic_s()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -248,8 +249,8 @@ class RequestTable:
                 keys.append(key)
         return keys
 
-    def next_deadline_s(self) -> float | None:
-        """When `overdue` has something to say next, on the monotonic clock."""
+    def next_deadline_s(self) -> float:
+        """When `overdue` has something to say next, on the monotonic clock; inf: never."""
         while self._deadlines and self._deadlines[0][1] not in self._entries:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines[0][0] if self._deadlines else math.inf

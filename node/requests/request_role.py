@@ -201,12 +201,11 @@ class EngineRole(ABC, Generic[H]):
         if token.finish_reason is not None:
             self._request_io.end(token.key, None)
 
-    def tick(self) -> float | None:
-        """Expire what is due; returns the next deadline on the monotonic clock."""
+    def tick(self) -> float:
+        """Expire what is due; returns the next deadline on the monotonic clock; inf: none."""
         for key in self._table.overdue():
             self.end(key, DeadlineExceeded("the request's deadline passed"))
-        deadlines = (self._peers.tick(), self._table.next_deadline_s())
-        return min((d for d in deadlines if d is not None), default=None)
+        return min(self._peers.tick(), self._table.next_deadline_s())
 
     def pending(self) -> Iterable[Request]:
         """What has no blocks yet: requests, each with its forks."""

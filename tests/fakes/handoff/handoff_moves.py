@@ -9,6 +9,7 @@ neither fault nor time, `faults` are what may go wrong, `calm` does what will ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -234,8 +235,7 @@ class Moves:
         for transfer_id in source.num_computed:
             yield ("compute" if source.has_launched(transfer_id) else "launch", transfer_id)
         for name, side in (("source ticks", source), ("puller ticks", puller)):
-            due_s = side.machine.next_deadline()
-            if due_s is not None and due_s <= state.now_s:
+            if side.machine.next_deadline_s() <= state.now_s:
                 yield (name,)
 
     def faults(self, state: State) -> Iterator[Action]:
@@ -367,8 +367,9 @@ class Moves:
 
     def next_deadline_s(self, state: State) -> float | None:
         """What is due already waits for its side's tick, not for time."""
-        dues_s = [side.machine.next_deadline() for side in (self.source(state), self.puller(state))]
-        return min((d for d in dues_s if d is not None and d > state.now_s), default=None)
+        sides = (self.source(state), self.puller(state))
+        dues_s = [side.machine.next_deadline_s() for side in sides]
+        return min((d for d in dues_s if state.now_s < d < math.inf), default=None)
 
     def _advanced(self, state: State) -> State:
         due_s = self.next_deadline_s(state)

@@ -12,6 +12,7 @@ and remember what must hold at the end (`settle`). Copyable at any point with co
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -439,7 +440,7 @@ class World:
             ledger = node.machine.ledger()
             assert ledger["transfers"] == {}
             assert ledger["num_tombstones"] == 0
-            assert node.machine.next_deadline() is None
+            assert node.machine.next_deadline_s() == math.inf
             assert sorted(node.free) == list(range(NUM_POOL_BLOCKS))
         assert self.is_linked or not self.puller.windows
         intended = {prompt.key for prompt in self.puller.prompts.values()}

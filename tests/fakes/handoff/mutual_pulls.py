@@ -10,6 +10,7 @@ memory are moves. A state is the whole world: small, so that it is copied for ea
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -256,13 +257,12 @@ class World:
         for peer in self.peers:
             yield "reuse", peer.number
         yield "break", 0
-        if self._next_deadline() is not None:
+        if self._next_deadline_s() < math.inf:
             yield "time", 0
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline_s(self) -> float:
         machines = [m for peer in self.peers for m in (peer.source, peer.puller)]
-        dues = [due_s for m in machines if (due_s := m.next_deadline()) is not None]
-        return min(dues, default=None)
+        return min(machine.next_deadline_s() for machine in machines)
 
     def move(self, what: tuple[str, int]) -> None:
         name, number = what
@@ -302,8 +302,7 @@ class World:
         self._link()
 
     def _advance(self) -> None:
-        due_s = self._next_deadline()
-        assert due_s is not None
+        due_s = self._next_deadline_s()
         self.clock.advance(max(0.0, due_s - self.clock.monotonic_s()))
         for peer in self.peers:
             peer.feed_source(Tick())
@@ -364,7 +363,7 @@ def _calm(world: World, calmed: set[Hashable], found: Found) -> None:
         assert len(way) < 300, "it never comes to rest"
         if (move := next(after.own_moves(), None)) is not None:
             after.move(move)
-        elif after._next_deadline() is not None and any(
+        elif after._next_deadline_s() < math.inf and any(
             peer.end is None or peer.pins for peer in after.peers
         ):
             after.move(("time", 0))

@@ -44,7 +44,7 @@ class FakeInbox:
     def empty(self) -> bool:
         return self._items.empty()
 
-    def receive(self, timeout_s: float | None) -> list[Item]:
+    def receive(self, timeout_s: float) -> list[Item]:
         items: list[Item] = []
         try:
             self._take(self._items.get(block=timeout_s != 0, timeout=timeout_s), items)

@@ -6,6 +6,7 @@ when the pair's channel breaks. The model is `fakes.runner`'s, so that wrong KV 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,7 +140,7 @@ class Node:
         self.desk = RequestIO(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
-        self.timeout_s: float | None = None  # what the last turn said about the next one
+        self.timeout_s = math.inf  # what the last turn said about the next one
         self._gateways: dict[str, AnyChannel] = {}  # their ends
         self.sent: list[node_pb2.NodeMessage | Message | Refused] = []  # on played channels
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 from collections import Counter
@@ -55,7 +56,7 @@ class DyingEngine:
         """The loop, until None is put."""
         num_messages: Counter[str] = Counter()
         while True:
-            for item in self.inbox.receive(None):
+            for item in self.inbox.receive(math.inf):
                 match item:
                     case None:
                         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from fakes.clock import FakeClock
 from fakes.handoff.handoff import (
@@ -126,7 +128,7 @@ class World:
 
     def assert_over(self) -> None:
         assert self.puller.ledger()["transfers"] == {}
-        assert self.puller.next_deadline() is None
+        assert self.puller.next_deadline_s() == math.inf
 
 
 def reservation(number: int = 1, num_cached_blocks: int = 0) -> Reservation:
@@ -313,10 +315,10 @@ def test_the_deadline_ends_it(world: World) -> None:
 def test_renews_all_leases_of_a_source_in_one_message(world: World) -> None:
     world.intend(1)
     world.intend(2)
-    assert world.puller.next_deadline() == DEADLINE_S  # no manifest, no lease
+    assert world.puller.next_deadline_s() == DEADLINE_S  # no manifest, no lease
     world.manifest(0, 0, 2, number=1)
     world.manifest(0, 0, 2, number=2)
-    assert world.puller.next_deadline() == LEASE_S / 3
+    assert world.puller.next_deadline_s() == LEASE_S / 3
     for _ in range(4):
         assert Renew((T, T2)) in sent(world.wait(LEASE_S / 3))
     world.feed(IntentCancelled(T))
@@ -341,7 +343,7 @@ def test_waits_for_the_pair_to_become_ready() -> None:
 def test_a_pair_that_never_becomes_ready_fails_the_intent() -> None:
     world = World(is_ready=False)
     world.intend()
-    assert world.puller.next_deadline() == LINK_WAIT_S
+    assert world.puller.next_deadline_s() == LINK_WAIT_S
     assert failure(world.wait(LINK_WAIT_S)) is NodeLost
     world.assert_over()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from fakes.clock import FakeClock
 from fakes.handoff.handoff import (
@@ -106,7 +108,7 @@ class World:
 
     def assert_over(self) -> None:
         assert self.source.ledger()["transfers"] == {}
-        assert self.source.next_deadline() is None
+        assert self.source.next_deadline_s() == math.inf
 
 
 @pytest.fixture
@@ -180,7 +182,7 @@ def test_attach_may_come_before_the_offer(world: World) -> None:
 
 def test_an_attach_without_an_offer_is_revoked_after_one_lease(world: World) -> None:
     world.hear(Attach(T))
-    assert world.source.next_deadline() == LEASE_S
+    assert world.source.next_deadline_s() == LEASE_S
     assert world.wait(LEASE_S - 0.01) == []
     assert revoked(world.wait(0.01)) is UnknownTransfer
     world.assert_over()
@@ -201,7 +203,7 @@ def test_no_lease_expires_while_the_prompt_is_computed(world: World) -> None:
     world.hear(Attach(T))
     world.offer()
     world.chunk(0, 1)
-    assert world.source.next_deadline() is None
+    assert world.source.next_deadline_s() == math.inf
     assert world.wait(100 * LEASE_S) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -29,7 +30,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_items_come_in_order_and_once(inbox: Inbox[str]) -> None:
     for item in "abc":
         inbox.put(item)
-    assert inbox.receive(None) == ["a", "b", "c"]
+    assert inbox.receive(math.inf) == ["a", "b", "c"]
     assert inbox.receive(0) == []
     inbox.put("d")
     assert inbox.receive(1.0) == ["d"]

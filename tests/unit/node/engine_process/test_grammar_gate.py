@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,8 @@ class Role:
 
     def gateway_lost(self, gateway: str) -> None: ...
 
-    def tick(self) -> None: ...
+    def tick(self) -> float:
+        return math.inf
 
     def is_idle(self) -> bool:
         return True
@@ -86,7 +88,7 @@ class World:
         self.inbox = FakeInbox()
         self.gate = self.make_gate()
         pulse = SimpleNamespace(turn_started=lambda: None, turn_ended=lambda: None)
-        numbers = SimpleNamespace(recount=lambda: None)
+        numbers = SimpleNamespace(recount=lambda: 0.0)
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         engine: Any = SimpleNamespace(has_work=False, unpark=lambda: None)
