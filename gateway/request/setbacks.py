@@ -11,7 +11,8 @@ So what kills engines takes no other suspect with it, which would count as havin
 well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone: of
 two gateways' suspects an engine sends the second one back (node/requests/trials.py).
 An engine's partner may notice its death first, and fail the attempt for that: the report of the
-death that explains it comes behind, and the next attempt waits for it.
+death that explains it comes behind, and the next attempt waits for it. Meanwhile no suspect is sent
+to that engine: it would count as having killed one that was dead.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self.trials: dict[str, tuple[str, str]] = {}  # call and engine, by request id
+        self.silent: dict[str, str] = {}  # engines of which requests wait for word, likewise
         self.convicted: OrderedDict[str, BatonError] = OrderedDict()
 
     @property
@@ -159,7 +161,7 @@ class Setbacks:
             partner, since_s = self._silent
             if partner.heard_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
                 return self._settle()
-            self._silent = None
+            self.trial_ended()
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
         if self.is_suspect:
@@ -171,8 +173,11 @@ class Setbacks:
 
     @property
     def avoid(self) -> Avoid:
-        """Where it is not to go now; a suspect, to no engine with a trial either."""
-        return self._avoid | self._suspects.engines if self.is_suspect else self._avoid
+        """Where it is not to go now; a suspect, to no engine either that has a trial, or may have
+        died just now."""
+        if not self.is_suspect:
+            return self._avoid
+        return self._avoid | self._suspects.engines | {*self._suspects.silent.values()}
 
     def waits_for_trials(self) -> bool:
         """Whether there may be engines for it once other suspects' trials are over."""
@@ -283,7 +288,6 @@ class Setbacks:
         self._leave_out(blamed, attempt.pair)
         self.trial_ended()
         now_s = self._clock.monotonic_s()
-        self._silent = None if silent is None else (silent, now_s)
         self._unexplained = None
         if blamed is None:
             self._unexplained = _Unexplained(attempt, len(self._output_ids), now_s)
@@ -298,6 +302,9 @@ class Setbacks:
             session.switch_to(moved)
             session.num_taken += 1  # as a retry
         else:
+            if silent is not None:
+                self._silent = silent, now_s
+                self._suspects.silent[self._request_id] = silent.incarnation
             session.try_dispatch()
 
     def _leave_out(self, blamed: str | None, pair: tuple[str, str]) -> None:
@@ -310,7 +317,7 @@ class Setbacks:
         """An engine is gone that the running attempt is not on. Its death may be what made the
         attempt before fail: that was on it, lately, and the request has got no further since."""
         if self._silent is not None and self._silent[0].incarnation == lost:
-            self._silent = None
+            self.trial_ended()
         before = self._unexplained
         if before is None or not has_died or lost not in before.attempt.pair:
             return
@@ -333,8 +340,10 @@ class Setbacks:
             self.trial_ended()
 
     def trial_ended(self) -> None:
-        """Or its attempt did, however."""
+        """Or its attempt did, however; or there is word of the engine that was silent."""
+        self._silent = None
         self._suspects.trials.pop(self._request_id, None)
+        self._suspects.silent.pop(self._request_id, None)
 
     def _suspect(self, attempt: Attempt, died: str, error: EngineFailed) -> None:
         """An engine that does both died while it decoded if it had brought a token."""

@@ -11,7 +11,7 @@ from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
 from fakes.gateway.step_outputs import give
 
-from baton.core.errors import EngineFailed, HandoffFailed, TrialRefused, Unavailable
+from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.answer import Answer
@@ -147,10 +147,15 @@ class Cluster:
                 session.try_dispatch()
         for engine in [*self.engines[Work.PREFILL], *self.engines[Work.DECODE]]:
             self._step(engine)
-        self.clock.advance(STEP_S)
-        for session in self.sessions.values():
-            if session.next_wakeup_s <= self.clock.monotonic_s():
-                session.tick()
+        self.wait()
+
+    def wait(self, num_steps: int = 1) -> None:
+        """As long as so many steps take; no engine takes one."""
+        for _ in range(num_steps):
+            self.clock.advance(STEP_S)
+            for session in self.sessions.values():
+                if session.next_wakeup_s <= self.clock.monotonic_s():
+                    session.tick()
 
     def _step(self, engine: FakeLink) -> None:
         work = Work.PREFILL if engine in self.engines[Work.PREFILL] else Work.DECODE
@@ -168,14 +173,14 @@ class Cluster:
         if work is self.deadly and any(
             request.request_id in self.poison and known >= self.at for _, request, known in batch
         ):
-            self._kill(engine, work)
+            self.kill(engine, work)
             return
         for session, request, known in batch:
             reason = FinishReason.LENGTH if known + 1 == MAX_TOKENS else None
             output = EngineOutput(request.request_id, request.attempt, known, (97,), reason)
             give(session, engine.incarnation, output)
 
-    def _kill(self, engine: FakeLink, work: Work) -> None:
+    def kill(self, engine: FakeLink, work: Work) -> None:
         self.num_lost += 1
         self.engines[work].remove(engine)
         if self.restarts:
@@ -188,7 +193,8 @@ class Cluster:
         while not all(sink.is_over for sink in self.sinks.values()):
             self.step()
             assert self.num_steps < 6000
-        assert not self.suspects.engines and not self.others.engines
+        for suspects in (self.suspects, self.others):
+            assert not suspects.trials and not suspects.silent
         return self.num_steps * STEP_S
 
     def lost(self) -> set[str]:
@@ -321,3 +327,33 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
         assert cluster.clock.monotonic_s() - began_s == pytest.approx(LATE_S, abs=0.05)
     cluster.run()
     assert not cluster.lost()
+
+
+@pytest.mark.parametrize("is_suspect", [True, False], ids=["suspect", "no suspect"])
+def test_no_suspect_is_tried_where_another_request_has_just_lost_touch(is_suspect: bool) -> None:
+    """That engine may have died of it, and its partner says so first: who is sent there before its
+    end is known would count as having killed two."""
+    cluster = Cluster(1, Work.PREFILL, poison=frozenset(), restarts=False)
+    (dying,) = cluster.engines[Work.PREFILL]
+    cluster.ask("r7")
+    if is_suspect:
+        cluster.ask("r8")
+    cluster.start(Work.PREFILL)
+    cluster.kill(dying, Work.PREFILL)
+    (dying,) = cluster.engines[Work.PREFILL]
+    if is_suspect:
+        cluster.wait(3)
+    else:
+        cluster.ask("r8")
+    ((request, *_),) = dying.dispatched
+    dying.heard_s = cluster.clock.monotonic_s()
+    error = NodeLost("the stream to the source ended")
+    output = EngineOutput(request.request_id, request.attempt, error=error)
+    (decode,) = cluster.engines[Work.DECODE]
+    cluster.sessions[request.request_id].engine_output(decode.incarnation, output)
+    cluster.wait(10)
+    cluster.start(Work.PREFILL)
+    cluster.kill(dying, Work.PREFILL)
+    cluster.run()
+    assert len(dying.dispatched) == 1
+    assert cluster.lost() == ({request.request_id} if is_suspect else set())
