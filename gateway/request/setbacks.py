@@ -315,7 +315,8 @@ class Setbacks:
 
     def another_lost(self, lost: str, *, has_died: bool) -> None:
         """An engine is gone that the running attempt is not on. Its death may be what made the
-        attempt before fail: that was on it, lately, and the request has got no further since."""
+        attempt before fail: that was on it, lately, and the request has got no further since. Then
+        the running one is no trial: others that failed with that one may be on its engine, too."""
         if self._silent is not None and self._silent[0].incarnation == lost:
             self.trial_ended()
         before = self._unexplained
@@ -326,11 +327,12 @@ class Setbacks:
             return
         self._unexplained = None
         error = EngineFailed("an engine died under the request")
-        self._suspect(before.attempt, lost, error)
-        if not self._may_try_again:
+        side = self._suspect(before.attempt, lost, error)
+        if self._is_convicted:
             self._session.end_badly(error)
-        elif self._session.attempt is not None:
-            self.attempt_began(self._session.attempt)
+        elif (running := self._session.attempt) is not None:
+            self._take_back(running)
+            self._leave_out(running.pair[side], running.pair)
 
     def got_further(self) -> None:
         """Perhaps than where its engine died: then what killed that was another request."""
@@ -345,13 +347,15 @@ class Setbacks:
         self._suspects.trials.pop(self._request_id, None)
         self._suspects.silent.pop(self._request_id, None)
 
-    def _suspect(self, attempt: Attempt, died: str, error: EngineFailed) -> None:
-        """An engine that does both died while it decoded if it had brought a token."""
+    def _suspect(self, attempt: Attempt, died: str, error: EngineFailed) -> int:
+        """Returns its side. An engine that does both died while it decoded if it had brought a
+        token."""
         self._num_deaths += 1
         is_alone = attempt.is_local
-        self.suspect_side = int(attempt.has_tokens) if is_alone else attempt.pair.index(died)
+        side = self.suspect_side = int(attempt.has_tokens) if is_alone else attempt.pair.index(died)
         if self._is_convicted:
             convicted = self._suspects.convicted
             convicted[self._call_id] = error  # remembered while samples of the call may wait
             if len(convicted) > _MAX_CONVICTED:
                 convicted.popitem(last=False)
+        return side

@@ -357,3 +357,45 @@ def test_no_suspect_is_tried_where_another_request_has_just_lost_touch(is_suspec
     cluster.run()
     assert len(dying.dispatched) == 1
     assert cluster.lost() == ({request.request_id} if is_suspect else set())
+
+
+@pytest.mark.parametrize("poison", ["r7", "r8"])
+def test_who_went_on_before_a_death_was_known_is_tried_alone_all_the_same(poison: str) -> None:
+    """A last heartbeat came late: when the engine's end is known, all that failed with it are on
+    the next one, which dies of one of them."""
+    cluster = Cluster(1, Work.PREFILL, poison=frozenset({poison}), restarts=False)
+    (first,), (decode,) = cluster.engines[Work.PREFILL], cluster.engines[Work.DECODE]
+    cluster.ask("r7")
+    cluster.ask("r8")
+    cluster.engines[Work.PREFILL].remove(first)
+    cluster.start(Work.PREFILL)
+    (second,) = cluster.engines[Work.PREFILL]
+    error = HandoffFailed("the source is gone")
+    for name, session in cluster.sessions.items():
+        session.engine_output(decode.incarnation, EngineOutput(name, 0, error=error))
+    cluster.wait(3)
+    assert len(second.dispatched) == 2
+    for session in cluster.sessions.values():
+        session.engine_lost(first.incarnation, has_died=True)
+    cluster.kill(second, Work.PREFILL)
+    assert not cluster.lost(), "nobody was alone there"
+    cluster.start(Work.PREFILL)
+    cluster.start(Work.PREFILL)
+    cluster.run()
+    assert cluster.lost() == {poison}
+
+
+def test_a_death_that_is_known_late_does_not_end_the_last_attempt() -> None:
+    cluster = Cluster(1, Work.PREFILL, poison=frozenset(), restarts=False)
+    cluster.ask("r7")
+    session, (decode,) = cluster.sessions["r7"], cluster.engines[Work.DECODE]
+    for number in range(2):
+        (engine,) = cluster.engines[Work.PREFILL]
+        cluster.engines[Work.PREFILL].remove(engine)
+        cluster.start(Work.PREFILL)
+        error = HandoffFailed("the source is gone")
+        session.engine_output(decode.incarnation, EngineOutput("r7", number, error=error))
+        cluster.wait(3)
+    session.engine_lost(engine.incarnation, has_died=True)
+    cluster.run()
+    assert not cluster.lost()
