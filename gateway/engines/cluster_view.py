@@ -167,6 +167,10 @@ class ClusterView:
             loop = asyncio.get_running_loop()
             self._report_timer = loop.call_later(due_s - now_s, self._report)
 
+    def ended(self, link: EngineConnection) -> None:
+        """What is sent there now would count as having been there when it died."""
+        self._table.engines[link.member.incarnation].load = None
+
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
         self._adapters.lost(link.member.incarnation)

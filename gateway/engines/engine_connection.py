@@ -31,7 +31,8 @@ Receive: TypeAlias = Callable[[Sequence[EngineOutput], Sequence[PlainToken]], No
 
 class ConnectionEvents(Protocol):
     """Whom a connection reports to. `lost` comes last, and only after `linked`, which returns what
-    takes the outputs.
+    takes the outputs. `ended`: no dispatch reaches the engine any more; `lost` follows once it is
+    known why.
 
     `has_died`: the node lives, and the engine's process has ended.
     """
@@ -43,6 +44,8 @@ class ConnectionEvents(Protocol):
     def adapter_loaded(
         self, engine: EngineConnection, order_id: int, found: str | BatonError
     ) -> None: ...
+
+    def ended(self, engine: EngineConnection) -> None: ...
 
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None: ...
 
@@ -105,6 +108,7 @@ class EngineConnection:
         try:
             reason = await self._stream.serve()
             if self._receive is not None and not self._has_said_why:
+                self._events.ended(self)
                 self._has_died = self._stream.is_over and await has_ended(self.member)
         finally:
             self._stream.abort()

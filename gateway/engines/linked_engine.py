@@ -49,7 +49,7 @@ class LinkedEngine:
     account: EngineAccount = field(init=False)
     num_dispatched: int = field(init=False, default=0)
     # By its last heartbeat.
-    load: ReportedLoad | None = field(init=False, default=None)
+    load: ReportedLoad | None = field(init=False, default=None)  # None: it takes no work
     heard_s: float = field(init=False, default=-math.inf)  # when that came
     is_measured: bool = field(init=False, default=False)  # its steps of prompts
     _num_promised: int = field(init=False, default=MANY_DECODES)  # that a step may have of decodes

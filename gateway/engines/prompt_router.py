@@ -62,8 +62,8 @@ class PromptRouter:
         return hashes
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
-        is on trial comes after all others."""
+        """See engine_link.Router. An engine counts from its first heartbeat to its stream's end;
+        one where a suspect is on trial comes after all others."""
         table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
         states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:

@@ -103,6 +103,8 @@ class Events:
             assert index == self.first_index + len(self.tokens)
             self.tokens += token_ids
 
+    def ended(self, engine: EngineConnection) -> None: ...
+
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None:
         self.lost_by.append((reason, has_died))
 

@@ -97,6 +97,8 @@ class BusyGateway:
 
     def receive(self, outputs: object, tokens: object) -> None: ...
 
+    def ended(self, engine: EngineConnection) -> None: ...
+
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None:
         self.lost_by.append((reason, has_died))
         assert self._writing is not None

@@ -60,6 +60,7 @@ class Events:
     loads: list[int] = field(default_factory=list)
     tokens: list[PlainToken] = field(default_factory=list)
     reason: str = ""
+    has_ended: bool = False
     has_died: bool | None = None  # None: it is not lost
     fails_on: int = -1  # a token's index
 
@@ -77,6 +78,9 @@ class Events:
             raise ZeroDivisionError
         self.heard.append("outputs")
         self.tokens += tokens
+
+    def ended(self, engine: EngineConnection) -> None:
+        self.has_ended = True
 
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None:
         self.heard.append("lost")
@@ -529,6 +533,22 @@ async def test_who_still_answers_says_who_has_died(
             await running
             assert scene.events.heard == ["linked", "outputs", "lost"]
             assert scene.events.has_died is (lives == "node")
+
+
+async def test_an_engine_takes_nothing_while_it_is_asked_whether_it_has_died(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[bool, bool | None]] = []
+
+    async def has_ended(_: Member) -> bool:
+        told.append((scene.events.has_ended, scene.events.has_died))
+        return True
+
+    monkeypatch.setattr(engine_connection, "has_ended", has_ended)
+    async with scene.linked() as (_, end, running):
+        end.writer.close()
+        await running
+    assert told == [(True, None)] and scene.events.has_died
 
 
 async def test_an_engine_whose_port_closes_while_it_is_asked_has_died(

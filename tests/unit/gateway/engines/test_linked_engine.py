@@ -6,10 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
 from fakes.gateway.requests import valid
 
+from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.core.step_cost import StepCost, StepShape
@@ -18,7 +20,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.request.engine_link import Demand, EngineOutput, Work
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import Fetch
 
@@ -117,15 +119,30 @@ def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> No
     assert router._prefix(engine, [], 1600, 50, 0).num_tokens == 800, "it is pulled there"
 
 
+def view_of(engine: LinkedEngine, clock: FakeClock, sessions: Any = None) -> ClusterView:
+    table = EngineTable(PrefixMirror(clock))
+    table.add(engine)
+    return ClusterView(
+        *(None, "demo", None, clock, table, sessions, lambda: None, 1.0, None)  # type: ignore[arg-type]
+    )
+
+
+def test_nothing_is_sent_where_a_stream_has_ended_before_it_is_known_why() -> None:
+    engine = linked(Role.DECODE, tbt_target_s=0.05)
+    view = view_of(engine, FakeClock())
+    router = PromptRouter(view._table, valid())
+    assert router.choose(Demand(100), avoid=Avoid(), fingerprint=None)
+    view.ended(SimpleNamespace(member=engine.member))  # type: ignore[arg-type]
+    with pytest.raises(Unavailable):
+        router.choose(Demand(100), avoid=Avoid(), fingerprint=None)
+
+
 async def test_every_heartbeat_is_looked_at_soon() -> None:
     """Several within a moment are one report, behind the last of them."""
     looks: list[bool] = []
     engine, clock = linked(Role.DECODE), FakeClock()
     sessions = SimpleNamespace(cluster_changed=lambda *, is_load_only: looks.append(is_load_only))
-    table = SimpleNamespace(engines={"e": engine})
-    view = ClusterView(
-        *(None, "demo", None, clock, table, sessions, lambda: None, 1.0, None)  # type: ignore[arg-type]
-    )
+    view = view_of(engine, clock, sessions)
     link: Any = SimpleNamespace(member=engine.member)
     for waiting in (5, 4, 3):
         view.heartbeat(link, replaced(waiting_tokens=waiting))
