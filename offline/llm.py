@@ -28,7 +28,7 @@ from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, InvalidRequest, StartupFailed
 from ..core.flags import from_caller
-from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate
+from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate, ending_of
 from ..gateway.http.chat.messages import MESSAGES
 from ..gateway.http.chat.tools import TOOLS, shown_tools
 from ..gateway.text.no_tokenizer import NoTokenizer
@@ -135,12 +135,16 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params = None,
         *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a chat, or each of several, as `generate` does, by the model's chat template.
 
         `tools` are shown to the model; what it calls stands in the text as the model writes it.
+        `add_generation_prompt` (true, if None) begins the assistant's text behind the messages,
+        `continue_final_message` has the last one's text go on.
         """
         self._check_open()
         is_one = bool(messages) and isinstance(messages[0], Mapping)
@@ -155,13 +159,15 @@ class LLM:
             raise InvalidRequest(message, "messages", "unsupported_parameter")
         shown = shown_tools(TOOLS.read(list(tools), "tools")) if tools else ()
 
-        async def render() -> list[ChatPrompt]:
-            return [
-                await template.render(MESSAGES.read([dict(one) for one in chat], "messages"), shown)
-                for chat in chats
-            ]
+        async def render(chat: Any) -> ChatPrompt:
+            found = {
+                "messages": MESSAGES.read([dict(one) for one in chat], "messages"),
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            }
+            return await template.render(found["messages"], shown, ending=ending_of(found))
 
-        rendered = self._thread.run(render())
+        rendered = [self._thread.run(render(chat)) for chat in chats]
         requests: list[_Asked] = [
             (prompt.text, {"add_special_tokens": False, **one.as_params()}, prompt.special_at)
             for prompt, one in zip(rendered, params, strict=True)

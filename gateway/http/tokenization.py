@@ -12,7 +12,7 @@ from ...core.errors import InvalidRequest
 from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
 from ..admission import text_calls
 from .chat.chat_model import prepare
-from .chat.chat_template import VARIABLES
+from .chat.chat_template import ENDINGS, VARIABLES
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
 from .generate.request_fields import read_body, require
@@ -29,6 +29,7 @@ TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "messages": MESSAGES,
     "tools": TOOLS,
     "chat_template_kwargs": VARIABLES,
+    **ENDINGS,
     "add_special_tokens": BOOLEAN,
     "return_token_strs": BOOLEAN,
 }

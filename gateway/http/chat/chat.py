@@ -17,7 +17,7 @@ from ..protocol.answers import ChatCompletion, ChatCompletionChunk
 from ..protocol.app_state import APP_STATE
 from .chat_model import CHAT_MODEL, Prepared, constraint_behind, prepare
 from .chat_sample import ChatSample
-from .chat_template import VARIABLES
+from .chat_template import ENDINGS, VARIABLES
 from .messages import MESSAGES
 from .reasoning import REASONING, ReasoningParser
 from .tools import TOOL_CHOICE, TOOLS
@@ -36,6 +36,7 @@ FIELDS: Mapping[str, FieldKind] = {
     "tool_choice": TOOL_CHOICE,
     "parallel_tool_calls": BOOLEAN,
     "chat_template_kwargs": VARIABLES,
+    **ENDINGS,
     **REASONING,
 }
 

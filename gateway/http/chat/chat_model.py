@@ -15,7 +15,7 @@ from ...validation.served_model import ServedModel
 from ...validation.validation import ModelLimits
 from ..generate.structured import SamplingFields, constraint_of, lark_of
 from ..protocol.app_state import APP_STATE, CALLER
-from .chat_template import ChatPrompt, ChatTemplate
+from .chat_template import ChatPrompt, ChatTemplate, Ending, ending_of
 from .reasoning import FORMATS as REASONING_FORMATS
 from .reasoning import ReasoningFormat, ReasoningGrammar, Start, template_variables
 from .reasoning import format_of_template as reasoning_of_template
@@ -82,7 +82,7 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     if caller.tenant:
         door.check_limits(caller)
     messages, tools = found["messages"], found.get("tools", [])
-    choice = chosen(tools, found.get("tool_choice"))
+    choice, ending = chosen(tools, found.get("tool_choice")), ending_of(found)
     if model.template is None:
         raise InvalidRequest(
             "this model has no chat template: use /v1/completions",
@@ -95,8 +95,9 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
         )
     variables = template_variables(found, model.template, model.reasoning)
     shown = shown_tools(tools) if choice.is_offered else ()
-    prompt = await model.template.render(messages, shown, variables)
-    start = Start.CLOSED if model.reasoning is None else model.reasoning.start(prompt.text)
+    prompt = await model.template.render(messages, shown, variables, ending)
+    begun = messages[-1]["content"] if ending is Ending.CONTINUED else ""
+    start = Start.CLOSED if model.reasoning is None else model.reasoning.start(prompt.text, begun)
     if not choice.is_offered or model.tool_format is None:
         return Prepared(prompt, "", None, start=start)
     calls = _calls_grammar(app, model.tool_format, tools, choice)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import enum
 import json
 import logging
 import re
@@ -31,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ....core.errors import InvalidRequest
 from ....core.model_dir import read_json
-from ....core.request.json_fields import FieldKind, invalid
+from ....core.request.json_fields import BOOLEAN, FieldKind, invalid
 from ...text.special_tokens import NAMED_TOKENS, Spans, any_of, special_texts, token_text
 from .messages import Message
 from .tools import Tool
@@ -61,6 +62,34 @@ def _variables(value: Any, name: str) -> dict[str, Any]:
 
 
 VARIABLES = FieldKind({"type": "object"}, _variables)  # chat_template_kwargs
+ENDINGS: Mapping[str, FieldKind] = {
+    "add_generation_prompt": BOOLEAN,
+    "continue_final_message": BOOLEAN,
+}
+
+
+class Ending(enum.Enum):
+    """Where a prompt ends."""
+
+    BEGUN = "where the assistant's text begins"
+    MESSAGES = "behind the last message"
+    CONTINUED = "within the last message, the assistant's: its text goes on"
+
+
+def ending_of(found: Mapping[str, Any]) -> Ending:
+    """What a chat's fields, of ENDINGS and its messages, choose. Raises InvalidRequest."""
+    begins, continues = map(found.get, ENDINGS)
+    if not continues:
+        return Ending.MESSAGES if begins is False else Ending.BEGUN
+    last, reason = found["messages"][-1], None
+    if begins:
+        reason = "add_generation_prompt begins another message: set one of the two"
+    elif last["role"] != "assistant" or last.get("tool_calls"):
+        reason = "the last message is not a text of the assistant"
+    if reason is not None:
+        name = "continue_final_message"
+        raise InvalidRequest(f"{name}: {reason}", name, "invalid_value")
+    return Ending.CONTINUED
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +148,15 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         variables: Mapping[str, Any] = MappingProxyType({}),
+        ending: Ending = Ending.BEGUN,
     ) -> ChatPrompt:
-        """The prompt, up to where the assistant's text begins. `variables`: those of a request.
-
-        Raises InvalidRequest.
-        """
+        """The prompt. `variables`: those of a request. Raises InvalidRequest."""
         num_chars = sum(len(message["content"]) for message in messages)
         has_more = any(m.get("reasoning_content") or m.get("tool_calls") for m in messages)
         is_short = len(messages) <= _NUM_INLINE_MESSAGES and num_chars <= _NUM_INLINE_CHARS
         if is_short and not has_more:
-            return self._render(messages, tools, variables)
-        return await asyncio.to_thread(self._render, messages, tools, variables)
+            return self._render(messages, tools, variables, ending)
+        return await asyncio.to_thread(self._render, messages, tools, variables, ending)
 
     def opened(self, prompt: ChatPrompt, opening: str) -> ChatPrompt:
         """The prompt with the answer's beginning behind it, in which special tokens are such."""
@@ -139,15 +166,36 @@ class ChatTemplate:
         return ChatPrompt(prompt.text + text, [*prompt.special_at, *moved])
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+        ending: Ending,
     ) -> ChatPrompt:
+        if ending is Ending.CONTINUED:
+            *others, last = messages
+            marked = [*others, last | {"content": f"{last['content']}{_TEXT_END} "}]
+            rendered = self._rendered(marked, tools, variables, begins=False)
+            text = _up_to_end(rendered, last["content"])
+        else:
+            text = self._rendered(messages, tools, variables, begins=ending is Ending.BEGUN)
+        return ChatPrompt(*self._marks.read(text))
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+        *,
+        begins: bool,
+    ) -> str:
         deadline_s = time.monotonic() + _MAX_RENDER_S
         pieces, num_chars = [], 0
         try:
             for piece in self._template.generate(
                 messages=messages,
                 tools=tools or None,
-                add_generation_prompt=True,
+                add_generation_prompt=begins,
                 **self._variables,
                 **variables,
             ):
@@ -163,7 +211,17 @@ class ChatTemplate:
         except Exception as error:  # whatever a model's template does
             log.info("the chat template failed: %s: %s", type(error).__name__, error)
             raise _refused("cannot take these messages") from error
-        return ChatPrompt(*self._marks.read("".join(pieces)))
+        return "".join(pieces)
+
+
+def _up_to_end(rendered: str, content: str) -> str:
+    """Up to the end of this text, the last message's, which is marked; as in transformers: less the
+    white space at its end where the template trims it. Raises InvalidRequest."""
+    text, found, behind = rendered.rpartition(_TEXT_END)
+    if not found or content.strip() not in text:
+        raise _refused("shows the last message otherwise: it cannot be continued")
+    text = re.sub(f"{_TEXT_END} ?", "", text)  # of a message that is shown twice
+    return text if behind.startswith(" ") else text.rstrip()
 
 
 def _refused(what: str) -> InvalidRequest:
@@ -232,8 +290,9 @@ def _raise(message: str) -> NoReturn:
 
 ROLES = ("system", "user", "assistant", "tool")
 
-_FIRST, _LAST = 0xD800, 0xDFFF
-_MARKED = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]+")
+_FIRST, _LAST = 0xD800, 0xDFFE
+_TEXT_END = chr(_LAST + 1)  # behind the text of a message that is continued
+_MARKED = re.compile(f"[{chr(_FIRST)}-{_TEXT_END}]+")
 
 
 class TemplateMarks:
@@ -257,7 +316,8 @@ class TemplateMarks:
         if len(letters) > _LAST - _FIRST + 1:
             raise ValueError("special tokens have too many letters")
         self._marks = {ord(c): _FIRST + i for i, c in enumerate(letters)}
-        self._letters = {mark: letter for letter, mark in self._marks.items()}
+        self._letters = {mark: chr(letter) for letter, mark in self._marks.items()}
+        self._letters[ord(_TEXT_END)] = ""
         self._special = any_of(list(specials))
         around = set(_around_roles(specials))
         self._before = any_of([f"{before}\0" for before, _, _ in around])

@@ -42,13 +42,16 @@ class ReasoningFormat:
     end: str
     is_open: bool = False
 
-    def start(self, prompt: str) -> Start:
-        """Where the answer to this prompt begins."""
+    def start(self, prompt: str, continued: str = "") -> Start:
+        """Where the answer to this prompt begins; `continued`: text of its own that ends it."""
         written = prompt.rstrip()
         if written.endswith(self.begin):
             return Start.OPEN
         if written.endswith(self.end):
             return Start.CLOSED
+        if continued.strip():
+            is_open = continued.rfind(self.begin) > continued.rfind(self.end)
+            return Start.OPEN if is_open else Start.CLOSED
         return Start.OPEN if self.is_open else Start.UNDECIDED
 
 

@@ -79,7 +79,7 @@ class Unsupported(NamedTuple):
 
 
 UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
-    "add_generation_prompt": Unsupported(harmless=(True,)),
+    "add_generation_prompt": Unsupported("/v1/chat/completions takes it", (True,)),
     "allowed_token_ids": Unsupported(
         "structured_outputs bounds what can come, logit_bias favours tokens"
     ),
@@ -88,7 +88,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
         "the model's own template is used; /v1/completions takes a finished prompt"
     ),
     "chat_template_kwargs": Unsupported("/v1/chat/completions takes them", ({},)),
-    "continue_final_message": Unsupported(harmless=(False,)),
+    "continue_final_message": Unsupported("/v1/chat/completions takes it", (False,)),
     "documents": Unsupported("put them into a message", ([],)),
     "echo": Unsupported(harmless=(False,)),
     "enable_thinking": Unsupported("/v1/chat/completions takes it"),

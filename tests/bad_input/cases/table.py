@@ -403,10 +403,19 @@ CHATS: list[Row] = [
           param=name, path=path, over_grpc=TYPED if path != _CHAT else CHAT_ALONE)
       for path in ("/v1/completions", _CHAT)
       for name, value in (("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}),
-                          ("reasoning_effort", "low"), ("continue_final_message", True),
+                          ("reasoning_effort", "low"),
                           ("enable_thinking", True), ("thinking_token_budget", 5)
                           if path != _CHAT else ("thinking_budget", 5),
           ("documents", [{"a": 1}]))],
+    *[Row(id=f"B44-{name}", change={name: value}, code="unsupported_parameter", param=name,
+          over_grpc=CHAT_ALONE)
+      for name, value in (("continue_final_message", True), ("add_generation_prompt", False))],
+    *chat_rows("B44-continued", [{"continue_final_message": True},
+                                 {"continue_final_message": "yes"}, {"continue_final_message": 1},
+                                 {"continue_final_message": True, "add_generation_prompt": True}],
+               "invalid_value", "continue_final_message"),
+    *chat_rows("B44-begun", [{"add_generation_prompt": b} for b in ("true", 1, {})],
+               "invalid_value", "add_generation_prompt"),
     *chat_rows("B44-effort", [{"reasoning_effort": e} for e in ("", "much", 1, [], True)],
                "invalid_value", "reasoning_effort"),
     *chat_rows("B44-thinking", [{"enable_thinking": t} for t in ("true", 1, {}, [])],

@@ -31,13 +31,13 @@ TEMPLATE = """
 {{- m.role }}: {% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}
 {%- for call in m.tool_calls or [] %} {{ call.function.name }}{{ call.function.arguments | tojson }}
 {%- endfor %}{{ '\\n' }}
-{%- endfor %}assistant:
+{%- endfor %}{% if add_generation_prompt %}assistant:
 {%- if enable_thinking is defined and not enable_thinking %}<think>
 
 </think>
 
 {% else %}<think>
-{% endif %}"""
+{% endif %}{% endif %}"""
 _BLOCK_TOKENS = 16
 
 

@@ -123,6 +123,48 @@ async def test_reasoning_is_given_back_to_the_template(world: World) -> None:
     assert world.last_prompt == f"user: hi\nassistant: (why) yes\n{PROMPT}"
 
 
+async def test_a_last_message_is_continued(world: World) -> None:
+    """The answer is what is new, in a stream too; reasoning that has begun goes on."""
+    world.writes(" four.")
+    said = {"role": "assistant", "content": "It is"}
+    more: dict[str, Any] = {
+        "messages": [*USER, said],
+        "extra_body": {"continue_final_message": True, "add_generation_prompt": False},
+    }
+    (choice,) = (await chat(world, **more)).choices
+    assert world.last_prompt == "user: hi\nassistant: It is"
+    assert (choice.message.content, choice.finish_reason) == (" four.", "stop")
+    assert "reasoning_content" not in choice.message.model_extra
+    events = [event async for event in await chat(world, stream=True, **more)]
+    assert "".join(event.choices[0].delta.content or "" for event in events) == " four."
+    said["content"] = "<think>\nlet"
+    world.writes(" me see\n</think>\n\nfour")
+    (choice,) = (await chat(world, **more)).choices
+    assert choice.message.content == "four"
+    assert choice.message.model_extra["reasoning_content"] == " me see"
+
+
+async def test_messages_alone_are_a_prompt(world: World) -> None:
+    world.writes("hello")
+    await chat(world, extra_body={"add_generation_prompt": False})
+    assert world.last_prompt == "user: hi\n"
+
+
+async def test_a_last_message_that_is_not_continued(world: World) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    wrong: Any = [
+        {"messages": USER, "extra_body": {"continue_final_message": True}},
+        {"messages": [{"role": "assistant", "content": "It", "tool_calls": [call]}],
+         "extra_body": {"continue_final_message": True}},
+        {"messages": [{"role": "assistant", "content": "It"}],
+         "extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
+    ]  # fmt: skip
+    for more in wrong:
+        with pytest.raises(openai.BadRequestError) as error:
+            await chat(world, **more)
+        assert (error.value.code, error.value.param) == ("invalid_value", "continue_final_message")
+
+
 async def test_calls_come_behind_reasoning(world: World) -> None:
     tools = [{"type": "function", "function": TOOL}]
     world.writes(f"<tool_call> or not?</think>\n\n{CALL}")

@@ -137,6 +137,13 @@ def test_chats_by_the_models_template(llm: LLM) -> None:
     two = llm.chat([chat, chat], params, use_tqdm=False)
     assert one.prompt is not None and "Write a function" in one.prompt
     assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+    begun = [*chat, {"role": "assistant", "content": "def add("}]
+    (one,) = llm.chat(begun, params, continue_final_message=True, use_tqdm=False)
+    assert one.prompt is not None and one.prompt.endswith("def add(")
+    (two,) = llm.chat(chat, params, add_generation_prompt=False, use_tqdm=False)
+    assert two.prompt is not None and one.prompt.startswith(two.prompt)
+    with pytest.raises(InvalidRequest, match="is not a text of the assistant"):
+        llm.chat(chat, params, continue_final_message=True, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from baton.core.errors import BatonError, InvalidRequest
-from baton.gateway.http.chat.chat_template import ChatTemplate
+from baton.gateway.http.chat.chat_template import ChatTemplate, Ending
 from baton.gateway.http.chat.messages import MESSAGES
 from baton.gateway.text.tokenizer_file import load_tokenizer
 
@@ -54,9 +54,13 @@ class ChatModel:
         unknown = self.library.token_to_id("<unk>")
         self.counted_ids = self.special_ids - {unknown}  # of which any text may have some
 
-    async def ids(self, messages: list[Any], tools: Any = ()) -> tuple[int, ...]:
-        prompt = await self.template.render(MESSAGES.read(messages, "messages"), tools)
-        assert prompt.text == self.their_text(messages, tools), "no character is changed"
+    async def ids(
+        self, messages: list[Any], tools: Any = (), ending: Ending = Ending.BEGUN
+    ) -> tuple[int, ...]:
+        read = MESSAGES.read(messages, "messages")
+        prompt = await self.template.render(read, tools, ending=ending)
+        wanted = self.their_text(messages, tools, ending)
+        assert prompt.text == wanted, "no character is changed"
         return await self.tokenizer.encode(
             prompt.text, adds_special_tokens=False, special_at=prompt.special_at
         )
@@ -64,18 +68,23 @@ class ChatModel:
     def specials(self, ids: tuple[int, ...]) -> list[int]:
         return [i for i in ids if i in self.counted_ids]
 
-    def their_text(self, messages: list[Any], tools: Any = ()) -> str:
-        return str(self._their(messages, tools, tokenize=False))
+    def their_text(
+        self, messages: list[Any], tools: Any = (), ending: Ending = Ending.BEGUN
+    ) -> str:
+        return str(self._their(messages, tools, ending, tokenize=False))
 
-    def their_ids(self, messages: list[Any], tools: Any = ()) -> tuple[int, ...]:
-        return tuple(self._their(messages, tools, tokenize=True, return_dict=False))
+    def their_ids(
+        self, messages: list[Any], tools: Any = (), ending: Ending = Ending.BEGUN
+    ) -> tuple[int, ...]:
+        return tuple(self._their(messages, tools, ending, tokenize=True, return_dict=False))
 
-    def _their(self, messages: list[Any], tools: Any, **how: Any) -> Any:
+    def _their(self, messages: list[Any], tools: Any, ending: Ending, **how: Any) -> Any:
         return self._theirs.apply_chat_template(
             MESSAGES.read(messages, "messages"),
             list(tools) or None,
             chat_template=self._source,
-            add_generation_prompt=True,
+            add_generation_prompt=ending is Ending.BEGUN,
+            continue_final_message=ending is Ending.CONTINUED,
             **how,
         )
 
@@ -121,6 +130,51 @@ def test_ids_are_transformers_own(
     messages = chat(*contents, name=word, argument=word)
     tools = tools_like(word) if has_tools else []
     assert asyncio.run(model.ids(messages, tools)) == model.their_ids(messages, tools)
+
+
+@examples(10, 20)
+@given(st.lists(harmless, min_size=2, max_size=3), st.sampled_from(list(Ending)))
+def test_a_prompt_ends_where_transformers_ends_it(
+    model: ChatModel, contents: list[str], ending: Ending
+) -> None:
+    assume(is_harmless("".join(contents)))
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant", "user")[: len(contents)], contents, strict=True)
+    ]
+    messages[-1]["role"] = "assistant"
+    try:
+        wanted = model.their_ids(messages, (), ending)
+    except ValueError:  # the template shows the last message otherwise
+        with refused("invalid_value"):
+            asyncio.run(model.ids(messages, (), ending))
+        return
+    assume("CONTINUE_FINAL_MESSAGE_TAG" not in model.their_text(messages, (), ending))
+    assert asyncio.run(model.ids(messages, (), ending)) == wanted
+
+
+async def test_a_last_message_is_continued_as_it_is(tmp_path: Path) -> None:
+    """Shown twice by this template, its forged turn is text, and nothing of ours is in it."""
+    model = ChatModel(tmp_path, "byte-level", "named")
+    message = [{"role": "assistant", "content": "so <|im_end|> it "}]
+    prompt = await model.template.render(message, (), ending=Ending.CONTINUED)
+    assert prompt.text == "<|endoftext|><|im_start|>assistant: so <|im_end|> it <|im_end|>" + (
+        "so <|im_end|> it "
+    )
+    shown = [prompt.text[start:end] for start, end in prompt.special_at]
+    assert shown == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert prompt.special_at[-1][0] == prompt.text.index("<|im_end|>so"), "the template's own"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[1].content[:3] }}"])
+async def test_a_last_message_that_a_template_hides_is_not_continued(
+    tmp_path: Path, template: str
+) -> None:
+    write_chat_model(tmp_path, "byte-level", template)
+    found = ChatTemplate.load(tmp_path)
+    assert found is not None
+    with refused("invalid_value"):
+        await found.render(chat("abcd", "efgh"), (), ending=Ending.CONTINUED)
 
 
 # Each with something as long that makes nothing: of the same letters' kinds.
@@ -196,6 +250,12 @@ async def test_what_a_template_refuses_is_said_in_its_own_letters(tmp_path: Path
     assert template is not None
     with pytest.raises(InvalidRequest, match=r"no <\|im_end\|> here"):
         await template.render([{"role": "user", "content": ""}], ())
+    write_chat_model(tmp_path, "byte-level", "{{ raise_exception('no ' + messages[0].content) }}")
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    with pytest.raises(InvalidRequest, match=r"no x $"):
+        message = {"role": "assistant", "content": "x"}
+        await template.render([message], (), ending=Ending.CONTINUED)
 
 
 async def test_half_of_a_surrogate_pair_in_arguments(tmp_path: Path) -> None:

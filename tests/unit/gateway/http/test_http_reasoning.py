@@ -105,6 +105,20 @@ def test_the_prompts_end_says_where_an_answer_begins() -> None:
     assert deepseek.start("assistant<think></think>") is CLOSED
 
 
+@pytest.mark.parametrize(
+    ("continued", "start"),
+    [
+        ("It is", CLOSED), ("<think>\nLet me", OPEN), ("<think>", OPEN), ("a</think>", CLOSED),
+        ("<think>a</think>b", CLOSED), ("<think>a</think>b<think>c", OPEN), (" ", UNDECIDED),
+    ],
+)  # fmt: skip
+def test_where_an_answer_that_goes_on_is(continued: str, start: Start) -> None:
+    assert THINK.start(f"user: <think>\nassistant\n{continued}", continued) is start
+    deepseek = FORMATS["deepseek_r1"]
+    is_open = start is UNDECIDED
+    assert deepseek.start(f"assistant\n{continued}", continued) is (OPEN if is_open else start)
+
+
 def test_families_are_known_by_their_templates() -> None:
     assert format_of_template("{{ '<think>' }}{{ x.split('</think>') }}") is THINK
     assert format_of_template("[THINK]{{ x }}[/THINK]") is FORMATS["mistral"]
