@@ -53,6 +53,7 @@ class GenerateParams(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]  # one at least
     min_tokens: int
     logprobs: int
     prompt_logprobs: int
@@ -144,6 +145,8 @@ def build_request(
     for name, value in fields.items():
         if value is not None:
             set_field(request.sampling, name, value)
+    if fields.get("allowed_token_ids") is not None and not request.sampling.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty", "allowed_token_ids", "empty_array")
     if prompt is not None:
         if not isinstance(prompt, str):
             raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")

@@ -13,7 +13,7 @@ from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
 from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints, Mask
+from .execution.constraints import Constraints, Mask, within
 from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom, refuse_adapter
 from .scheduling.block_tables import BlockTables
@@ -121,17 +121,25 @@ class LiveSequences:
             self._runner.copy_blocks(copies)
 
     def masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
-        """Which tokens those may be given that are constrained; what cannot go on ends here, and
+        """Which tokens those may be given that may not have all; what cannot go on ends here, and
         drafts that a grammar cannot be followed behind are left out."""
         found: dict[Sequence, Row[Mask]] = {}
         sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
-        samples = [(one, one.constrained) for one in sampled if one.constrained is not None]
+        masked = [one for one in sampled if one.is_masked]
+        if not masked:
+            return found
+        for one in masked:
+            if one.allowed is not None:
+                found[one] = [one.allowed] * (1 + len(one.draft_token_ids))
+        samples = [(one, one.constrained) for one in masked if one.constrained is not None]
         if self._constraints is None or not samples:
             return found
         masks = self._constraints.masks(
             [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
         )
         for (sequence, _), mask in zip(samples, masks, strict=True):
+            if sequence.allowed is not None and not isinstance(mask, InvalidRequest):
+                mask = within(mask, sequence.allowed)
             if isinstance(mask, InvalidRequest):
                 self.fail(sequence, mask, output)
                 continue

@@ -73,6 +73,7 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
     fields = given(wire, SAMPLING) | {
         "stop": tuple(wire.stop),
         "stop_token_ids": tuple(wire.stop_token_ids),
+        "allowed_token_ids": tuple(wire.allowed_token_ids),
         "logit_bias": tuple(sorted(wire.logit_bias.items())),
     }
     return SamplingParams(**fields, constraint=constraint_from_wire(wire))

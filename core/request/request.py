@@ -21,7 +21,14 @@ from .parameters import (
     parameter,
     parameters_of,
 )
-from .text_parameters import EARLY_STOPPING, stop_strings, text_like, token_biases, token_ids
+from .text_parameters import (
+    EARLY_STOPPING,
+    stop_strings,
+    text_like,
+    token_biases,
+    token_ids,
+    token_set,
+)
 from .token_ids import column
 
 MOST_OUTPUTS = 16  # of a prompt
@@ -113,6 +120,13 @@ class SamplingParams:
     )
     logit_bias: tuple[tuple[int, float], ...] = parameter(
         (), token_biases(1024, 100), "added to the logits"
+    )
+    allowed_token_ids: tuple[int, ...] = parameter(
+        (),
+        token_set(),
+        "no other can be chosen: EOS has to be among them where it shall end the output, and with "
+        "a form of the output",
+        absent="all",
     )
     min_tokens: int = parameter(
         0,

@@ -80,6 +80,24 @@ def token_ids(max_items: int) -> Kind:
     return Kind(f"{max_items} ids", TOKEN_IDS.within(maxItems=max_items), check)
 
 
+def token_set() -> Kind:
+    """Ids of the vocabulary, one at least; an empty set cannot be told from an absent one on the
+    wire."""
+
+    def read(value: Any, name: str) -> list[int]:
+        found: list[int] = TOKEN_IDS.read(value, name)
+        if not found:
+            raise refusal(f"{name} is empty: no token could be chosen", name, "empty_array")
+        return found
+
+    def check(value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
+        _check_length(value, vocab_size, name, "ids, as the vocabulary has")
+        check_in_vocabulary(value, vocab_size, name)
+        return tuple(sorted(set(value)))
+
+    return Kind("1 id or more", FieldKind(TOKEN_IDS.within(minItems=1).schema, read), check)
+
+
 def token_biases(max_items: int, most: float) -> Kind:
     """Pairs of a token id and a float in [-most, most]."""
     interval = f"[-{most:g}, {most:g}]"

@@ -123,10 +123,29 @@ class Constraints:
             )
 
 
+def mask_of(token_ids: Sequence[int]) -> Mask:
+    """Allows these tokens; its words end with that of the last."""
+    bits = np.zeros((max(token_ids) // _WORD_BITS + 1) * _WORD_BITS, bool)
+    bits[[*token_ids]] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def within(masks: Sequence[Mask], allowed: Mask) -> list[Mask] | InvalidRequest:
+    """What each of a sample's masks has of these tokens, up to one that has none; or why it
+    fails."""
+    found = [mask[: len(allowed)] & allowed[: len(mask)] for mask in masks]
+    num_left = next((i for i, mask in enumerate(found) if not mask.any()), len(found))
+    return found[:num_left] or InvalidRequest(
+        "none of allowed_token_ids can follow in an output of this form", "allowed_token_ids"
+    )
+
+
 def without(mask: Mask, forbidden_ids: Sequence[int]) -> Mask:
     """The mask less these tokens, unless nothing would be left: a grammar that is over is over."""
     left = mask.copy()
     for token_id in forbidden_ids:
+        if token_id // _WORD_BITS >= len(left):
+            continue
         left.view(np.uint32)[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS)
     return left if left.any() else mask
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from ...core.request.request import Request, SamplingParams, sample_key
 from ...core.request.token_ids import BlockHash, block_hashes
-from ..execution.constraints import Constrained, TokenCounts
+from ..execution.constraints import Constrained, Mask, TokenCounts, mask_of
 
 _SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
 
@@ -104,7 +104,9 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     most_tokens: int = field(init=False)  # by its request
     needs_history: bool = field(init=False)  # for each token, of the tokens before it
-    adds_to_specs: bool = field(init=False)  # to parameters and keys: history, or forbidden tokens
+    allowed: Mask | None = field(init=False)  # its request's allowed_token_ids
+    is_masked: bool = field(init=False)  # by these, or a grammar
+    adds_to_specs: bool = field(init=False)  # to parameters and keys: history, or tokens left out
     sample_key: int | None = field(init=False)  # of its tokens' keys; None: none is drawn
     state: SequenceState = SequenceState.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -136,7 +138,10 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.most_tokens = self.num_prompt_tokens + params.max_tokens
         self.needs_history = params.needs_history
-        self.adds_to_specs = params.needs_history or params.min_tokens > 0
+        self.allowed = mask_of(params.allowed_token_ids) if params.allowed_token_ids else None
+        self.is_masked = self.allowed is not None or params.constraint is not None
+        leaves_out = self.is_masked or params.min_tokens > 0
+        self.adds_to_specs = params.needs_history or leaves_out
         self.sample_key = None
         if not params.is_greedy:
             self.sample_key = sample_key(params.seed, self.request.sample_index)

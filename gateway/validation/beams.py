@@ -47,6 +47,8 @@ def _check_alone(sampling: SamplingParams, wire: common_pb2.SamplingParams) -> N
             raise _apart(name, "beams are not drawn")
     if sampling.stop:
         raise _apart("stop", "beams end by EOS and stop_token_ids")
+    if sampling.allowed_token_ids:
+        raise _apart("allowed_token_ids", "there may be fewer tokens than beams")
     if sampling.constraint is not None:
         raise _apart("constraint", "beams can have any form")
 

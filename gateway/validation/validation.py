@@ -250,7 +250,9 @@ def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> Sampling
     if constraint is not None:
         check_constraint(constraint, wire)
     sampling = SamplingParams(**checked, constraint=constraint)
-    if sampling.min_tokens and len(sampling.stop_token_ids) == vocab_size:
+    stop_ids, allowed = sampling.stop_token_ids, sampling.allowed_token_ids
+    leaves_none = set(allowed) <= set(stop_ids) if allowed else len(stop_ids) == vocab_size
+    if sampling.min_tokens and leaves_none:
         raise InvalidRequest(
             "min_tokens leaves no token: all are stop ids", "min_tokens", "invalid_value"
         )

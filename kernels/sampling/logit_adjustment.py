@@ -76,9 +76,12 @@ def _drop_not_allowed(logits: Tensor, masks: Sequence[NDArray[np.int32] | None])
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
-    words = np.stack([mask for mask in masks if mask is not None])
+    found = [mask for mask in masks if mask is not None]
+    words = np.zeros((len(rows), max(-(-logits.shape[-1] // 32), *map(len, found))), "<i4")
+    for place, mask in zip(words, found, strict=True):
+        place[: len(mask)] = mask
     # As bytes: spread out, a bit takes the place of one, not of four.
-    packed = upload(words.astype("<i4", copy=False).view(np.uint8), logits.device)
+    packed = upload(words.view(np.uint8), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     is_allowed = (packed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]].bool()
     index = upload(np.array(rows, np.int64), logits.device)

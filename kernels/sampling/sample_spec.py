@@ -30,8 +30,9 @@ class SampleSpec(NamedTuple):
 
     `forbidden_ids` must not be chosen (min_tokens). `counts` is there if the parameters have any
     penalty, and valid until `launch` returns. Each of `fork_keys` asks for one more sample from the
-    same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i may be chosen;
-    None: each may. `num_candidates`: of a beam, how many of its likeliest tokens are wanted.
+    same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i may be chosen,
+    and none of words that are not there may; None: each may. `num_candidates`: of a beam, how many
+    of its likeliest tokens are wanted.
     """
 
     params: SamplingParams

@@ -110,6 +110,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_bias": {"temperature": 0.0, "logit_bias": {300: 100.0}},
     "min_tokens": {"temperature": 0.0, "min_tokens": 20, "logit_bias": {0: 100.0}},
     "ignore_eos": {"temperature": 0.0, "ignore_eos": True, "logit_bias": {0: 100.0}},
+    "allowed ids": {"seed": 3, "allowed_token_ids": (300, 301, 302, 40), "min_tokens": 3},
     "stop ids": {"temperature": 0.0, "stop_token_ids": (300,), "logit_bias": {300: 15.0}},
     "all": {
         "seed": 8, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01,

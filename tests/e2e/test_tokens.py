@@ -100,10 +100,11 @@ def test_a_first_token_that_ends_the_request_is_not_handed_over(subject: Subject
 def test_every_sampling_parameter_at_once(subject: Subject) -> None:
     """Three samples that share a hand-off, with scores: tokens as in one process."""
     prompt = prompt_of(100, subject.vocab_size, 9)
+    allowed = tuple(range(1, subject.vocab_size, 3))
     settings = {
         "max_tokens": 16, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 3,
         "repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": 0.5,
-        "min_tokens": 16, "logprobs": 2, "prompt_logprobs": 1,
+        "min_tokens": 16, "logprobs": 2, "prompt_logprobs": 1, "allowed_token_ids": allowed,
     }  # fmt: skip
     with Client(subject.system.address) as client, ThreadPoolExecutor(4) as threads:
         others = [threads.submit(generate, client, prompt, max_tokens=16) for _ in range(3)]
@@ -125,6 +126,7 @@ def test_every_sampling_parameter_at_once(subject: Subject) -> None:
     ]
     assert [r.sample_index for r in results] == [0, 1, 2]
     assert len({r.token_ids for r in results}) == 3
+    assert {token_id for r in results for token_id in r.token_ids} <= {*allowed}
     assert [len(r.prompt_logprobs) for r in results] == [99, 0, 0]
     for result in results:
         assert [len(one.top) for one in result.logprobs] == [2] * 16

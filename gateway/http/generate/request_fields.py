@@ -80,9 +80,6 @@ class Unsupported(NamedTuple):
 
 UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
     "add_generation_prompt": Unsupported("/v1/chat/completions takes it", (True,)),
-    "allowed_token_ids": Unsupported(
-        "structured_outputs bounds what can come, logit_bias favours tokens"
-    ),
     "bad_words": Unsupported("logit_bias of -100 keeps a token out", ([],)),
     "chat_template": Unsupported(
         "the model's own template is used; /v1/completions takes a finished prompt"

@@ -82,7 +82,7 @@ def to_wire(body: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
             wire.sampling.logit_bias.update({int(key): bias for key, bias in value.items()})
         elif name in ("model", "n", "cache_salt", "request_id"):
             setattr(wire, name, value)
-        elif name in ("stop", "stop_token_ids"):
+        elif name in ("stop", "stop_token_ids", "allowed_token_ids"):
             getattr(wire.sampling, name).extend([value] if isinstance(value, str) else value)
         else:
             setattr(wire.sampling, name, value)
@@ -319,6 +319,13 @@ FIELDS: list[Row] = [
     *field_rows("B37-number", "stop", [1], param="stop", over_grpc=TYPED),
     *field_rows("B37-ids", "stop_token_ids", [[VOCAB_SIZE]], "invalid_token_id",
                 param="stop_token_ids[0]"),
+    *field_rows("B37-allowed", "allowed_token_ids", [[VOCAB_SIZE]], "invalid_token_id",
+                param="allowed_token_ids[0]"),
+    *field_rows("B37-allowed-many", "allowed_token_ids", [[1] * (VOCAB_SIZE + 1)],
+                "array_too_long"),
+    *field_rows("B37-allowed-none", "allowed_token_ids", [[]], "empty_array",
+                over_grpc="an empty list is absent there; the client refuses it"),
+    *field_rows("B37-allowed-type", "allowed_token_ids", [5, "5", True], over_grpc=TYPED),
     *field_rows("B37-ids-many", "stop_token_ids", [[1] * 257], "array_too_long"),
     *field_rows("B38-width", "best_of", [0, 17, 10**9]),
     *field_rows("B38-width-type", "best_of", [-1, "4", 2**32, 1.5], over_grpc=TYPED),

@@ -82,6 +82,8 @@ def _drawn_sampling(draw: random.Random, prompt: Sequence[int]) -> SamplingParam
     }
     if "constraint" in fields:
         fields.pop("ignore_eos", None)  # EOS ends what matches: the two do not go together
+    elif not is_search and draw.random() < 0.15:
+        fields["allowed_token_ids"] = tuple(draw.sample(range(VOCAB), draw.choice((1, 4, 40))))
     fields |= {"use_beam_search": True} if is_search else {"seed": draw.randrange(99)}
     return SamplingParams(**({"max_tokens": max_tokens, "temperature": 0.0} | fields))
 

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from baton.core.request.request import SAMPLING, SamplingParams, token_key
-from baton.engine.execution.constraints import TokenCounts
+from baton.engine.execution.constraints import TokenCounts, without
+from baton.engine.execution.constraints import mask_of as allowed_only
 from baton.kernels.sampling.logit_adjustment import adjust_logits, filter_scaled
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling import sample, token_logprobs
@@ -261,6 +262,18 @@ def mask_of(allowed: set[int]) -> NDArray[np.int32]:
     whole = sum(1 << token_id for token_id in allowed)
     words = [whole >> shift & 0xFFFFFFFF for shift in range(0, VOCAB_SIZE, 32)]
     return np.array(words, np.uint32).view(np.int32)
+
+
+def test_tokens_behind_a_masks_end_are_not_allowed() -> None:
+    logits = random_logits(3, 2)
+    ids = [0, 31, 32, 40]
+    short = allowed_only(ids)
+    assert len(short) == 2 and np.array_equal(short, mask_of({*ids})[:2])
+    rows = [short, mask_of({5, VOCAB_SIZE - 1})]
+    adjusted = adjust_logits(logits, [SampleSpec(SamplingParams(), 0, allowed=r) for r in rows])
+    left = [torch.isfinite(row).nonzero().flatten().tolist() for row in adjusted]
+    assert left == [ids, [5, VOCAB_SIZE - 1]]
+    assert np.array_equal(without(short, (40, VOCAB_SIZE - 1)), mask_of({0, 31, 32})[:2])
 
 
 def test_a_mask_comes_behind_everything_else() -> None:

@@ -133,6 +133,7 @@ def test_early_stopping_may_be_a_boolean() -> None:
         ("x", {"stop": [1]}, "stop"),
         ("x", {"stop": 5}, "stop"),
         ("x", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("x", {"allowed_token_ids": []}, "allowed_token_ids"),
         ("x", {"logit_bias": {"abc": 1.0}}, "logit_bias"),
         ("x", {"logit_bias": {-1: 1.0}}, "logit_bias"),
         ("x", {"logit_bias": [1]}, "logit_bias"),

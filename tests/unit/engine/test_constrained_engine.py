@@ -382,6 +382,25 @@ def test_min_tokens_waits_where_the_grammar_lets_it(grammars: Grammars) -> None:
     assert bytes(tokens[:-1]).decode() in ("yes", "no", "perhaps") and tokens[-1] == EOS_ID
 
 
+def test_allowed_tokens_within_a_form(grammars: Grammars) -> None:
+    """Both hold, with drafts too; where they leave nothing the request fails, and no other."""
+    few = (*b"0137-abf", EOS_ID)
+    request = ask([1], REGEX, 1, allowed_token_ids=few, max_tokens=60)
+    alone = run(grammars, [request])
+    assert re.fullmatch("[0137]{3}-[abf]{2,9}", bytes(alone.tokens[request.key][:-1]).decode())
+    stuck = ask([1], REGEX, 2, allowed_token_ids=tuple(b"01-xyz"), max_tokens=60)
+
+    def oracle(context: Context) -> list[int]:
+        return [*alone.tokens[request.key][context.sequence.num_outputs :], *b"012"]
+
+    for proposer in (None, FakeProposer(oracle, rate=0.9, seed=1)):
+        outcome = run(grammars, [request, stuck], proposer=proposer)
+        assert outcome.tokens[request.key] == alone.tokens[request.key]
+        assert re.fullmatch("[01]{3}-", bytes(outcome.tokens[stuck.key]).decode())
+        (error,) = outcome.errors.values()
+        assert isinstance(error, InvalidRequest) and error.param == "allowed_token_ids"
+
+
 def test_a_stop_id_ends_it_early(grammars: Grammars) -> None:
     request = ask([1], REGEX, 1, stop_token_ids=(ord("-"),), max_tokens=60)
     outcome = run(grammars, [request])

@@ -37,6 +37,7 @@ EVERYTHING = SamplingParams(
     presence_penalty=-1.8,
     frequency_penalty=0.6,
     logit_bias=((7, 3.0), (9, -100.0)),
+    allowed_token_ids=tuple(range(7, 300, 2)),
     min_tokens=NUM_TOKENS,
     stop_token_ids=(11, 12, 13),
     logprobs=3,
@@ -163,6 +164,29 @@ def test_greedy_with_processors_equals_transformers(models: Models) -> None:
     assert len(tokens) == 11 and tokens[-1].finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize("allowed", [(40, 41, 42, 43), (EOS, 5, 310), (77,)])
+def test_greedy_among_few_tokens_equals_transformers(
+    models: Models, allowed: tuple[int, ...]
+) -> None:
+    sampling = dataclasses.replace(
+        PLAIN, ignore_eos=False, repetition_penalty=1.3, min_tokens=4, allowed_token_ids=allowed
+    )
+    request = new_request(40, sampling)
+    with torch.inference_mode():
+        theirs = models.theirs.generate(
+            torch.tensor([request.prompt_token_ids]),
+            attention_mask=torch.ones(1, 40, dtype=torch.int64),
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=4,
+            do_sample=False,
+            repetition_penalty=1.3,
+            prefix_allowed_tokens_fn=lambda batch_id, ids: [*allowed],
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+    assert ids(alone(models, request)) == theirs[0, 40:].tolist()
+
+
 def test_logprobs_equal_transformers(models: Models) -> None:
     request = new_request(50, EVERYTHING)
     tokens = alone(models, request)
@@ -268,7 +292,9 @@ def test_each_parameter_matters(models: Models) -> None:
     """The power of the tests above: without any one of them the tokens are others."""
     whole = ids(alone(models, new_request(45, EVERYTHING)))
     assert not {9, 11, 12, 13, EOS} & set(whole)
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+    assert set(whole) <= set(EVERYTHING.allowed_token_ids)
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in (*penalties, "logit_bias", "allowed_token_ids"):
         default = getattr(SamplingParams(), name)
         changed = dataclasses.replace(EVERYTHING, **{name: default})
         assert ids(alone(models, new_request(45, changed))) != whole, name

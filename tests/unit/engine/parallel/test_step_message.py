@@ -147,6 +147,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
         *("min_tokens", "prompt_logprobs", "use_beam_search", "best_of", "early_stopping"),
         *("num_beam_groups", "speculative"),
+        "allowed_token_ids",  # which are `allowed` in its specs
     }
     numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}

@@ -106,6 +106,8 @@ def requests_of_every_kind(demo: Demo, seed: int) -> list[Request]:
         {"constraint": schema, "temperature": 0.5},
         {"stop_token_ids": (50, 60, 70), "min_tokens": 5, "logprobs": 0},
         {"prompt_logprobs": 2, "temperature": 0.0},
+        {"allowed_token_ids": (*range(40, 120, 3), 700), "temperature": 0.3},
+        {"allowed_token_ids": (*range(200), eos[0]), "constraint": regex},
     ]
     found = []
     for index, kind in enumerate(kinds):

@@ -90,6 +90,17 @@ def validate(
         ({"min_tokens": 6, "max_tokens": 5}, InvalidRequest, "min_tokens"),
         ({"min_tokens": 49}, InvalidRequest, "min_tokens"),
         ({"min_tokens": 1, "stop_token_ids": range(100)}, InvalidRequest, "min_tokens"),
+        (
+            {"min_tokens": 1, "stop_token_ids": [4, 5], "allowed_token_ids": [5, 4, 4]},
+            InvalidRequest,
+            "min_tokens",
+        ),
+        ({"allowed_token_ids": [1, 100]}, InvalidRequest, "allowed_token_ids[1]"),
+        (
+            {"allowed_token_ids": [1, 2], "use_beam_search": True, "best_of": 2},
+            InvalidRequest,
+            "allowed_token_ids",
+        ),
         ({"logprobs": 21}, InvalidRequest, "logprobs"),
         ({"prompt_logprobs": 10_000}, InvalidRequest, "prompt_logprobs"),
         ({"n": 0}, InvalidRequest, "n"),
@@ -141,6 +152,7 @@ def test_a_text_with_a_token_of_the_tokenizer_alone() -> None:
         {"seed": 2**63 - 1},
         {"stop": ["a", "b", "c", "é" * 128]},
         {"stop_token_ids": [0, 99]},
+        {"allowed_token_ids": [0, 99], "min_tokens": 1, "stop_token_ids": [0]},
         {"model": "demo", "request_id": "x" * 256},
     ],
 )
