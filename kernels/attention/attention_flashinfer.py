@@ -45,7 +45,7 @@ class FlashInferPrefill:
         kv_heads, block_size = pool.shape[3:5]
         self._block_size, self._dtype = block_size, dtype
         self._shape = (num_heads, kv_heads, head_dim_of(pool))
-        self._of_pool = TritonPrefill(pool) if is_8bit(pool) else None
+        self._of_pool = TritonPrefill(pool, num_heads, dtype) if is_8bit(pool) else None
         self._workspace = pool.new_zeros(_WORKSPACE_BYTES, dtype=torch.uint8)
         backend = _backend(pool)
         self._paged = BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=backend)

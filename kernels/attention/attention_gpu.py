@@ -162,11 +162,11 @@ def make_gpu_attention(
     without a window in any layer, "flashinfer". Decodes have up to `rows_each` tokens."""
     prefill_part: PrefillPart
     max_rows = max_num_seqs * rows_each
-    graph_prefill = TritonGraphPrefill(pool, max_rows, max_model_len)
+    graph_prefill = TritonGraphPrefill(pool, num_heads, dtype, max_rows, max_model_len)
     beside: GraphPrefillPart = graph_prefill
     decode_part = TritonDecode(pool, max_num_seqs, max_model_len, rows_each)
     if prefill == "triton":
-        prefill_part = TritonPrefill(pool)
+        prefill_part = TritonPrefill(pool, num_heads, dtype)
     else:
         from .attention_flashinfer import FlashInferPrefill
 

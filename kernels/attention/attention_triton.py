@@ -1,8 +1,10 @@
 """Paged prefill attention in Triton: any head size, any group, float32 too.
 
-A program takes a tile of queries of one sequence and one head (flash attention 2, Dao 2023), and
-reads blocks through the flat block tables of `attention.flatten_tables`. With a sliding window a
-position sees the last `window` ones only, itself included, and the rest is not read.
+A program takes a tile of queries of one sequence, of all heads that share one of keys (flash
+attention 2, Dao 2023), and reads blocks through the flat block tables of
+`attention.flatten_tables`. Few tiles are divided by their keys, and a second kernel joins their
+shares (prefill_tiles.py). With a sliding window a position sees the last `window` ones only, itself
+included, and the rest is not read.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from ..kv.kv_8bit import is_8bit
+from ..kv.kv_8bit import head_dim_of, is_8bit
 from ..launched import launched, next_power_of_2
 from ..upload import upload, upload_into
 from .attention import (
@@ -29,25 +31,37 @@ from .attention import (
     max_graph_blocks,
 )
 from .attention_8bit_triton import HALF_ROOM, as_type, fit_half, load_scales, log2_and_inverse
+from .prefill_tiles import TILE_KEYS, divide, max_joined, max_shares, max_tiles
 
 Int32s = NDArray[np.int32]
 
 LOG2_E = math.log2(math.e)
 _LOWEST = tl.constexpr(-1e30)  # a score that no key has; unlike -inf it can be subtracted from -inf
-_TILE_KEYS = 64
-_TILE_QUERIES = 64
+_ROWS = 64  # of a tile: queries of all heads of a group
+_JOINED_ROWS, _JOINED_AT_ONCE = 16, 4
 
 
 class TritonPrefill:
-    """A PrefillPart. int32 device arrays of a step, rows as `run` is given them:
+    """A PrefillPart of `num_heads`, for q of `dtype`. int32 device arrays of a step, rows as `run`
+    is given them:
 
-    tiles   [tiles, 2]: slice, first query in it
+    tiles   [tiles, 6] and joined [tiles, 4]: prefill_tiles.divide
     slices  [slices, 4]: first row, query_len, seq_len, first index of its block table
     """
 
-    def __init__(self, pool: Tensor) -> None:
+    def __init__(self, pool: Tensor, num_heads: int, dtype: torch.dtype) -> None:
         self._kv_heads, self._block_size = pool.shape[3:5]
-        self._tiles = self._slices = self._indices = pool.new_zeros(0, dtype=torch.int32)
+        self._group = num_heads // self._kv_heads
+        self._rows = max(_ROWS, next_power_of_2(self._group))
+        is_wide = head_dim_of(pool) > 128 or dtype == torch.float32
+        self._tile_keys = TILE_KEYS // 2 if is_wide else TILE_KEYS
+        self._tiles = self._joined = self._slices = pool.new_zeros(0, dtype=torch.int32)
+        self._indices = self._slices
+        self._num_places = 0
+
+    @property
+    def _tile_queries(self) -> int:
+        return self._rows // self._group
 
     def plan(
         self,
@@ -59,77 +73,108 @@ class TritonPrefill:
         indptr, indices = flatten_tables(seq_lens, block_tables, self._block_size)
         starts = np.cumsum([first_row, *query_lens[:-1]])
         slices = np.stack([starts, query_lens, seq_lens, indptr[:-1]], axis=1)
-        tiles = [
-            (index, first)
-            for index, length in enumerate(query_lens)
-            # The last tiles see the most keys: they go first, or the others would wait for them.
-            for first in reversed(range(0, length, _TILE_QUERIES))
-        ]
-        self._put(np.array(tiles, np.int32), slices.astype(np.int32), indices)
+        tiles, joined = divide(query_lens, seq_lens, self._tile_queries, self._kv_heads)
+        self._put(tiles, joined, slices.astype(np.int32), indices)
 
-    def _put(self, tiles: Int32s, slices: Int32s, indices: Int32s) -> None:
+    def _put(self, tiles: Int32s, joined: Int32s, slices: Int32s, indices: Int32s) -> None:
         device = self._tiles.device
         self._tiles = upload(tiles, device)
+        self._joined = upload(joined, device)
         self._slices = upload(slices, device)
         self._indices = upload(indices, device)
+        self._num_places = int(joined[:, 3].sum())
 
     def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        _, heads, dim = out.shape
-        _prefill[(len(self._tiles), heads)](
+        dim, device = out.shape[-1], out.device
+        places = (self._num_places, self._kv_heads, self._rows)
+        partial = torch.empty((*places, dim), dtype=torch.float32, device=device)
+        log_sums = torch.empty(places, dtype=torch.float32, device=device)
+        _prefill[(len(self._tiles), self._kv_heads)](
             qkv,
             layer_pool,
             self._tiles,
             self._slices,
             self._indices,
             out,
+            partial,
+            log_sums,
             LOG2_E / math.sqrt(dim),
             qkv.stride(0),
             layer_pool.stride(0),
             window or 0,
             HAS_WINDOW=window is not None,
-            HEADS=heads,
             KV_HEADS=self._kv_heads,
+            GROUP=self._group,
             BLOCK_SIZE=self._block_size,
             PIECE=piece_elements(layer_pool),
             DIM=dim,
             DIM_PADDED=next_power_of_2(dim),
-            TILE_QUERIES=_TILE_QUERIES,
-            TILE_KEYS=_TILE_KEYS if dim <= 128 and out.element_size() == 2 else 32,
+            ROWS=self._rows,
+            TILE_KEYS=self._tile_keys,
             PRECISION=dot_precision(out),
             IS_8BIT=is_8bit(layer_pool),
             HAS_PTX=out.is_cuda,
             num_warps=4,
             num_stages=2,
-            **launch_options(out.device),
+            **launch_options(device),
+        )
+        if not len(self._joined):
+            return
+        _join_tiles[(len(self._joined), self._kv_heads, self._rows // _JOINED_ROWS)](
+            partial,
+            log_sums,
+            self._joined,
+            self._slices,
+            out,
+            KV_HEADS=self._kv_heads,
+            GROUP=self._group,
+            TILE_ROWS=self._rows,
+            ROWS=_JOINED_ROWS,
+            AT_ONCE=_JOINED_AT_ONCE,
+            DIM=dim,
+            DIM_PADDED=next_power_of_2(dim),
+            num_warps=4,
+            **launch_options(device),
         )
 
 
 class TritonGraphPrefill(TritonPrefill):
     """A GraphPrefillPart: its arrays lie in fixed places, and how many tiles there are depends on
-    the graph's number of tokens alone. A tile that a step does not need has an empty slice.
+    the graph's number of tokens alone. A tile that a step does not need has no keys.
     """
 
-    def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
-        super().__init__(pool)
+    def __init__(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        super().__init__(pool, num_heads, dtype)
         max_blocks = max_graph_blocks(max_num_seqs, max_model_len, self._block_size)
-        most = _max_tiles(max_num_seqs + MAX_GRAPH_TOKENS)
-        self._all_tiles = pool.new_zeros((most, 2), dtype=torch.int32)
-        self._slices = pool.new_zeros((MAX_GRAPH_SLICES + 1, 4), dtype=torch.int32)
+        most = self._max_tiles(max_num_seqs + MAX_GRAPH_TOKENS)
+        self._all_tiles = pool.new_zeros((most, 6), dtype=torch.int32)
+        self._joined = pool.new_zeros((max_joined(self._kv_heads), 4), dtype=torch.int32)
+        self._slices = pool.new_zeros((MAX_GRAPH_SLICES, 4), dtype=torch.int32)
         self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
 
-    def _put(self, tiles: Int32s, slices: Int32s, indices: Int32s) -> None:
-        num_tiles = _max_tiles(int(slices[-1, 0] + slices[-1, 1]))
+    def _max_tiles(self, num_tokens: int) -> int:
+        """Of up to MAX_GRAPH_SLICES slices of so many tokens together."""
+        return max_tiles(num_tokens, MAX_GRAPH_SLICES, self._tile_queries, self._kv_heads)
+
+    def _put(self, tiles: Int32s, joined: Int32s, slices: Int32s, indices: Int32s) -> None:
+        num_tiles = self._max_tiles(int(slices[-1, 0] + slices[-1, 1]))
         self._tiles = self._all_tiles[:num_tiles]
-        all_tiles = np.full((num_tiles, 2), (MAX_GRAPH_SLICES, 0), np.int32)
+        self._num_places = max_shares(self._kv_heads)
+        all_tiles = np.zeros((num_tiles, 6), np.int32)
         all_tiles[: len(tiles)] = tiles
+        all_joined = np.zeros((len(self._joined), 4), np.int32)
+        all_joined[: len(joined)] = joined
         upload_into(self._tiles, all_tiles)
+        upload_into(self._joined, all_joined)
         upload_into(self._slices, slices)
         upload_into(self._indices, indices)
-
-
-def _max_tiles(num_tokens: int) -> int:
-    """Of up to MAX_GRAPH_SLICES slices of so many tokens together."""
-    return num_tokens // _TILE_QUERIES + MAX_GRAPH_SLICES
 
 
 def dot_precision(q: Tensor) -> str:
@@ -151,18 +196,20 @@ def _prefill(
     slices,
     indices,
     out,
+    partial,
+    log_sums,
     scale,
     q_stride,
     block_stride,
     window,
     HAS_WINDOW: tl.constexpr,
-    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_8BIT: tl.constexpr,
@@ -170,32 +217,39 @@ def _prefill(
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
+    # The plan is there before a step's first kernel begins. One program waits for the kernel in
+    # front whatever it has, so that this kernel ends after that one.
+    entry, kv_head = tiles + tl.program_id(0) * 6, tl.program_id(1)
+    begin, end = tl.load(entry + 2), tl.load(entry + 3)
+    is_empty = begin >= end
+    if is_empty & (tl.program_id(0) > 0):
+        return
     wait_for_previous(PDL)
-    tile, head = tl.program_id(0), tl.program_id(1)
-    kv_head = head // (HEADS // KV_HEADS)
-    piece = slices + tl.load(tiles + tile * 2) * 4
-    first_query = tl.load(tiles + tile * 2 + 1)
+    if is_empty:
+        return
+    piece, first_query = slices + tl.load(entry) * 4, tl.load(entry + 1)
     row, query_len, seq_len = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     table = indices + tl.load(piece + 3)
-    queries = first_query + tl.arange(0, TILE_QUERIES)
-    dims = tl.arange(0, DIM_PADDED)
-    mask_q = (queries < query_len)[:, None] & (dims < DIM)[None, :]
-    rows = (row + queries).to(tl.int64)[:, None]
-    query = tl.load(q + rows * q_stride + head * DIM + dims[None, :], mask=mask_q, other=0.0)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+    queries, heads = first_query + rows // GROUP, kv_head * GROUP + rows % GROUP
+    is_row = (rows < ROWS // GROUP * GROUP) & (queries < query_len)
+    mask_q = is_row[:, None] & (dims < DIM)[None, :]
+    token = (row + queries).to(tl.int64)
+    query = tl.load(
+        q + (token * q_stride + heads * DIM)[:, None] + dims[None, :], mask=mask_q, other=0.0
+    )
     if IS_8BIT:
         query, unit = fit_half(query)
         scale *= unit
-    places = seq_len - query_len + queries  # positions in the sequence
-    begin = 0
+    positions_q = seq_len - query_len + queries  # in the sequence
     if HAS_WINDOW:
-        begin = tl.maximum(0, seq_len - query_len + first_query + 1 - window)
-    last = tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES)
-    best = tl.full((TILE_QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE_QUERIES,), tl.float32)
-    acc = tl.zeros((TILE_QUERIES, DIM_PADDED), tl.float32)
-    for first in range(begin, last, TILE_KEYS):
+        begin = tl.maximum(begin, seq_len - query_len + first_query + 1 - window)
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIM_PADDED), tl.float32)
+    for first in range(begin, end, TILE_KEYS):
         positions = first + tl.arange(0, TILE_KEYS)
-        is_key = positions < last
+        is_key = positions < end
         block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         keys = layer_pool + block * block_stride + kv_head * PIECE
         at = (keys + positions % BLOCK_SIZE * DIM)[:, None] + dims[None, :]
@@ -212,13 +266,12 @@ def _prefill(
             scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
         else:
             scores *= scale
-        is_seen = is_key[None, :] & (positions[None, :] <= places[:, None])
+        is_seen = is_key[None, :] & (positions[None, :] <= positions_q[:, None])
         if HAS_WINDOW:
-            is_seen &= positions[None, :] > places[:, None] - window
+            is_seen &= positions[None, :] > positions_q[:, None] - window
         scores = tl.where(is_seen, scores, float("-inf"))
         larger = tl.maximum(best, tl.max(scores, axis=1) - (HALF_ROOM if IS_8BIT else 0))
-        if HAS_WINDOW:  # a row may see none of the tile's first keys
-            larger = tl.maximum(larger, _LOWEST)
+        larger = tl.maximum(larger, _LOWEST)  # a row may see none of these keys
         weights = tl.exp2(scores - larger[:, None])
         fade = tl.exp2(best - larger)
         if IS_8BIT:
@@ -231,6 +284,92 @@ def _prefill(
         acc = acc * fade[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         best = larger
-    total = tl.where(total > 0, total, 1.0)  # a row of padding may have seen no key
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (rows * HEADS + head) * DIM + dims[None, :], result, mask=mask_q)
+    is_any = total > 0  # not of padding, nor where a share lies outside of what its row sees
+    sums = tl.where(is_any, total, 1.0)
+    result = acc / sums[:, None]
+    if tl.load(entry + 5) == 1:
+        at_out = out + ((token * KV_HEADS * GROUP + heads) * DIM)[:, None] + dims[None, :]
+        tl.store(at_out, result.to(out.dtype.element_ty), mask=mask_q)
+    else:
+        place = (tl.load(entry + 4).to(tl.int64) * KV_HEADS + kv_head) * ROWS + rows
+        tl.store(partial + place[:, None] * DIM + dims[None, :], result, mask=mask_q)
+        log_sum = tl.where(is_any, best + tl.log2(sums), float("-inf"))
+        tl.store(log_sums + place, log_sum, mask=is_row)
+
+
+@triton.jit
+def join_shares(
+    partial,
+    log_sums,
+    rows,
+    is_row,
+    dims,
+    begin,
+    end,
+    stride,
+    AT_ONCE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """What the shares from `begin` to `end` of `rows` come to, [rows, dims] in float32: results and
+    logarithms of sums of weights, to base 2, of share i at row + i * stride."""
+    best = tl.full((rows.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((rows.shape[0],), tl.float32)
+    joined = tl.zeros((rows.shape[0], dims.shape[0]), tl.float32)
+    for first in range(begin, end, AT_ONCE):
+        shares = first + tl.arange(0, AT_ONCE)
+        is_there = is_row[:, None] & (shares < end)[None, :]
+        at = rows[:, None] + shares.to(tl.int64)[None, :] * stride
+        log_sum = tl.load(log_sums + at, mask=is_there, other=float("-inf"))
+        values = tl.load(
+            partial + at[:, :, None] * DIM + dims[None, None, :],
+            mask=is_there[:, :, None] & (dims < DIM)[None, None, :],
+            other=0.0,
+        )
+        larger = tl.maximum(best, tl.max(log_sum, axis=1))
+        # As long as all shares lie outside the window there is nothing to weigh them by.
+        finite = tl.where(larger > float("-inf"), larger, 0.0)
+        weights = tl.exp2(log_sum - finite[:, None])
+        fade = tl.exp2(best - finite)
+        joined = joined * fade[:, None] + tl.sum(values * weights[:, :, None], axis=1)
+        total = total * fade + tl.sum(weights, axis=1)
+        best = larger
+    return joined / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@launched
+@triton.jit
+def _join_tiles(
+    partial,
+    log_sums,
+    joined,
+    slices,
+    out,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    entry, kv_head = joined + tl.program_id(0) * 4, tl.program_id(1)
+    num_shares = tl.load(entry + 3)
+    is_empty = num_shares == 0
+    if is_empty & (tl.program_id(0) > 0):
+        return
+    wait_for_previous(PDL)
+    if is_empty:
+        return
+    piece, first_query = slices + tl.load(entry) * 4, tl.load(entry + 1)
+    rows, dims = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+    queries, heads = first_query + rows // GROUP, kv_head * GROUP + rows % GROUP
+    is_row = (rows < TILE_ROWS // GROUP * GROUP) & (queries < tl.load(piece + 1))
+    place, stride = tl.load(entry + 2).to(tl.int64), KV_HEADS * TILE_ROWS
+    at = (place * KV_HEADS + kv_head) * TILE_ROWS + rows
+    values = join_shares(partial, log_sums, at, is_row, dims, 0, num_shares, stride, AT_ONCE, DIM)
+    token = (tl.load(piece) + queries).to(tl.int64)
+    at_out = out + ((token * KV_HEADS * GROUP + heads) * DIM)[:, None] + dims[None, :]
+    mask = is_row[:, None] & (dims < DIM)[None, :]
+    tl.store(at_out, values.to(out.dtype.element_ty), mask=mask)

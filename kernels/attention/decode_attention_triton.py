@@ -35,7 +35,7 @@ from .attention_8bit_triton import (
     load_scales,
     log2_and_inverse,
 )
-from .attention_triton import LOG2_E, dot_precision, piece_elements
+from .attention_triton import LOG2_E, dot_precision, join_shares, piece_elements
 from .decode_shares import TILE_KEYS, divide, max_shares
 
 # A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
@@ -403,34 +403,16 @@ def _join_shares(
     if end - begin <= 1:
         return
     heads, dims = tl.program_id(1) * HEADS_EACH + tl.arange(0, HEADS_EACH), tl.arange(0, DIM_PADDED)
-    is_head, is_dim = heads < HEADS, dims < DIM
+    is_head = heads < HEADS
     first_row, num_rows = sequence, 1
     if ROWS_EACH > 1:
         first_row = tl.load(starts + sequence)
         num_rows = tl.load(starts + sequence + 1) - first_row
     for row in range(num_rows):
-        best = tl.full((HEADS_EACH,), float("-inf"), tl.float32)
-        total = tl.zeros((HEADS_EACH,), tl.float32)
-        joined = tl.zeros((HEADS_EACH, DIM_PADDED), tl.float32)
-        for first in range(begin, end, AT_ONCE):
-            shares = first + tl.arange(0, AT_ONCE)
-            is_there = is_head[:, None] & (shares < end)[None, :]
-            at = heads[:, None] + (shares.to(tl.int64) * ROWS_EACH + row)[None, :] * HEADS
-            log_sum = tl.load(log_sums + at, mask=is_there, other=float("-inf"))
-            values = tl.load(
-                partial + at[:, :, None] * DIM + dims[None, None, :],
-                mask=is_there[:, :, None] & is_dim[None, None, :],
-                other=0.0,
-            )
-            larger = tl.maximum(best, tl.max(log_sum, axis=1))
-            # As long as all shares lie outside the window there is nothing to weigh them by.
-            finite = tl.where(larger > float("-inf"), larger, 0.0)
-            weights = tl.exp2(log_sum - finite[:, None])
-            fade = tl.exp2(best - finite)
-            joined = joined * fade[:, None] + tl.sum(values * weights[:, :, None], axis=1)
-            total = total * fade + tl.sum(weights, axis=1)
-            best = larger
-        joined = joined / tl.where(is_head, total, 1.0)[:, None]
+        at = row * HEADS + heads
+        joined = join_shares(
+            partial, log_sums, at, is_head, dims, begin, end, ROWS_EACH * HEADS, AT_ONCE, DIM
+        )
         of_heads = (first_row + row).to(tl.int64) + tl.zeros_like(heads)
         _store(
             joined,

@@ -214,7 +214,9 @@ def test_prompts_alone_that_are_long_take_the_graphs_for_both(
         return None if found is None else found[0]
 
     assert room(0, 60) == 0
-    assert room(gpu_steps._MAX_PROMPT_CONTEXT, 60) == MAX_NUM_SEQS
+    assert room(940, 60) == 0
+    monkeypatch.setattr(gpu_steps, "_MAX_PROMPT_PAIRS", 60_000 - 1)
+    assert room(940, 60) == MAX_NUM_SEQS
     monkeypatch.setattr(gpu_steps, "_MAX_PROMPT_TOKENS", 50)
     assert room(0, 60) == MAX_NUM_SEQS
     assert room(0, 65) is None
@@ -245,6 +247,6 @@ def test_a_step_that_fills_a_graph_is_padded_by_no_kind(
 @pytest.mark.parametrize("max_model_len", [16, 100])
 def test_padding_alone_has_a_place_in_its_arrays(runner: ModelRunner, max_model_len: int) -> None:
     """As in a capture: a single slice of all tokens, be it longer than any request."""
-    part = TritonGraphPrefill(runner.kv.tensor, MAX_NUM_SEQS, max_model_len)
+    part = TritonGraphPrefill(runner.kv.tensor, 2, torch.float32, MAX_NUM_SEQS, max_model_len)
     num_tokens = MAX_NUM_SEQS + MAX_GRAPH_TOKENS
     part.plan([num_tokens], [num_tokens], [[0] * -(-num_tokens // 16)], first_row=0)

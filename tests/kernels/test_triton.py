@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from engines.steps import leading_decodes
 
 from baton.core.request.request import SamplingParams
-from baton.kernels.attention import decode_attention_triton
+from baton.kernels.attention import decode_attention_triton, prefill_tiles
 from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention.attention_torch import TorchAttention
@@ -513,6 +513,60 @@ def test_the_last_shares_are_short(is_8bit: bool) -> None:
     assert set(np.diff(indptr)) == {1, 4}
     uneven = [500, 1200] * 128
     assert len(divide(uneven, 8, is_8bit=is_8bit)[0]) == 256
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), pytest.param((6, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", [None, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_prompts_behind_long_contexts(
+    heads: tuple[int, int], window: int | None, dtype: torch.dtype, is_graph: bool
+) -> None:
+    """Their tiles are few, and divided by their keys."""
+    batch = Batch(heads, 64, [(1090, 5), (0, 3), (530, 40)], dtype)
+    expected, _ = batch.reference(window)
+    if is_graph:
+        batch.metadata = dataclasses.replace(batch.metadata, graph_decodes=0)
+    attention = triton_attention(batch, window=window)
+    for _ in range(2):
+        close_to_float32(batch.run(attention), expected)
+
+
+@given(
+    slices=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 20_000)), min_size=1, max_size=9),
+    tile_queries=st.sampled_from([1, 9, 32, 64]),
+    kv_heads=st.sampled_from([1, 2, 8, 32]),
+)
+def test_each_query_sees_each_of_its_keys_once(
+    slices: list[tuple[int, int]], tile_queries: int, kv_heads: int
+) -> None:
+    """`slices`: new tokens, and those before them."""
+    query_lens = [new for new, _ in slices]
+    seq_lens = [sum(pair) for pair in slices]
+    tiles, joined = prefill_tiles.divide(query_lens, seq_lens, tile_queries, kv_heads)
+    num_queries, num_slices = sum(query_lens), len(slices)
+    assert len(tiles) <= prefill_tiles.max_tiles(num_queries, num_slices, tile_queries, kv_heads)
+    assert len(joined) <= prefill_tiles.max_joined(kv_heads)
+    by_tile: dict[tuple[int, int], list[list[int]]] = {}
+    for of, first, *share in tiles.tolist():
+        by_tile.setdefault((of, first), []).append(share)
+    assert [*by_tile] == [
+        (of, first)
+        for of, new in enumerate(query_lens)
+        for first in reversed(range(0, new, tile_queries))
+    ]
+    expected, place = [], 0
+    for (of, first), shares in by_tile.items():
+        begins, ends, places, counts = zip(*shares, strict=True)
+        last = min(first + tile_queries, query_lens[of])
+        assert [0, *ends] == [*begins, seq_lens[of] - query_lens[of] + last]
+        assert set(counts) == {len(shares)}
+        if len(shares) > 1:
+            assert places == (*range(place, place + len(shares)),)
+            expected.append([of, first, place, len(shares)])
+            place += len(shares)
+    assert joined.tolist() == expected
+    assert not place or len(tiles) <= prefill_tiles.max_shares(kv_heads)
 
 
 def test_padding_rows_share_the_padding_block() -> None:

@@ -50,8 +50,9 @@ from .gpu_step import GpuStep, device_errors
 from .graphed_model import GraphedModel
 from .step_arrays import decode_arrays, has_drafts, sampling_arrays, token_arrays
 
-# Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
-_MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
+# Of graphs for prompts alone: with more tokens, or pairs of these with keys, FA3 gains more than
+# its plan takes the host. It is in graphs with room for both.
+_MAX_PROMPT_TOKENS, _MAX_PROMPT_PAIRS = 512, 1 << 20
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 
 
@@ -259,7 +260,8 @@ class GpuSteps:
         num_rows, num_tokens = sum(lens[:num_slices]), sum(lens)
         if not 0 < len(batch) - num_slices < MAX_GRAPH_SLICES:
             return None
-        is_long = max(batch.seq_lens) > _MAX_PROMPT_CONTEXT
+        prompts = zip(lens[num_slices:], batch.seq_lens[num_slices:], strict=True)
+        is_long = sum(num * keys for num, keys in prompts) > _MAX_PROMPT_PAIRS
         for room in sorted(room for room in self.prefill_graphs if room >= num_rows):
             most = self.mixed_tokens if room else 0 if is_long else _MAX_PROMPT_TOKENS
             graph = self.prefill_graphs[room].find(num_tokens)
