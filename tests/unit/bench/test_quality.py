@@ -8,9 +8,9 @@ from baton.bench.cpu_families import quality
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_perplexity_is_at_most_half_a_percent_above_and_in_int4_four() -> None:
-    plain, *quantised = quality.measure(num_windows=40)
+    plain, *quantised = quality.measure()
     assert 2 < plain.median < 100, "it has not learnt this"
     assert len(quantised) == 8
     for figure in quantised:
