@@ -22,7 +22,7 @@ import torch
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
-from baton.engine import stepper
+from baton.engine import engine
 from baton.engine.local import LocalEngine
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
@@ -133,11 +133,11 @@ def main(argv: list[str]) -> int:
     callers = CallerLoad(LocalEngine.load(config, print), shape.vocab)
     callers.run(5.0)  # the engine learns what steps take
     bound_s = 3 * callers.idle_s((64, 64)) + callers.idle_s((_CHUNK_TOKENS, _CHUNK_TOKENS))
-    early = stepper._EARLY
+    early = engine._EARLY
     found: dict[str, list[float]] = {}
     for _ in range(arguments.pairs):
         for name, share in (("", early), (", launched at once", _NEVER_WAITS)):
-            stepper._EARLY = share
+            engine._EARLY = share
             ttfts_s, rate = callers.run(arguments.seconds)
             at_99_ms = ttfts_s[int(0.99 * len(ttfts_s))] * 1e3
             found.setdefault(f"light caller, TTFT p99{name}", []).append(at_99_ms)

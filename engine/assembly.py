@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..constraints.grammars import Grammars
 from ..core.engine_config import EngineConfig
-from .engine_builder import build_engine
+from .engine import Engine
 from .execution.runner import ModelRunner
 from .kv.disk.disk_thread import make_disk
 from .kv.generations import Generations
@@ -56,7 +56,7 @@ class Assembly:
         self._host_copier = host_copier_of(runner, followers)
         self._disk = make_disk(config, runner.host_copier, short)
         self.adapters = adapters_of(runner.adapters, followers)
-        self.engine = build_engine(
+        self.engine = Engine(
             join_ranks(runner, followers, config.pipeline_parallel_size),
             limits,
             generations,

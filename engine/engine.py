@@ -1,36 +1,68 @@
-"""One engine as nodes see it: requests in, tokens out, one step at a time.
+"""One engine as nodes see it: requests in (live_sequences.py), tokens out, one step at a time.
 
-    step()  =  schedule -> launch on the runner -> collect -> postprocess
+    step()  =  schedule -> launch on the runner -> collect -> advance its sequences, measure
 
-What its parts are has engine_builder.py, and what a step is stepper.py. Owns no tensor and speaks
-to no other process. Everything happens on the caller's thread.
+    runner that runs ahead (a GPU):    step n     schedule n | launch n | collect n-1, advance
+                                       device     | n-1 ................. | n ................
+The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
+the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
+else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
+Of a pipeline several steps are in flight (steps_in_flight.py), each of other sequences.
+
+Owns no tensor and speaks to no other process. Everything happens on the caller's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Row
+from functools import partial
+from itertools import count
+from typing import TypeAlias
 
-from ..core.errors import HandoffFailed
-from ..core.ports import Clock
-from ..core.request.request import Request
-from ..core.request.token_ids import BlockHash
+from ..constraints.grammars import Grammars
+from ..core.errors import InvalidRequest
+from ..core.ports import Clock, SystemClock
+from ..core.step_cost import StepShape
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
+from .execution.constraints import Constraints, Mask, within
 from .first_steps import measure_first_steps
-from .kv.block_pool import BlockPool, BlockRefs, Reservation
+from .input_batch import InputBatch
+from .kv.block_pool import BlockPool
+from .kv.disk.disk_thread import DiskThread
+from .kv.disk.disk_tier import DiskTier
+from .kv.generations import Generations
+from .kv.host_blocks import HostBlocks
+from .kv.host_copies import HostCopier
+from .kv.host_tier import HostTier
 from .kv.lent_prefixes import LentPrefixes
 from .kv.limits import EngineLimits
+from .kv.prefix_cache import CacheObserver, PrefixCache
 from .live_sequences import LiveSequences
 from .lora.adapter_room import AdapterRoom
+from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
+from .scheduling.costs.step_cost_estimator import StepCostEstimator
+from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import StepOutput
+from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .stepper import Meanwhile, Stepper
+from .speculation.draft_model import DraftModelProposer
+from .speculation.proposer import Proposer
+from .speculation.speculator import Speculator
+from .steps_in_flight import StepInFlight, StepsInFlight
+
+Meanwhile: TypeAlias = Callable[[], bool]
+
+# What comes behind a step is launched so much of its estimated time before its end. To be late
+# behind decodes makes all streams wait, and they come again and again.
+_EARLY, _EARLY_BEHIND_DECODES, _LEAST_EARLY_S = 0.05, 0.25, 0.0015
 
 
-class Engine:
+class Engine(LiveSequences):
     """`pool`: transports open fences on the blocks that they fill; `prefixes`: from and for other
     engines; `promise`: how long steps with decodes take at most; `stats`: what it tells of itself.
     """
@@ -39,162 +71,86 @@ class Engine:
         self,
         runner: Runner,
         limits: EngineLimits,
-        pool: BlockPool,
-        tables: BlockTables,
-        scheduler: Scheduler,
-        sequences: LiveSequences,
-        stepper: Stepper,
+        generations: Generations,
         *,
-        adapters: AdapterRoom[Sequence] | None,
-        prefixes: LentPrefixes,
-        stats: EngineStats,
-        step_costs: StepCostEstimator,
-        step_record: StepRecord,
-        clock: Clock,
+        fingerprint: str,
+        eos_token_ids: Collection[int],
+        enable_prefix_caching: bool = True,
+        cache_observer: CacheObserver | None = None,
+        estimator: OutputLengthEstimator | None = None,
+        grammars: Grammars | None = None,
+        clock: Clock | None = None,
+        host_copier: HostCopier | None = None,
+        disk: DiskThread | None = None,
+        adapters: AdapterRoom[Sequence] | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        self.limits = limits
-        self.pool = pool
-        self.adapters = adapters
-        self.prefixes = prefixes
-        self.promise = scheduler.promise
-        self.stats = stats
-        self._runner = runner
-        self._tables = tables
-        self._scheduler = scheduler
-        self._sequences = sequences
-        self._stepper = stepper
-        self._step_costs = step_costs
-        self._step_record = step_record
-        self._clock = clock
-        self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
-
-    # -- requests in ------------------------------------------------------------------------------
-
-    def add(self, request: Request, *, hold: bool = False) -> None:
-        """Queue a request; with `hold`, stop behind its first token and keep its KV.
-
-        A first token that ends the request ends a held one too, and its blocks are given back. Its
-        forks' first tokens are output under their own keys: of a held request that is all of them,
-        else each goes on as a request of its own. Until then, they end with it. A search of beams
-        outputs each of its requests whole at its end; a held one brings what another begins with.
-        Raises InvalidRequest and its kin: never servable here.
-        """
-        sequence = self._sequences.create(request, SequenceState.WAITING, is_held=hold)
-        self._sequences.keep(sequence)
-        if request.adapter is None or self.adapters is None or self.adapters.enter(sequence):
-            self._scheduler.add(sequence)
-        self._step_record.num_prompts += 1
-
-    def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
-        """Of the full blocks of its known tokens, or of the first `num_tokens` of them."""
-        return self._sequences.block_hashes(request, num_tokens)
-
-    def reserve(
-        self, request: Request, block_hashes: Collection[BlockHash] = ()
-    ) -> Reservation | None:
-        """Blocks for the known tokens and the first one to come, or None: not now.
-
-        `block_hashes`: of its first full blocks, if the caller has computed them. Ask again after a
-        step, a release or an abort; keeping the order of arrival is the caller's duty. Raises
-        InvalidRequest and its kin like `add`.
-        """
-        if self._refused == (request.key, self._scheduler.queues.opportunities):
-            return None
-        sequence = self._sequences.create(request, SequenceState.RESERVED)
-        sequence.hashes = [*block_hashes]
-        if request.adapter is not None and self.adapters and not self.adapters.reserve(sequence):
-            return None
-        if not self._scheduler.reserve(sequence):
-            self._sequences.leave_adapter(sequence)
-            self._refused = (request.key, self._scheduler.queues.opportunities)
-            return None
-        self._sequences.keep(sequence)
-        return Reservation(
-            request.key,
-            tuple(sequence.block_ids),
-            num_cached_blocks=sequence.num_stored_blocks,
-            num_known_blocks=self.limits.blocks_for(sequence.num_tokens),
+        """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
+        adapter; `host_copier`: to host memory, where the prefix cache goes on, and from there
+        to `disk`; `proposer`: speculation by its drafts."""
+        self._clock = clock = clock or SystemClock()
+        self._step_costs = costs = StepCostEstimator(limits.graph_prompt_tokens)
+        self.pool = pool = BlockPool(limits.num_blocks, generations)
+        size, has_host = limits.block_size, host_copier is not None and enable_prefix_caching
+        host_blocks = HostBlocks() if has_host else None
+        cache = PrefixCache(
+            pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
         )
-
-    def lacks_slot(self, request: Request) -> bool:
-        """Whether `reserve` would return None for want of the request's adapter in a slot."""
-        if request.adapter is None or self.adapters is None:
-            return False
-        return self.adapters.lacks_slot(request.adapter)
-
-    def unpark(self) -> None:
-        """An adapter has come into host memory: those go on that waited for it."""
-        self._sequences.unpark()
-
-    def lacks_drafts(self, reservation: Reservation, first: int | None) -> None:
-        """Before `start`: block number `first` came without the draft model's KV, if one did."""
-        self._tables.lacks_drafts(self._sequences.by_key[reservation.key], first)
-
-    def start(self, reservation: Reservation, token_id: int) -> None:
-        """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
-
-        The token was streamed already and is not output again. Raises HandoffFailed if it ends the
-        request: there would have been nothing to hand over; the reservation stays as it was.
-        """
-        sequence = self._sequences.by_key[reservation.key]
-        num_outputs = sequence.num_outputs + 1
-        if self._sequences.finish_reason(sequence.request, token_id, num_outputs) is not None:
-            raise HandoffFailed(f"{reservation.key} ended with its first token: no hand-off")
-        sequence.token_ids.append(token_id)
-        sequence.forks = ()
-        self._scheduler.start(sequence)
-
-    def start_beams(self, reservation: Reservation, first: SampledToken) -> None:
-        """As `start` for a search: `first` has the candidates behind the known tokens."""
-        sequence = self._sequences.by_key[reservation.key]
-        self._scheduler.start(sequence)
-        self._sequences.beams.found(sequence, first)
-
-    def fork(self, reservation: Reservation, request: Request, token_id: int) -> None:
-        """As `start`, for a further sample of the reservation's prompt; call before `start`.
-
-        Full blocks are shared, a partial last one is copied. Never lacks memory: where there is no
-        room, the sample waits and is computed anew, as if preempted.
-        """
-        parent = self._sequences.by_key[reservation.key]
-        num_outputs = len(request.output_token_ids) + 1
-        if self._sequences.finish_reason(request, token_id, num_outputs) is not None:
-            raise HandoffFailed(f"{request.key} ended with its first token: no hand-off")
-        self._sequences.fork(parent, request, token_id)
-
-    # -- requests out -----------------------------------------------------------------------------
-
-    def drop(self, reservation: Reservation) -> None:
-        """Give a reservation up; twice is no error. No pull writes to its blocks any more."""
-        sequence = self._sequences.by_key.get(reservation.key)
-        if sequence is not None and sequence.state is SequenceState.RESERVED:
-            self._sequences.end(sequence)
-
-    def abort(self, key: str) -> None:
-        """End a request, a held one too, without an output; unknown keys are no error, and what is
-        reserved stays so until `drop`: a pull may write to it. A search goes on for as long as one
-        of its requests does.
-
-        If a step that touches its blocks is in flight, they stay fenced until that has completed.
-        """
-        sequence = self._sequences.by_key.get(key)
-        if key in self._sequences.beams.by_key:
-            self._sequences.beams.abort(key)
-        elif sequence is not None and sequence.state is not SequenceState.RESERVED:
-            self._sequences.end(sequence)
+        self._host: HostTier | None = None
+        if host_copier is not None and host_blocks is not None:
+            tier = None if disk is None else DiskTier(disk, host_blocks, clock)
+            self._host = HostTier(
+                *(host_copier, host_blocks, pool, cache, generations, costs.estimate, size, tier)
+            )
+        host_prefixes = None if self._host is None else HostPrefixes(self._host, size)
+        tables = BlockTables(pool, cache, generations, size, host_prefixes)
+        tables.has_draft_model = isinstance(proposer, DraftModelProposer) and not proposer.is_head
+        estimator = estimator or OutputLengthEstimator()
+        scheduler = Scheduler(limits, pool, tables, estimator, costs)
+        if adapters is not None:
+            scheduler.queues.parked = adapters.parked
+        constraints = None if grammars is None else Constraints(grammars)
+        super().__init__(
+            *(runner, limits, scheduler, tables, adapters, constraints),
+            fingerprint=fingerprint,
+            eos_token_ids=eos_token_ids,
+            on_end=estimator.observe,
+        )
+        self.prefixes = LentPrefixes(pool, cache, generations, scheduler.room_beside_running)
+        self.promise = scheduler.promise
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            parts = (proposer, limits, costs, constraints, self._eos_token_ids, clock)
+            self._speculator = Speculator(*parts, runs_ahead=runner.runs_ahead)
+        self.stats = EngineStats(
+            *(limits, pool, scheduler, tables, self.by_key, estimator, adapters),
+            *(self._step_record, costs, self._host, self._speculator),
+        )
+        self._input_batch = InputBatch(size, self._eos_token_ids)
+        self._last_shape = StepShape()
+        self._ended_s = 0.0  # when the last step that was collected had ended
+        self._seen_s = 0.0  # and when it was collected
+        self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
+        self._in_flight: StepInFlight | None = None
+        self._pipeline: StepsInFlight | None = None
+        if scheduler.pipeline is not None:
+            self._pipeline = StepsInFlight(scheduler.pipeline.most_in_flight)
 
     def measure_first_steps(self, budget_s: float) -> float:
         """See first_steps.py. Before the first request; returns the seconds that it took."""
-        assert not self._sequences.by_key, "their blocks would be overwritten"
+        assert not self.by_key, "their blocks would be overwritten"
         costs, clock = self._step_costs, self._clock
         return measure_first_steps(self._runner, self.limits, costs, budget_s, clock)
-
-    # -- stepping ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything: False also while all that is left waits for memory."""
-        return self._stepper.has_work
+        if self._in_flight is not None or (self._host is not None and self._host.has_work):
+            return True
+        if self._pipeline:
+            return True
+        queues = self._scheduler.queues
+        return bool(queues.running or queues.waiting) and not queues.is_stalled
 
     def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         """Launch one batch and collect one: the same, or the one before if the runner runs ahead.
@@ -208,32 +164,258 @@ class Engine:
         Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
         engine is of no use after it.
         """
-        return self._stepper.step(meanwhile)
+        if self._pipeline is not None:
+            return self._step_pipeline(self._pipeline, meanwhile)
+        output = StepOutput()
+        previous, self._in_flight = self._in_flight, None
+        must_wait = previous is not None and self._must_wait(previous)
+        due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
+        if must_wait:
+            due_s = math.inf
+        step, has_tried = None, self._clock.monotonic_s() >= due_s
+        if has_tried:
+            step = self._launch(previous, output)
+        if previous is not None:
+            while meanwhile is not None and not previous.launched.has_completed():
+                has_news = meanwhile() | self.poll_host()
+                if has_news and not must_wait:
+                    due_s = min(due_s, self._launch_due_s(previous))  # prompts take longer
+                is_due = step is None and self._clock.monotonic_s() >= due_s
+                if is_due and (has_news or not has_tried):
+                    has_tried = True
+                    step = self._launch(previous, output)
+            self._collect(previous, output, step)
+            if must_wait:
+                step = self._launch(None, output, is_waited_for=True)
+            elif not has_tried:  # it ended before it was to
+                step = self._launch(None, output)
+        elif step is None:
+            self._scheduler.queues.stall()
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
+        if step is not None and not self._runner.runs_ahead:
+            self._collect(step, output)
+        else:
+            self._in_flight = step
+        return output
 
-    # -- looking in -------------------------------------------------------------------------------
+    def _step_pipeline(self, steps: StepsInFlight, meanwhile: Meanwhile | None) -> StepOutput:
+        """Launch as many batches as have room in the pipeline, and collect the oldest."""
+        output = StepOutput()
+        watch = None if meanwhile is None else lambda: meanwhile() | self.poll_host()
+        collect = partial(self._collect, output=output)
+        if not steps.advance(lambda: self._launch(None, output), collect, watch):
+            self._scheduler.queues.stall()
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
+        return output
 
-    @property
-    def has_prompts(self) -> bool:
-        """Whether tokens of prompts wait, for an adapter too, or are being computed."""
-        queues = self._scheduler.queues
-        return bool(queues.parked or queues.waiting) or queues.has_prefills
+    def _launch_due_s(self, previous: StepInFlight | None) -> float:
+        """When to launch what comes behind `previous`: late, for a prompt that comes meanwhile to
+        be in it; but it takes time, and the estimate may err."""
+        lasts_s = None if previous is None else self._step_costs.expected_s(previous.shape)
+        if previous is None or lasts_s is None:
+            return -math.inf
+        early_s = _EARLY * lasts_s
+        if previous.shape.num_decodes:
+            early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
+        began_s = max(previous.launched_s, self._ended_s)
+        has_prompts = self._scheduler.queues.has_prompts_to_launch
+        launching_s = self._launching_s.get(has_prompts, previous.launching_s)
+        return began_s + lasts_s - early_s - launching_s
 
-    def block_refs(self, key: str, first: int, last: int) -> BlockRefs:
-        """Logical blocks [first, last) of a request that holds blocks (else KeyError).
+    def _must_wait(self, previous: StepInFlight) -> bool:
+        """Whether the step behind `previous` cannot be planned before that has completed."""
+        if self._speculator is None:
+            return False
+        return previous.has_drafts or self._speculator.is_due(self._scheduler.queues)
 
-        A block has a hash once a step is launched that fills it.
+    def _launch(
+        self,
+        previous: StepInFlight | None,
+        output: StepOutput,
+        *,
+        is_waited_for: bool = False,
+    ) -> StepInFlight | None:
+        """Schedule and launch a step behind `previous`; None if there is nothing to do.
+
+        `is_waited_for`: the one before has just been collected, for this one to have drafts.
         """
-        return self._tables.refs(self._sequences.by_key[key], first, last)
+        began_s = self._clock.monotonic_s()
+        planned = self._plan(previous, output)
+        if planned is None:
+            return None
+        schedule, masks = planned
+        clear, others, sequences = schedule.clear, schedule.others, schedule.sequences
+        fresh = self._begin(sequences, output)
+        shape = step_shape(clear, others)
+        places = {} if previous is None else previous.fence.places
+        batch = self._input_batch.launch(schedule, places, masks)
+        fence = self._tables.open_step(dict(zip(sequences, count())))
+        launched_s = self._clock.monotonic_s()
+        launched = self._runner.launch(batch)
+        took_s = self._clock.monotonic_s() - launched_s
+        self._step_costs.observe_launch(shape, took_s)
+        has_drafts = False
+        if self._speculator is not None:
+            has_drafts = self._speculator.settle()
+            if is_waited_for:  # the device had nothing to do meanwhile
+                launched_s += took_s
+                self._speculator.waited(launched_s - self._ended_s)
+        promise, promise_s = self._scheduler.promise, None
+        if promise.tbt_target_s is not None and shape.num_decodes:
+            promise_s = promise.promised_s
+        launching_s = self._clock.monotonic_s() - began_s
+        self._launching_s[shape.num_prompt_tokens > 0] = launching_s
+        num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))
+        step = StepInFlight(
+            *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
+            has_drafts=has_drafts,
+            num_in_flight=num_in_flight,
+            hid_end=previous is not None and previous.launched.has_completed(),
+        )
+        self._last_shape = shape
+        for sequence, num_tokens in others:
+            if num_tokens > 1:
+                self._tables.prepare_store(sequence)
+        for sequence in fresh:
+            self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
+        if step.launched.number:
+            output.tell_launched((one for one, _ in others if one.is_held), step.launched.number)
+        return step
 
-    def first_undrafted(self, key: str) -> int | None:
-        """Of the computed blocks of a request that holds blocks: which lacks the draft model's KV,
-        the first one; None: none."""
-        sequence = self._sequences.by_key[key]
-        num_tokens = sequence.num_drafted_tokens
-        is_whole = num_tokens >= sequence.num_computed_tokens
-        return None if is_whole else num_tokens // self.limits.block_size
+    def _plan(
+        self, previous: StepInFlight | None, output: StepOutput
+    ) -> tuple[Schedule, Mapping[Sequence, Row[Mask]]] | None:
+        """What the step behind `previous` computes, and which tokens it may give to those that are
+        constrained; None: nothing. What cannot go on ends."""
+        while True:
+            self.poll_host()
+            if self.beams.by_key:
+                self.beams.advance(output)
+            if previous is None and self._speculator is not None:
+                make_room = self._scheduler.preemption.make_room_for_drafts
+                self._speculator.draft(self._scheduler.queues, make_room, self._last_shape)
+            in_front_s = None if previous is None else self._step_costs.expected_s(previous.shape)
+            self._scheduler.promise.in_front_s = in_front_s or 0.0
+            schedule = self._scheduler.schedule()
+            if schedule.is_empty and not schedule.failed:
+                return None
+            for sequence, error in schedule.failed:
+                self._fail(sequence, error, output)
+            masks = self._masks(schedule, output)
+            if output.failed:
+                schedule.drop_preempted()
+            if not schedule.is_empty:
+                return schedule, masks
+            # All have failed: there may be room for others, which waited for them.
 
-    def num_outputs(self, key: str) -> int:
-        """Tokens behind a request's prompt, so far; 0 if it has no sequence here."""
-        sequence = self._sequences.by_key.get(key)
-        return 0 if sequence is None else sequence.num_outputs
+    def _masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
+        """Which tokens those may be given that may not have all; what cannot go on ends here, and
+        drafts that a grammar cannot be followed behind are left out."""
+        found: dict[Sequence, Row[Mask]] = {}
+        sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
+        masked = [one for one in sampled if one.is_masked]
+        if not masked:
+            return found
+        for one in masked:
+            if one.allowed is not None:
+                found[one] = [one.allowed] * (1 + len(one.draft_token_ids))
+        samples = [(one, one.constrained) for one in masked if one.constrained is not None]
+        if self._constraints is None or not samples:
+            return found
+        masks = self._constraints.masks(
+            [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
+        )
+        for (sequence, _), mask in zip(samples, masks, strict=True):
+            if sequence.allowed is not None and not isinstance(mask, InvalidRequest):
+                mask = within(mask, sequence.allowed)
+            if isinstance(mask, InvalidRequest):
+                self._fail(sequence, mask, output)
+                continue
+            found[sequence] = mask
+            if len(mask) <= len(sequence.draft_token_ids):
+                sequence.draft_token_ids = sequence.draft_token_ids[: len(mask) - 1]
+                schedule.fit_drafts()
+        return found
+
+    def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
+        """Those that are in a step for the first time."""
+        fresh = [sequence for sequence in sequences if not sequence.has_started]
+        for sequence in fresh:
+            sequence.has_started = True
+            keys = self._keys_of(sequence)
+            output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
+        return fresh
+
+    def poll_host(self) -> bool:
+        """Take note of what was copied to or from host memory; whether a prompt can go on."""
+        if self._host is None or not self._host.poll():
+            return False
+        self._scheduler.finish_loads()
+        self._scheduler.queues.wake()
+        return True
+
+    def _collect(
+        self, step: StepInFlight, output: StepOutput, behind: StepInFlight | None = None
+    ) -> None:
+        """`behind`: what was launched while `step` was on the device."""
+        results = step.launched.collect()
+        prompts = step.launched.prompt_logprobs()
+        step.fence.close()
+        self._measure(step, behind)
+        here = step.fence.places  # not what was aborted or preempted in flight, or ended late
+        n = len(step.clear)
+        for index, logprobs in prompts.items():
+            if (sequence := step.others[index - n].sequence) in here:
+                output.tell_prompt(sequence, logprobs)
+        self._advance_clear(step.clear, results[:n], here, output)
+        for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
+            if sequence not in here or sequence.state is SequenceState.ENDED:  # with its search
+                continue
+            if sequence.draft_token_ids and sampled is not None:
+                self._advance_drafts(sequence, num_tokens, sampled, output)
+            else:
+                self._advance(sequence, num_tokens, sampled, output)
+        if self.beams.by_key and self.beams.advance(output):
+            self._scheduler.queues.wake()
+
+    def _advance_drafts(
+        self, sequence: Sequence, num_tokens: int, sampled: SampledToken, output: StepOutput
+    ) -> None:
+        """Its accepted drafts and the token behind them, of `num_tokens` that were computed."""
+        assert self._speculator is not None
+        tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
+        num_output = 0
+        for token in tokens:
+            if sequence.state is SequenceState.ENDED:
+                break  # nobody gets those behind
+            self._advance(sequence, 1, token, output)
+            num_output += 1
+        self._step_record.num_decode_tokens -= num_tokens - num_output
+        self._speculator.count_accepted(min(num_output, len(tokens) - 1))
+
+    def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
+        """A step begins when it is launched, or when the one before it ends. Of a pipeline a step
+        takes what each stage does: while fewer are in flight than it has stages, less than what
+        passes between two ends.
+
+        Where it ends while the next one is launched, which may take longer than the step does,
+        nobody sees when: it is taken to be as long as expected, and where that cannot be, as long
+        as is nearest to it. Only that is news.
+        """
+        now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
+        waited_s = now_s - max(step.launched_s, self._seen_s)
+        took_s, is_news = now_s - began_s, True
+        if behind is not None and behind.hid_end:
+            expected_s = self._step_costs.expected_s(step.shape)
+            took_s = min(took_s, max(behind.launched_s - began_s, expected_s or 0.0))
+            is_news = took_s != expected_s
+        self._seen_s, self._ended_s = now_s, began_s + took_s
+        share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
+        self._step_record.observe(step.shape, waited_s * share, step.promise_s)
+        if not is_news:
+            return
+        self._step_costs.observe(step.shape, took_s * share)
+        if self._speculator is not None and step.shape.num_decodes:
+            self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)

@@ -1,24 +1,25 @@
-"""The sequences of an engine by their requests' keys: how each comes to be, what a step's tokens do
-to it (it goes on, forks, is held or ends), and how it ends."""
+"""The sequences of an engine by their requests' keys: how each comes to be (queued, reserved or
+forked), what a step's tokens do to it (it goes on, forks, is held or ends), and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container
 from collections.abc import Sequence as Row
 from functools import partial
 from math import isnan
 
-from ..core.errors import BatonError, EngineFailed, InvalidRequest
+from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
 from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints, Mask, within
+from .execution.constraints import Constraints
+from .kv.block_pool import BlockRefs, Reservation
 from .kv.limits import EngineLimits
 from .lora.adapter_room import AdapterRoom, refuse_adapter
 from .scheduling.block_tables import BlockTables
+from .scheduling.costs.step_cost_estimator import StepRecord
 from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
-from .scheduling.schedule import Schedule
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 
@@ -41,28 +42,144 @@ class LiveSequences:
         eos_token_ids: Collection[int],
         on_end: Callable[[int], None],
     ) -> None:
+        self.limits = limits
+        self.adapters = adapters
         self.by_key: dict[str, Sequence] = {}
-        self.eos_token_ids = frozenset(eos_token_ids)
         self.beams = BeamSearches(scheduler, self.by_key, runner, eos_token_ids, on_end)
         self._runner = runner
-        self._limits = limits
         self._scheduler = scheduler
         self._tables = tables
-        self._adapters = adapters
         self._constraints = constraints
         self._fingerprint = fingerprint
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._on_end = on_end
+        self._step_record = StepRecord()
         self._num_arrivals = 0
+        self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 
-    def create(self, request: Request, state: SequenceState, *, is_held: bool = False) -> Sequence:
-        """A new one, to be `keep`t once it has its place. Raises InvalidRequest and its kin."""
+    # -- requests in ------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, hold: bool = False) -> None:
+        """Queue a request; with `hold`, stop behind its first token and keep its KV.
+
+        A first token that ends the request ends a held one too, and its blocks are given back. Its
+        forks' first tokens are output under their own keys: of a held request that is all of them,
+        else each goes on as a request of its own. Until then, they end with it. A search of beams
+        outputs each of its requests whole at its end; a held one brings what another begins with.
+        Raises InvalidRequest and its kin: never servable here.
+        """
+        sequence = self._create(request, SequenceState.WAITING, is_held=hold)
+        self._keep(sequence)
+        if request.adapter is None or self.adapters is None or self.adapters.enter(sequence):
+            self._scheduler.add(sequence)
+        self._step_record.num_prompts += 1
+
+    def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
+        """Of the full blocks of its known tokens, or of the first `num_tokens` of them."""
+        tokens = request.known_token_ids[:num_tokens]
+        return block_hashes(self._root_of(request), tokens, self.limits.block_size)
+
+    def reserve(
+        self, request: Request, block_hashes: Collection[BlockHash] = ()
+    ) -> Reservation | None:
+        """Blocks for the known tokens and the first one to come, or None: not now.
+
+        `block_hashes`: of its first full blocks, if the caller has computed them. Ask again after a
+        step, a release or an abort; keeping the order of arrival is the caller's duty. Raises
+        InvalidRequest and its kin like `add`.
+        """
+        if self._refused == (request.key, self._scheduler.queues.opportunities):
+            return None
+        sequence = self._create(request, SequenceState.RESERVED)
+        sequence.hashes = [*block_hashes]
+        if request.adapter is not None and self.adapters and not self.adapters.reserve(sequence):
+            return None
+        if not self._scheduler.reserve(sequence):
+            self._leave_adapter(sequence)
+            self._refused = (request.key, self._scheduler.queues.opportunities)
+            return None
+        self._keep(sequence)
+        return Reservation(
+            request.key,
+            tuple(sequence.block_ids),
+            num_cached_blocks=sequence.num_stored_blocks,
+            num_known_blocks=self.limits.blocks_for(sequence.num_tokens),
+        )
+
+    def lacks_slot(self, request: Request) -> bool:
+        """Whether `reserve` would return None for want of the request's adapter in a slot."""
+        if request.adapter is None or self.adapters is None:
+            return False
+        return self.adapters.lacks_slot(request.adapter)
+
+    def lacks_drafts(self, reservation: Reservation, first: int | None) -> None:
+        """Before `start`: block number `first` came without the draft model's KV, if one did."""
+        self._tables.lacks_drafts(self.by_key[reservation.key], first)
+
+    def start(self, reservation: Reservation, token_id: int) -> None:
+        """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
+
+        The token was streamed already and is not output again. Raises HandoffFailed if it ends the
+        request: there would have been nothing to hand over; the reservation stays as it was.
+        """
+        sequence = self.by_key[reservation.key]
+        num_outputs = sequence.num_outputs + 1
+        if self._finish_reason(sequence.request, token_id, num_outputs) is not None:
+            raise HandoffFailed(f"{reservation.key} ended with its first token: no hand-off")
+        sequence.token_ids.append(token_id)
+        sequence.forks = ()
+        self._scheduler.start(sequence)
+
+    def start_beams(self, reservation: Reservation, first: SampledToken) -> None:
+        """As `start` for a search: `first` has the candidates behind the known tokens."""
+        sequence = self.by_key[reservation.key]
+        self._scheduler.start(sequence)
+        self.beams.found(sequence, first)
+
+    def fork(self, reservation: Reservation, request: Request, token_id: int) -> None:
+        """As `start`, for a further sample of the reservation's prompt; call before `start`.
+
+        Full blocks are shared, a partial last one is copied. Never lacks memory: where there is no
+        room, the sample waits and is computed anew, as if preempted.
+        """
+        parent = self.by_key[reservation.key]
+        num_outputs = len(request.output_token_ids) + 1
+        if self._finish_reason(request, token_id, num_outputs) is not None:
+            raise HandoffFailed(f"{request.key} ended with its first token: no hand-off")
+        self._fork(parent, request, token_id)
+
+    # -- requests out -----------------------------------------------------------------------------
+
+    def drop(self, reservation: Reservation) -> None:
+        """Give a reservation up; twice is no error. No pull writes to its blocks any more."""
+        sequence = self.by_key.get(reservation.key)
+        if sequence is not None and sequence.state is SequenceState.RESERVED:
+            self._end(sequence)
+
+    def abort(self, key: str) -> None:
+        """End a request, a held one too, without an output; unknown keys are no error, and what is
+        reserved stays so until `drop`: a pull may write to it. A search goes on for as long as one
+        of its requests does.
+
+        If a step that touches its blocks is in flight, they stay fenced until that has completed.
+        """
+        sequence = self.by_key.get(key)
+        if key in self.beams.by_key:
+            self.beams.abort(key)
+        elif sequence is not None and sequence.state is not SequenceState.RESERVED:
+            self._end(sequence)
+
+    # -- how it comes to be -----------------------------------------------------------------------
+
+    def _create(self, request: Request, state: SequenceState, *, is_held: bool = False) -> Sequence:
+        """A new one, to be kept once it has its place. Raises InvalidRequest and its kin."""
         if request.key in self.by_key:
             raise InvalidRequest(f"{request.key} is here already")
-        self._limits.check(request)
+        self.limits.check(request)
         if request.adapter is not None:
-            if self._adapters is None:
+            if self.adapters is None:
                 raise refuse_adapter()
-            self._adapters.check(request.adapter)
+            self.adapters.check(request.adapter)
             if request.sampling.use_beam_search:
                 raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
         self._num_arrivals += 1
@@ -70,8 +187,8 @@ class LiveSequences:
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
         if request.sampling.use_beam_search:
             if not is_held:
-                self._limits.check_beams(request)
-            self.beams.begin(sequence, self._limits.max_outputs(request))
+                self.limits.check_beams(request)
+            self.beams.begin(sequence, self.limits.max_outputs(request))
         constraint = request.sampling.constraint
         if constraint is not None:
             if self._constraints is None:
@@ -84,26 +201,18 @@ class LiveSequences:
     def _root_of(self, request: Request) -> BlockHash:
         return root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
 
-    def block_hashes(self, request: Request, num_tokens: int | None) -> list[BlockHash]:
-        """See Engine."""
-        tokens = request.known_token_ids[:num_tokens]
-        return block_hashes(self._root_of(request), tokens, self._limits.block_size)
-
-    def keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: Sequence) -> None:
         """It has its place: found by its key from here on, or those of its search."""
         self.by_key[sequence.key] = sequence
-        if sequence.group is not None:
-            self.beams.file(sequence)
+        if isinstance(sequence.group, BeamSearch):
+            self.beams.file(sequence.group)
 
-    def keys_of(self, sequence: Sequence) -> tuple[str, ...]:
+    def _keys_of(self, sequence: Sequence) -> tuple[str, ...]:
         """Of all requests that a sequence is for."""
-        search = self._search_of(sequence)
-        return (sequence.key,) if search is None else search.keys
+        search = sequence.group
+        return search.keys if isinstance(search, BeamSearch) else (sequence.key,)
 
-    def _search_of(self, sequence: Sequence) -> BeamSearch | None:
-        return None if sequence.group is None else self.beams.of(sequence)
-
-    def fork(self, parent: Sequence, request: Request, token_id: int) -> None:
+    def _fork(self, parent: Sequence, request: Request, token_id: int) -> None:
         """A new sequence behind all of the parent's known tokens."""
         child = Sequence(request, parent.arrival, False, parent.root_hash)
         child.token_ids.append(token_id)
@@ -111,8 +220,8 @@ class LiveSequences:
         child.next_prompt_logprob = len(request.prompt_token_ids)
         if parent.constrained is not None:
             child.constrained = parent.constrained.another()
-        if request.adapter is not None and self._adapters is not None:
-            has_slot = self._adapters.take(child)
+        if request.adapter is not None and self.adapters is not None:
+            has_slot = self.adapters.take(child)
             assert has_slot, "its parent's"
         assert child.key not in self.by_key and child.num_tokens == parent.num_tokens + 1
         self.by_key[child.key] = child
@@ -120,54 +229,25 @@ class LiveSequences:
         if copies:
             self._runner.copy_blocks(copies)
 
-    def masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
-        """Which tokens those may be given that may not have all; what cannot go on ends here, and
-        drafts that a grammar cannot be followed behind are left out."""
-        found: dict[Sequence, Row[Mask]] = {}
-        sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
-        masked = [one for one in sampled if one.is_masked]
-        if not masked:
-            return found
-        for one in masked:
-            if one.allowed is not None:
-                found[one] = [one.allowed] * (1 + len(one.draft_token_ids))
-        samples = [(one, one.constrained) for one in masked if one.constrained is not None]
-        if self._constraints is None or not samples:
-            return found
-        masks = self._constraints.masks(
-            [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
-        )
-        for (sequence, _), mask in zip(samples, masks, strict=True):
-            if sequence.allowed is not None and not isinstance(mask, InvalidRequest):
-                mask = within(mask, sequence.allowed)
-            if isinstance(mask, InvalidRequest):
-                self.fail(sequence, mask, output)
-                continue
-            found[sequence] = mask
-            if len(mask) <= len(sequence.draft_token_ids):
-                sequence.draft_token_ids = sequence.draft_token_ids[: len(mask) - 1]
-                schedule.fit_drafts()
-        return found
-
     # -- what a step's tokens do ------------------------------------------------------------------
 
-    def advance_clear(
+    def _advance_clear(
         self,
         clear: Row[Sequence],
         sampled: Row[SampledToken | None],
         here: Container[Sequence],
         output: StepOutput,
     ) -> None:
-        """As `advance`, of the decodes that were clear, as far as they are still `here`: the tokens
-        of few are anything but the next."""
-        eos, store, tell = self.eos_token_ids, self._tables.store, output.tokens.append
+        """As `_advance`, of the decodes that were clear, as far as they are still `here`: few of
+        their tokens are anything but the next."""
+        eos, store, tell = self._eos_token_ids, self._tables.store, output.tokens.append
         for sequence, token in zip(clear, sampled, strict=True):
             if sequence not in here:
                 continue
             assert token is not None
             token_id, logprob, top, *_ = token
             if token_id in eos or sequence.sampling.stop_token_ids or isnan(logprob):
-                self.advance(sequence, 1, token, output)
+                self._advance(sequence, 1, token, output)
                 continue
             token_ids = sequence.token_ids
             index = len(token_ids) - sequence.num_prompt_tokens
@@ -177,7 +257,7 @@ class LiveSequences:
             sequence.num_computed_tokens += 1
             store(sequence)
 
-    def advance(
+    def _advance(
         self,
         sequence: Sequence,
         num_tokens: int,
@@ -187,14 +267,14 @@ class LiveSequences:
         """Account for one sequence's part of a completed step: so many of its tokens are computed,
         and the token behind them is sampled, if any is."""
         if sampled is not None and isnan(sampled.logprob):
-            self.fail(sequence, EngineFailed("the model's logits are not numbers"), output)
+            self._fail(sequence, EngineFailed("the model's logits are not numbers"), output)
             return
         sequence.num_computed_tokens += num_tokens
         self._tables.store(sequence)
         goes_on, first = True, None
         if sampled is not None and sequence.num_candidates:
             if sequence.is_held:
-                self.hold(sequence)
+                self._hold(sequence)
             if sequence.is_held or self.beams.found(sequence, sampled):
                 first = sampled
         elif sampled is not None:
@@ -214,14 +294,14 @@ class LiveSequences:
                 if is_held:
                     goes_on = True
                 else:
-                    self.fork(sequence, fork, token.token_id)
+                    self._fork(sequence, fork, token.token_id)
         sequence.forks = ()
         sequence.token_ids.append(sampled.token_id)
         if not goes_on:
             self._on_end(sequence.num_outputs)
-            self.end(sequence)
+            self._end(sequence)
         elif is_held:
-            self.hold(sequence)
+            self._hold(sequence)
         return goes_on
 
     def _tell(
@@ -229,13 +309,13 @@ class LiveSequences:
     ) -> bool:
         """Output a request's token; whether the request goes on behind it."""
         token_id, logprob, top, *_ = sampled
-        reason = self.finish_reason(request, token_id, index + 1)
+        reason = self._finish_reason(request, token_id, index + 1)
         output.tokens.append(TokenOutput(request.key, index, token_id, logprob, reason, top))
         return reason is None
 
     # -- how it ends ------------------------------------------------------------------------------
 
-    def finish_reason(
+    def _finish_reason(
         self, request: Request, token_id: int, num_outputs: int
     ) -> FinishReason | None:
         """Why the request ends with this token, output number `num_outputs` (from 1); None: it goes
@@ -243,46 +323,74 @@ class LiveSequences:
         sampling = request.sampling
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
-        is_full = len(request.prompt_token_ids) + num_outputs >= self._limits.max_model_len
+        is_full = len(request.prompt_token_ids) + num_outputs >= self.limits.max_model_len
         return FinishReason.LENGTH if is_full or num_outputs >= sampling.max_tokens else None
 
-    def end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> None:
         """Give back all that it has, and its search."""
-        if (search := self._search_of(sequence)) is not None:
+        if isinstance(search := sequence.group, BeamSearch):
             self.beams.end(search)
             return
         del self.by_key[sequence.key]
-        if not self.leave_adapter(sequence):
+        if not self._leave_adapter(sequence):
             self._scheduler.remove(sequence)
 
-    def hold(self, sequence: Sequence) -> None:
+    def _hold(self, sequence: Sequence) -> None:
         """It is computed and keeps its KV: no step needs its adapter any more."""
         self._scheduler.queues.hold(sequence)
-        self.leave_adapter(sequence)
+        self._leave_adapter(sequence)
 
-    def leave_adapter(self, sequence: Sequence) -> bool:
+    def _leave_adapter(self, sequence: Sequence) -> bool:
         """It needs its adapter no more, which may let others begin. Whether it waited for it."""
-        if self._adapters is None or sequence.request.adapter is None:
+        if self.adapters is None or sequence.request.adapter is None:
             return False
-        was_parked = self._adapters.leave(sequence)
+        was_parked = self.adapters.leave(sequence)
         self.unpark()
         return was_parked
 
     def unpark(self) -> None:
         """Let those begin that have a slot with their adapter now."""
-        if self._adapters is not None:
-            for other in self._adapters.unpark():
+        if self.adapters is not None:
+            for other in self.adapters.unpark():
                 self._scheduler.add(other)
 
-    def fail(self, sequence: Sequence, error: BatonError, output: StepOutput) -> None:
+    def _fail(self, sequence: Sequence, error: BatonError, output: StepOutput) -> None:
         """End it with an error, if the scheduler has not ended it yet."""
-        if (search := self._search_of(sequence)) is not None:
+        if isinstance(search := sequence.group, BeamSearch):
             self.beams.fail(search, error, output)
             return
         output.fail(sequence, error)
         del self.by_key[sequence.key]
-        was_parked = self.leave_adapter(sequence)
+        was_parked = self._leave_adapter(sequence)
         if sequence.state is not SequenceState.ENDED and not was_parked:
             self._scheduler.remove(sequence)
+
+    # -- looking in -------------------------------------------------------------------------------
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether tokens of prompts wait, for an adapter too, or are being computed."""
+        queues = self._scheduler.queues
+        return bool(queues.parked or queues.waiting) or queues.has_prefills
+
+    def block_refs(self, key: str, first: int, last: int) -> BlockRefs:
+        """Logical blocks [first, last) of a request that holds blocks (else KeyError).
+
+        A block has a hash once a step is launched that fills it.
+        """
+        return self._tables.refs(self.by_key[key], first, last)
+
+    def first_undrafted(self, key: str) -> int | None:
+        """Of the computed blocks of a request that holds blocks: which lacks the draft model's KV,
+        the first one; None: none."""
+        sequence = self.by_key[key]
+        num_tokens = sequence.num_drafted_tokens
+        is_whole = num_tokens >= sequence.num_computed_tokens
+        return None if is_whole else num_tokens // self.limits.block_size
+
+    def num_outputs(self, key: str) -> int:
+        """Tokens behind a request's prompt, so far; 0 if it has no sequence here."""
+        sequence = self.by_key.get(key)
+        return 0 if sequence is None else sequence.num_outputs

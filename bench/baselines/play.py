@@ -15,7 +15,6 @@ from unittest import mock
 
 from baton.core.metrics import TokenTimes
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
@@ -111,7 +110,7 @@ class Player:
             graph_rows=runner.graph_rows if scheme.has_graphs else (),
             graph_prompt_tokens=runner.graph_prompt_tokens if scheme.has_graphs else 0,
         )
-        return build_engine(
+        return Engine(
             EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
             limits,
             LocalGenerations(self._num_blocks),

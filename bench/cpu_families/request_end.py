@@ -17,7 +17,6 @@ from itertools import count
 from baton.core.ports import SystemClock
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.limits import EngineLimits
 
@@ -55,7 +54,7 @@ def measure() -> list[Figure]:
 
 def _engine() -> Engine:
     max_len = _BLOCK_SIZE * (_LONG_BLOCKS + 1)
-    return build_engine(
+    return Engine(
         HostRunner(),
         EngineLimits(_DEVICE_BLOCKS, _BLOCK_SIZE, max_len, 64, 8192),
         SharedGenerations(_DEVICE_BLOCKS, "0" * 32),

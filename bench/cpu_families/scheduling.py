@@ -26,7 +26,6 @@ from baton.client.messages import build_request
 from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
 from baton.engine.execution.step_parts import SampledRows, has_extras, metadata_of
@@ -154,7 +153,7 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     blocks = batch * _MAX_LEN // _BLOCK_SIZE + 2  # nobody ever waits for memory
     limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
     runner = HostRunner()
-    engine = build_engine(
+    engine = Engine(
         runner,
         limits,
         LocalGenerations(blocks),
@@ -184,8 +183,8 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     parts = _Parts()
     parts.watch(runner, "launch", "arrays")
     parts.watch(runner, "results", "collect")
-    parts.watch(engine._stepper, "_launch", "plan")
-    parts.watch(engine._stepper, "_collect", "advance")
+    parts.watch(engine, "_launch", "plan")
+    parts.watch(engine, "_collect", "advance")
     parts.watch(engine, "step", "plan")
     parts.watch(calls, "_deliver", "deliver")
     samples = []

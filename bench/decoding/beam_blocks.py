@@ -49,7 +49,7 @@ class Counted:
 
     def look(self) -> None:
         """Behind a step."""
-        beams: list[Sequence] = list(self._engine._sequences.by_key.values())
+        beams: list[Sequence] = list(self._engine.by_key.values())
         tables = {beam.key: beam.block_ids for beam in beams}
         self.num_held += len({block for table in tables.values() for block in table})
         self.num_unshared += sum(map(len, tables.values()))

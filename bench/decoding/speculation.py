@@ -29,7 +29,6 @@ from tokenizers import Tokenizer
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -93,7 +92,7 @@ parser.add_argument(""",
 def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> Engine:
     """Another engine over the same model and pool."""
     limits = local.engine.limits
-    return build_engine(
+    return Engine(
         runner,
         limits,
         LocalGenerations(limits.num_blocks),

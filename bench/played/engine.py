@@ -14,7 +14,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import PrefixSource, Request, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.core.step_cost import StepCost
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.first_steps import BUDGET_S
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -113,7 +113,7 @@ class PlayedEngine:
             max_num_batched_tokens=setup.max_num_batched_tokens,
             prefill_chunk_tokens=setup.prefill_chunk_tokens,
         )
-        self.engine = build_engine(
+        self.engine = Engine(
             self._device,
             limits,
             LocalGenerations(blocks.num),

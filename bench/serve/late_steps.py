@@ -31,7 +31,7 @@ from typing import Any, TextIO
 _LOOK_S = 0.002
 _LATE_FACTOR, _LATE_S = 1.3, 0.004  # longer than both says
 _DEPTH, _MOST_LINES, _MOST_LOOKS = 5, 60, 4000
-_STEPPER = "baton.engine.stepper"
+_ENGINE = "baton.engine.engine"
 _EVERY = "--every-step"
 _COLUMNS = (
     *("end_s", "prompt_tokens", "decodes", "keys", "took_ms", "expected_ms", "promise_ms"),
@@ -84,7 +84,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOK_S):
-            if not self._has_hook and hasattr(module := sys.modules.get(_STEPPER), "Stepper"):
+            if not self._has_hook and hasattr(module := sys.modules.get(_ENGINE), "Engine"):
                 self._hook(module)
                 if self._every_step:
                     return
@@ -101,8 +101,8 @@ class Watch:
 
     def _hook(self, module: ModuleType | None) -> None:
         self._has_hook = True
-        stepper: Any = module.Stepper  # type: ignore[union-attr]
-        measure: Callable[..., None] = stepper._measure
+        engine: Any = module.Engine  # type: ignore[union-attr]
+        measure: Callable[..., None] = engine._measure
 
         def measured(one: Any, step: Any, *more: Any) -> None:
             self._thread_id = threading.get_ident()
@@ -114,7 +114,7 @@ class Watch:
             elif is_late(now_s - began_s, expected_s):
                 self._tell(step, now_s, began_s, expected_s)
 
-        stepper._measure = measured
+        engine._measure = measured
 
     def _note(
         self, one: Any, step: Any, now_s: float, began_s: float, expected_s: float | None

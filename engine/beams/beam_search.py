@@ -85,14 +85,9 @@ class BeamSearches:
             search.members.append(sequence)
             sequence.group = search
 
-    def file(self, sequence: Sequence) -> None:
-        """The engine has taken the sequence in: its search is found by its requests' keys."""
-        if (search := self.of(sequence)) is not None:
-            self.by_key |= dict.fromkeys(search.keys, search)
-
-    def of(self, sequence: Sequence) -> BeamSearch | None:
-        """The search that a sequence is part of."""
-        return sequence.group if isinstance(sequence.group, BeamSearch) else None
+    def file(self, search: BeamSearch) -> None:
+        """The engine has taken its first sequence in: it is found by its requests' keys."""
+        self.by_key |= dict.fromkeys(search.keys, search)
 
     def abort(self, key: str) -> None:
         """Nobody waits for this hypothesis any more; with the last one the search ends."""
@@ -124,8 +119,8 @@ class BeamSearches:
     def found(self, sequence: Sequence, sampled: SampledToken) -> bool:
         """What may follow all of a beam's tokens, which are computed. Returns whether that begins
         the search."""
-        search = self.of(sequence)
-        assert search is not None
+        search = sequence.group
+        assert isinstance(search, BeamSearch)
         search.found[sequence] = sampled
         self._due.append(search)
         return not search.is_forked

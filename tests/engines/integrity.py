@@ -12,7 +12,7 @@ from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool
 def check_integrity(engine: Engine) -> None:
     """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
     owners: Counter[int] = Counter()
-    for sequence in engine._sequences.by_key.values():
+    for sequence in engine.by_key.values():
         owners.update(sequence.block_ids)
     for fence in engine.pool.open_fences:
         owners.update(fence.block_ids)

@@ -141,9 +141,9 @@ def test_tokens_are_the_same_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def settle(engine: LocalEngine) -> None:
     """Let what is to be written be written."""
-    host, deadline_s = engine.engine._stepper._host, time.monotonic() + 20
+    host, deadline_s = engine.engine._host, time.monotonic() + 20
     assert host is not None and host.disk is not None
     while host.num_writing or host.disk._writing:
-        engine.engine._stepper.poll_host()
+        engine.engine.poll_host()
         time.sleep(0.001)
         assert time.monotonic() < deadline_s

@@ -60,10 +60,10 @@ def generate(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
 
 def settle(engine: LocalEngine) -> None:
     """Let what is to be written be written."""
-    host = engine.engine._stepper._host
+    host = engine.engine._host
     assert host is not None and host.disk is not None
     while host.num_writing or host.disk._writing:
-        engine.engine._stepper.poll_host()
+        engine.engine.poll_host()
         threading.Event().wait(0.001)
 
 

@@ -210,8 +210,8 @@ class EnginePair:
     def _disturb(self, request: Request, engine: Engine) -> None:
         """Cancel it, with those that are to fork from it, or try it again behind the tokens that it
         has; not while it is to fork from another."""
-        sequence = engine._sequences.by_key.get(request.key)
-        is_search = request.key in engine._sequences.beams.by_key
+        sequence = engine.by_key.get(request.key)
+        is_search = request.key in engine.beams.by_key
         if not is_search and sequence is None:
             return
         if sequence is not None and not is_search and sequence.forks:

@@ -19,7 +19,7 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWi
 from baton.core.channels.addresses import HOST_ID_BYTES
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.decode_node.role import DecodeRole
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits
 from baton.kv_transfer.protocol.messages import Hello, Message, Refused, decode, encode
 from baton.kv_transfer.protocol.puller import Puller
@@ -128,7 +128,7 @@ class Node:
         limits = EngineLimits(
             num_blocks, BLOCK_SIZE, max_model_len=256, max_num_batched_tokens=budget
         )
-        self.engine = build_engine(
+        self.engine = Engine(
             self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
         )
         self.hello = Hello(incarnation, {"model": "toy"})

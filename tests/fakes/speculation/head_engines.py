@@ -12,7 +12,7 @@ from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 
 from baton.core.request.request import Request, SamplingParams
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -89,7 +89,7 @@ class HeadEngine:
         self, runner: ModelRunner, recorder: Recorder | None, num_blocks: int, **fields: int
     ) -> None:
         limits: dict[str, int] = {"max_model_len": 200, "max_num_batched_tokens": 32} | fields
-        self.engine = build_engine(
+        self.engine = Engine(
             runner,
             EngineLimits(num_blocks, 16, **limits),
             LocalGenerations(num_blocks),

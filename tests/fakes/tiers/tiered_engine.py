@@ -14,7 +14,7 @@ from engines.integrity import check_integrity
 
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.disk.disk_file import slot_bytes_of
 from baton.engine.kv.generations import LocalGenerations
@@ -87,7 +87,7 @@ class Rig:
             self.file = MemoryFile(self.num_disk * slot_bytes_of(size), self.draw_fault)
             view = self.copier.memory.view
             self.disk = PlayedDisk(self.file, self.num_disk, size, view, self.draw_jobs)
-        self.engine = build_engine(
+        self.engine = Engine(
             runner,
             EngineLimits(num_blocks, BLOCK_SIZE, 200, max_num_batched_tokens=self.budget),
             LocalGenerations(num_blocks),
@@ -110,15 +110,15 @@ class Rig:
         return self.rng.randrange(4)
 
     def watch_loads(self) -> None:
-        assert self.engine._stepper._host is not None
-        load = self.engine._stepper._host.load
+        assert self.engine._host is not None
+        load = self.engine._host.load
 
         def watched(*args: Any) -> Load:
             started = load(*args)
             self.num_shared += started.num_shared
             return started
 
-        self.engine._stepper._host.load = watched  # type: ignore[method-assign]
+        self.engine._host.load = watched  # type: ignore[method-assign]
 
     def hashes(self, prompt: list[int]) -> list[BlockHash]:
         return block_hashes(root_hash("f"), prompt, BLOCK_SIZE)
@@ -166,7 +166,7 @@ class Rig:
     def settle(self) -> None:
         """Let all copies end: an engine looks at them when it has a step to launch."""
         for _ in range(60):
-            self.engine._stepper.poll_host()
+            self.engine.poll_host()
 
     @property
     def totals(self) -> Counter[str]:
@@ -246,7 +246,7 @@ def play(
     for key in rig.requests:
         rig.check(key)
     rig.settle()
-    host = rig.engine._stepper._host
+    host = rig.engine._host
     assert host is not None and not host.num_writing
     assert host._blocks.num_free + len(host._blocks) == host._blocks.num_blocks
     check_integrity(rig.engine)
@@ -258,7 +258,7 @@ def play(
 
 def check_observer(rig: Rig) -> None:
     """The index knows what is on the device, and what is in host memory alone."""
-    assert rig.engine._stepper._host is not None
-    cache, blocks = rig.engine._tables._cache, rig.engine._stepper._host._blocks
+    assert rig.engine._host is not None
+    cache, blocks = rig.engine._tables._cache, rig.engine._host._blocks
     expected = dict.fromkeys(blocks._block_of, Tier.HOST)
     assert rig.observer.tiers == expected | dict.fromkeys(cache._block_of, Tier.DEVICE)

@@ -117,7 +117,7 @@ def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
     made = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 1600, "max_num_seqs": 100}
     config = EngineConfig(**made, speculative_config=speculation("draft_model"))
     local = LocalEngine.load(config, lambda line: None)
-    proposer = local.engine._stepper._speculator._proposer  # type: ignore[union-attr]
+    proposer = local.engine._speculator._proposer  # type: ignore[union-attr]
     drawn, found = proposer.propose, []
 
     def propose(contexts: Sequence[Context]) -> list[Sequence[int]]:

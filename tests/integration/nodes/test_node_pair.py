@@ -33,7 +33,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import NodeLost
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -180,7 +180,7 @@ def reference(model_dir: Path) -> ModelRunner:
 
 def single_process_tokens(runner: ModelRunner, request: Request) -> list[int]:
     """What one engine alone gives."""
-    engine = build_engine(
+    engine = Engine(
         runner,
         EngineLimits(NUM_BLOCKS, 16, max_model_len=runner.max_model_len),
         LocalGenerations(NUM_BLOCKS),

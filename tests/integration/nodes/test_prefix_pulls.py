@@ -26,7 +26,7 @@ from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Member, Role
 from baton.core.request.request import PrefixSource, Request, SamplingParams
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -56,7 +56,7 @@ def reference(model_dir: Path) -> ModelRunner:
 
 
 def single_process_tokens(runner: ModelRunner, request: Request) -> list[int]:
-    engine = build_engine(
+    engine = Engine(
         runner,
         EngineLimits(NUM_BLOCKS, BLOCK_SIZE, max_model_len=runner.max_model_len),
         LocalGenerations(NUM_BLOCKS),

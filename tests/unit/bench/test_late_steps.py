@@ -27,7 +27,7 @@ def linger(batch):
     return launch(batch)
 
 engine.engine._runner.launch = linger
-engine.engine._stepper._runner.launch = linger
+engine.engine._runner.launch = linger
 requests = [Request("a", 0, (5, 6, 7), SamplingParams(max_tokens=80, ignore_eos=True))]
 for _ in engine.generating(requests, {}): pass
 engine.close()

@@ -29,7 +29,6 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request, TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import Runner
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
@@ -107,7 +106,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def engine_over(runner: Runner, limits: EngineLimits, world: World, **fields: Any) -> Engine:
-    return build_engine(
+    return Engine(
         runner,
         limits,
         LocalGenerations(limits.num_blocks),

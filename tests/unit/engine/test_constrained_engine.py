@@ -33,7 +33,7 @@ from baton.core.request.request import (
     Request,
     SamplingParams,
 )
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -286,7 +286,7 @@ def run(
 ) -> Outcome:
     runner = FakeRunner(num_blocks, 4, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead)
     limits = EngineLimits(num_blocks, 4, 256, max_num_batched_tokens=max_num_batched_tokens)
-    engine = build_engine(
+    engine = Engine(
         runner,
         limits,
         LocalGenerations(num_blocks),
@@ -446,7 +446,7 @@ def test_what_cannot_be_compiled_is_refused_at_the_door(grammars: Grammars) -> N
 
 
 def test_an_engine_without_grammars_takes_none() -> None:
-    engine = build_engine(
+    engine = Engine(
         FakeRunner(40, 4),
         EngineLimits(40, 4, 64),
         LocalGenerations(40),

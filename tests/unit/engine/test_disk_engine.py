@@ -31,7 +31,7 @@ def on_disk(**options: object) -> Rig:
     rig.serve([*LONG, 3])
     for n in range(20, 28):
         rig.serve([n] * 24)
-    disk, blocks = rig.engine._stepper._host.disk, rig.engine._stepper._host._blocks
+    disk, blocks = rig.engine._host.disk, rig.engine._host._blocks
     assert len(disk.match(rig.hashes(LONG), ())) == 6 and not blocks.match(rig.hashes(LONG))
     return rig
 
@@ -53,12 +53,10 @@ def test_behind_device_and_host_memory_the_disk_goes_on() -> None:
     hashes = rig.hashes(LONG)
     rig.serve([*LONG[:8], 1])  # two blocks are read to host memory
     fill(rig)
-    assert len(rig.engine._stepper._host._blocks.match(hashes)) == 2
+    assert len(rig.engine._host._blocks.match(hashes)) == 2
     assert rig.serve([*LONG, 9]) == 24
     assert rig.totals["disk_hits"] == 6
-    assert len(rig.engine._stepper._host._blocks.families(hashes)) == 1, (
-        "what is read goes on behind it"
-    )
+    assert len(rig.engine._host._blocks.families(hashes)) == 1, "what is read goes on behind it"
 
 
 @pytest.mark.usefixtures("reading_pays")
@@ -102,15 +100,15 @@ def test_others_run_and_two_that_begin_alike_wait_for_one_read() -> None:
 def test_a_read_behind_its_deadline_is_computed_and_its_memory_stays_the_threads() -> None:
     rig = on_disk()
     rig.disk.draw = lambda: 0
-    num_free = rig.engine._stepper._host._blocks.num_free
+    num_free = rig.engine._host._blocks.num_free
     key = rig.add([*LONG, 9], 3)
     rig.step()
-    assert rig.engine._stepper._host._blocks.num_free <= max(0, num_free - 6) or num_free < 6
+    assert rig.engine._host._blocks.num_free <= max(0, num_free - 6) or num_free < 6
     rig.engine._clock.advance(60.0)
     rig.run()
     rig.check(key)
     assert rig.cached[key] == 0 and rig.totals["disk_hits"] == 0
-    disk, blocks = rig.engine._stepper._host.disk, rig.engine._stepper._host._blocks
+    disk, blocks = rig.engine._host.disk, rig.engine._host._blocks
     assert disk.room == 0, "nothing is read while it hangs"
     assert blocks.num_free + len(blocks) < blocks.num_blocks
     assert not rig.engine.pool.open_fences
@@ -150,7 +148,7 @@ def test_what_cannot_be_read_is_computed_and_dropped(
     rig.file.draw = third_read
     assert rig.serve([*LONG, 9], 3) == 8
     assert rig.totals["disk_failures"] == 1 and rig.totals["disk_hits"] == 2
-    assert len(rig.engine._stepper._host.disk.match(hashes[2:], ())) == 0
+    assert len(rig.engine._host.disk.match(hashes[2:], ())) == 0
     assert "a block is dropped" in caplog.text
 
 
@@ -179,7 +177,7 @@ def test_a_prompt_is_read_where_that_takes_less(gbytes_per_s: float, num_read: i
     rig = on_disk()
     token_bytes = rig.disk.block_bytes / 4
     scale = token_bytes / EIGHT_B_TOKEN_BYTES / 10_000  # and all takes longer: not to see latency
-    disk, host = rig.engine._stepper._host.disk, rig.engine._stepper._host
+    disk, host = rig.engine._host.disk, rig.engine._host
     disk.cost = CopyCost()
     disk.cost.observe(10**9, 10**9 / (gbytes_per_s * 1e9 * scale))
     host.cost = CopyCost()
@@ -192,5 +190,5 @@ def test_a_prompt_is_read_where_that_takes_less(gbytes_per_s: float, num_read: i
 
 def test_an_unmeasured_disk_is_not_read() -> None:
     rig = on_disk()
-    rig.engine._stepper._host.disk.cost = CopyCost()
+    rig.engine._host.disk.cost = CopyCost()
     assert rig.serve([*LONG, 9]) == 0

@@ -16,7 +16,6 @@ from fakes.speculation.drafting_runner import DraftingRunner
 
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -51,7 +50,7 @@ def make_engine(
         on_completed=lambda number: clock.advance(5e-3),
     )
     runner.draft_steps.on_execute = lambda batch: clock.advance(3e-4)
-    return build_engine(
+    return Engine(
         runner,
         EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
         LocalGenerations(num_blocks),
@@ -196,7 +195,7 @@ def played(
         while source.has_work:
             scene.take(source.step())
         for key in [*scene.requests][-8:] if handed_over else []:
-            if scene.requests[key].key in source._sequences.by_key:
+            if scene.requests[key].key in source.by_key:
                 hand_over(scene, source, puller, scene.requests[key])
         while puller.has_work:
             scene.take(puller.step())
@@ -309,7 +308,7 @@ def test_an_engine_that_ends_with_drafts_in_flight_leaves_nothing(runs_ahead: bo
     while engine.stats.totals().speculation.num_draft_tokens < 30:
         scene.take(engine.step())
     for key, request in scene.requests.items():
-        is_over = key not in engine._sequences.by_key
+        is_over = key not in engine.by_key
         engine.abort(key)
         if not is_over:
             outputs = scene.tokens[key]

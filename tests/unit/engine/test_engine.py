@@ -28,7 +28,6 @@ from baton.core.errors import (
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
@@ -57,7 +56,7 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
     limits = EngineLimits(
         num_blocks, BLOCK_SIZE, **({"max_model_len": 200, "max_num_batched_tokens": 16} | options)
     )
-    return build_engine(
+    return Engine(
         FakeRunner(
             num_blocks,
             BLOCK_SIZE,

@@ -15,7 +15,7 @@ from fakes.timed_device import TimedDevice
 
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepShape
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -44,7 +44,7 @@ class Played:
     def __init__(self, *, runs_ahead: bool, chunk: int) -> None:
         self.device = PlayedDevice(runs_ahead)
         limits = EngineLimits(40_000, 16, 32_000, prefill_chunk_tokens=chunk)
-        self.engine = build_engine(
+        self.engine = Engine(
             self.device, limits, LocalGenerations(40_000), fingerprint="m", eos_token_ids=(),
             enable_prefix_caching=False, clock=self.device,
         )  # fmt: skip

@@ -176,7 +176,7 @@ def test_of_two_that_wait_for_a_lost_block_one_computes_it_in_its_own() -> None:
     rig = loading_rig()
     keys = [rig.add([*PROMPT, 7], 4), rig.add([*PROMPT, 8], 4)]
     rig.step()
-    blocks = rig.engine._stepper._host._blocks
+    blocks = rig.engine._host._blocks
     load, shared = rig.engine._scheduler.queues.loading.values()
     assert not load.num_shared and shared.num_shared == 5
     [lost] = blocks.match(rig.hashes(PROMPT))[4:]
@@ -194,8 +194,8 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
     rig = Rig()
     rig.serve(PROMPT)
     fill(rig)
-    assert rig.engine._stepper._host is not None
-    blocks = rig.engine._stepper._host._blocks
+    assert rig.engine._host is not None
+    blocks = rig.engine._host._blocks
     rig.num_looks = range(10, 11)
     key = rig.add([*PROMPT, 7])
     for _ in range(5):
@@ -223,12 +223,10 @@ def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
         key = rig.add(prompt)
         while not rig.tokens[key]:
             rig.step()
-    assert not len(
-        rig.engine._stepper._host._blocks
-    )  # the copy out of PROMPT's blocks has not ended
+    assert not len(rig.engine._host._blocks)  # the copy out of PROMPT's blocks has not ended
     rig.num_looks = range(1)
     for _ in range(1500):
-        rig.engine._stepper.poll_host()
+        rig.engine.poll_host()
     assert rig.totals["lost"] > 0
     assert rig.serve([*PROMPT, 7]) < 20
 
@@ -239,12 +237,12 @@ def test_room_is_made_for_the_copies_of_one_look_at_a_time(monkeypatch: pytest.M
     rig = Rig(capacity=40, num_host=20, num_looks=range(1))
     for n in range(20):
         rig.serve([n] * 4)
-    assert len(rig.engine._stepper._host._blocks) == 20
+    assert len(rig.engine._host._blocks) == 20
     key, num_displaced = rig.add([30] * 65), list[int]()
     while rig.engine.has_work:
-        in_host = {*rig.engine._stepper._host._blocks._block_of}
+        in_host = {*rig.engine._host._blocks._block_of}
         rig.step()
-        num_displaced.append(len(in_host - rig.engine._stepper._host._blocks._block_of.keys()))
+        num_displaced.append(len(in_host - rig.engine._host._blocks._block_of.keys()))
     rig.check(key)
     assert sum(num_displaced) == 16 and max(num_displaced) == 2 * host_tier.MOST_COPIES
 

@@ -14,7 +14,6 @@ from fakes.speculation.drafting_runner import DraftingRunner
 
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -61,7 +60,7 @@ class Scene:
         else:
             runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]
             proposer = FakeProposer(self.oracle, rate=rate, max_drafts=most, seed=capacity)
-        return build_engine(
+        return Engine(
             runner,
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
             LocalGenerations(num_blocks),
@@ -247,7 +246,7 @@ def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
     def counts(*, handed_over: bool) -> list[int]:
         scene = Scene(3)
         source, puller = (scene.engine(300, runs_ahead=runs_ahead, rate=0.8) for _ in range(2))
-        puller._stepper._speculator._proposer.max_drafts = 4  # type: ignore[union-attr, misc]
+        puller._speculator._proposer.max_drafts = 4  # type: ignore[union-attr, misc]
         for index in range(6):
             sampling = SamplingParams(max_tokens=80, temperature=1.0, seed=index, ignore_eos=True)
             request = Request(f"r{index}", 0, tuple(range(index + 3)), sampling)

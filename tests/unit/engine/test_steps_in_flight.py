@@ -9,7 +9,7 @@ from fakes.runner import FakeRunner, expected_tokens
 
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepShape
-from baton.engine.engine_builder import build_engine
+from baton.engine.engine import Engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
@@ -30,7 +30,7 @@ class Rig:
             num_stages=num_stages,
         )
         generations = LocalGenerations(NUM_BLOCKS)
-        self.engine = build_engine(
+        self.engine = Engine(
             self.runner, limits, generations, fingerprint="fake", eos_token_ids={7}
         )
         self.tokens: dict[int, list[int]] = {}
@@ -151,7 +151,7 @@ def test_a_step_takes_what_a_stage_does(
 ) -> None:
     """A second passes between the ends of two steps, and from a lone one's launch to its end."""
     rig, clock, seen = Rig(2), FakeClock(), list[float]()
-    monkeypatch.setattr(rig.engine._stepper, "_clock", clock)
+    monkeypatch.setattr(rig.engine, "_clock", clock)
     monkeypatch.setattr(
         rig.engine._step_costs, "observe", lambda shape, seconds: seen.append(seconds)
     )

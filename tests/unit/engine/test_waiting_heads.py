@@ -14,7 +14,6 @@ from fakes.runner import FakeRunner
 from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -42,7 +41,7 @@ def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engi
     room: AdapterRoom[object] = AdapterRoom(Copies(), 1, 4)  # type: ignore[type-var]
     for digest in "ab":
         room.keep(HostAdapter(digest, torch.zeros(1, 1)))
-    return build_engine(
+    return Engine(
         FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
         EngineLimits(num_blocks, BLOCK_SIZE, 200, **{"max_num_batched_tokens": 16} | limits),
         LocalGenerations(num_blocks),

@@ -20,7 +20,6 @@ from baton.core.errors import BatonError, EngineFailed, InvalidRequest, PromptTo
 from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -47,7 +46,7 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
     limits = EngineLimits(
         num_blocks, BLOCK_SIZE, **({"max_model_len": 100, "max_num_batched_tokens": 16} | options)
     )
-    return build_engine(
+    return Engine(
         FakeRunner(
             num_blocks,
             BLOCK_SIZE,
@@ -134,7 +133,7 @@ def assert_idle(engine: Engine) -> None:
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
     assert engine.stats.ledger()["requests"] == {}
     assert engine.pool.open_fences == ()
-    assert not engine._sequences.beams.by_key and engine._scheduler.queues.groups == []
+    assert not engine.beams.by_key and engine._scheduler.queues.groups == []
 
 
 def runner_of(engine: Engine) -> FakeRunner:
@@ -301,7 +300,7 @@ def test_beams_whose_logits_are_not_numbers_fail_once(
     engine, outcome = new_engine(runs_ahead=runs_ahead), Outcome()
     request, other = beam_request("a", range(11), n=2), beam_request("b", range(6))
     engine.add(request)
-    while len(engine._sequences.by_key) < request.sampling.best_of:
+    while len(engine.by_key) < request.sampling.best_of:
         outcome.step(engine)
     runner = runner_of(engine)
     with monkeypatch.context() as patch:

@@ -14,7 +14,6 @@ from fakes.runner import FakeRunner
 from baton.core.errors import Overloaded, Unavailable
 from baton.core.request.request import Adapter, Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
@@ -214,7 +213,7 @@ def engine_with(room: AdapterRoom[Sequence], *digests: str) -> Engine:
     """With these adapters in host memory."""
     for digest in digests:
         room.keep(host(digest))
-    return build_engine(
+    return Engine(
         FakeRunner(32, 4),
         EngineLimits(32, 4, max_model_len=64),
         LocalGenerations(32),

@@ -18,7 +18,6 @@ from fakes.timed_device import TimedDevice, TimedStep
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -58,7 +57,7 @@ def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[floa
     limits = EngineLimits(
         60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
     )
-    engine = build_engine(
+    engine = Engine(
         device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
         enable_prefix_caching=False, clock=device,
     )  # fmt: skip
@@ -111,7 +110,7 @@ def test_steps_that_each_hide_the_end_of_the_one_before_are_learned_too() -> Non
     """Long prompts alone: to launch them takes longer than to compute them."""
     device = Device(kernels_s=0.07)
     limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
-    engine = build_engine(
+    engine = Engine(
         device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
         enable_prefix_caching=False, clock=device,
     )  # fmt: skip
@@ -159,7 +158,7 @@ class Behind(Device):
 def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
     chance, device = random.Random(2), Behind()
     limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
-    engine = build_engine(
+    engine = Engine(
         device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
         enable_prefix_caching=False, clock=device,
     )  # fmt: skip

@@ -28,7 +28,6 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -113,7 +112,7 @@ def engine_of(
     runner: ModelRunner, proposer: Recorder | None, num_blocks: int = BLOCKS, **fields: Any
 ) -> Engine:
     limits: dict[str, int] = {"max_num_batched_tokens": 24, "max_model_len": 400}
-    return build_engine(
+    return Engine(
         runner,
         EngineLimits(num_blocks, 16, **(limits | fields.pop("limits", {}))),
         LocalGenerations(num_blocks),

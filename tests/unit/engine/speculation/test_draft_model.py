@@ -21,7 +21,6 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
@@ -54,7 +53,7 @@ class Recorder(DraftModelProposer):
 def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
     recorder = Recorder(local.runner, 4)
     recorder.found = []
-    engine = build_engine(
+    engine = Engine(
         local.runner,
         local.engine.limits,
         LocalGenerations(160),
@@ -229,7 +228,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     alone = ModelRunner(config(str(tmp_path / "draft"), None))
     assert alone.kv.layout.num_kv_heads == 1 and drafting.kv.layout.num_kv_heads == 4
     proposer = DraftModelProposer(drafting, 4)
-    engine = build_engine(
+    engine = Engine(
         drafting,
         LocalEngine(config(str(tmp_path / "draft"), None), alone).engine.limits,
         LocalGenerations(160),
@@ -240,7 +239,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     prompt, sampling = tuple(range(5, 45)), SamplingParams(max_tokens=9, temperature=0.0)
     engine.add(Request("a", 0, prompt, sampling))
     engine.step()
-    sequence = engine._sequences.by_key["a/0"]
+    sequence = engine.by_key["a/0"]
     assert engine._scheduler.preemption.make_room_for_drafts(sequence, 4)
     (drafts,) = proposer.propose([Context(sequence, 4)])
     other = LocalEngine(config(str(tmp_path / "draft"), None), alone)

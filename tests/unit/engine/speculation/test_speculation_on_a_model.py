@@ -24,7 +24,6 @@ from baton.core.request.request import (
     token_key,
 )
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
@@ -59,7 +58,7 @@ class Demo:
     ) -> tuple[dict[str, list[TokenOutput]], Engine]:
         runner = self.local.runner
         vocab_size, eos = runner.model_config.vocab_size, runner.eos_token_ids
-        engine = build_engine(
+        engine = Engine(
             runner,
             self.local.engine.limits,
             LocalGenerations(200),

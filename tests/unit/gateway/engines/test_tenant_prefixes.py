@@ -11,7 +11,6 @@ from fakes.runner import FakeRunner
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_builder import build_engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -37,7 +36,7 @@ def salt(tenant: str, asked: str = "", tenancy: Tenancy = TENANCY) -> str:
 
 
 def new_engine() -> Engine:
-    return build_engine(
+    return Engine(
         FakeRunner(NUM_BLOCKS, BLOCK_SIZE, vocab_size=50),
         EngineLimits(NUM_BLOCKS, BLOCK_SIZE, max_model_len=200, max_num_batched_tokens=64),
         LocalGenerations(NUM_BLOCKS),
