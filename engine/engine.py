@@ -7,7 +7,8 @@
 The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
 the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
 else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
-Of a pipeline several steps are in flight (steps_in_flight.py), each of other sequences.
+Of a pipeline a step is in flight for each stage, each of other sequences: a part of those that
+decode, or the next chunks of prompts. Of prompts alone there is one more.
 
 Owns no tensor and speaks to no other process. Everything happens on the caller's thread.
 """
@@ -15,9 +16,9 @@ Owns no tensor and speaks to no other process. Everything happens on the caller'
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Row
-from functools import partial
 from itertools import count
 from typing import TypeAlias
 
@@ -47,13 +48,14 @@ from .scheduling.block_tables import BlockTables
 from .scheduling.costs.step_cost_estimator import StepCostEstimator
 from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import StepOutput
+from .scheduling.pipeline_share import PipelineShare
 from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 from .speculation.draft_model import DraftModelProposer
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
-from .steps_in_flight import StepInFlight, StepsInFlight
+from .step_in_flight import StepInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
@@ -131,10 +133,7 @@ class Engine(LiveSequences):
         self._ended_s = 0.0  # when the last step that was collected had ended
         self._seen_s = 0.0  # and when it was collected
         self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
-        self._in_flight: StepInFlight | None = None
-        self._pipeline: StepsInFlight | None = None
-        if scheduler.pipeline is not None:
-            self._pipeline = StepsInFlight(scheduler.pipeline.most_in_flight)
+        self._in_flight: deque[StepInFlight] = deque()  # they complete in their order
 
     def measure_first_steps(self, budget_s: float) -> float:
         """See first_steps.py. Before the first request; returns the seconds that it took."""
@@ -145,9 +144,7 @@ class Engine(LiveSequences):
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything: False also while all that is left waits for memory."""
-        if self._in_flight is not None or (self._host is not None and self._host.has_work):
-            return True
-        if self._pipeline:
+        if self._in_flight or (self._host is not None and self._host.has_work):
             return True
         queues = self._scheduler.queues
         return bool(queues.running or queues.waiting) and not queues.is_stalled
@@ -164,10 +161,10 @@ class Engine(LiveSequences):
         Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
         engine is of no use after it.
         """
-        if self._pipeline is not None:
-            return self._step_pipeline(self._pipeline, meanwhile)
+        if self._scheduler.pipeline is not None:
+            return self._step_pipeline(self._scheduler.pipeline, meanwhile)
         output = StepOutput()
-        previous, self._in_flight = self._in_flight, None
+        previous = self._in_flight.popleft() if self._in_flight else None
         must_wait = previous is not None and self._must_wait(previous)
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
         if must_wait:
@@ -190,25 +187,40 @@ class Engine(LiveSequences):
             elif not has_tried:  # it ended before it was to
                 step = self._launch(None, output)
         elif step is None:
-            self._scheduler.queues.stall()
-            if meanwhile is not None and self._host is not None and self._host.has_work:
-                meanwhile()
+            self._stall(meanwhile)
         if step is not None and not self._runner.runs_ahead:
             self._collect(step, output)
-        else:
-            self._in_flight = step
+        elif step is not None:
+            self._in_flight.append(step)
         return output
 
-    def _step_pipeline(self, steps: StepsInFlight, meanwhile: Meanwhile | None) -> StepOutput:
+    def _step_pipeline(self, pipeline: PipelineShare, meanwhile: Meanwhile | None) -> StepOutput:
         """Launch as many batches as have room in the pipeline, and collect the oldest."""
-        output = StepOutput()
-        watch = None if meanwhile is None else lambda: meanwhile() | self.poll_host()
-        collect = partial(self._collect, output=output)
-        if not steps.advance(lambda: self._launch(None, output), collect, watch):
-            self._scheduler.queues.stall()
-            if meanwhile is not None and self._host is not None and self._host.has_work:
-                meanwhile()
+        output, steps = StepOutput(), self._in_flight
+        self._fill(pipeline, output)
+        if not steps:
+            self._stall(meanwhile)
+            return output
+        while meanwhile is not None and not steps[0].launched.has_completed():
+            if meanwhile() | self.poll_host():
+                self._fill(pipeline, output)
+        self._collect(steps.popleft(), output)
         return output
+
+    def _fill(self, pipeline: PipelineShare, output: StepOutput) -> None:
+        """A step that has completed is collected first: its sequences can go on in the next."""
+        steps = self._in_flight
+        while len(steps) < pipeline.most_in_flight():
+            has_completed = bool(steps) and steps[0].launched.has_completed()
+            if has_completed or (step := self._launch(None, output)) is None:
+                return
+            steps.append(step)
+
+    def _stall(self, meanwhile: Meanwhile | None) -> None:
+        """There is nothing to compute before something comes, be it from host memory."""
+        self._scheduler.queues.stall()
+        if meanwhile is not None and self._host is not None and self._host.has_work:
+            meanwhile()
 
     def _launch_due_s(self, previous: StepInFlight | None) -> float:
         """When to launch what comes behind `previous`: late, for a prompt that comes meanwhile to
@@ -267,11 +279,10 @@ class Engine(LiveSequences):
             promise_s = promise.promised_s
         launching_s = self._clock.monotonic_s() - began_s
         self._launching_s[shape.num_prompt_tokens > 0] = launching_s
-        num_in_flight = 1 + (0 if self._pipeline is None else len(self._pipeline))
         step = StepInFlight(
             *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
-            num_in_flight=num_in_flight,
+            num_in_flight=1 + len(self._in_flight),
             hid_end=previous is not None and previous.launched.has_completed(),
         )
         self._last_shape = shape

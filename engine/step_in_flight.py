@@ -1,0 +1,29 @@
+"""A step that is launched: what is in it, and when it began behind what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.step_cost import StepShape
+from .execution.batch import LaunchedStep
+from .scheduling.block_tables import StepFence
+from .scheduling.schedule import ScheduledSequence
+from .scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step: its results are parallel to those that are `clear`, and behind them to the
+    `others`."""
+
+    clear: list[Sequence]
+    others: list[ScheduledSequence]
+    fence: StepFence
+    launched: LaunchedStep
+    shape: StepShape
+    launched_s: float
+    launching_s: float  # how long it took to plan and to launch it
+    promise_s: float | None
+    has_drafts: bool
+    num_in_flight: int  # in a pipeline, with this one
+    hid_end: bool  # of the step before, which ended while this one was launched
