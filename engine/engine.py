@@ -105,7 +105,7 @@ class Engine(LiveSequences):
                 *(host_copier, host_blocks, pool, cache, generations, costs.estimate, size, tier)
             )
         host_prefixes = None if self._host is None else HostPrefixes(self._host, size)
-        tables = BlockTables(pool, cache, generations, size, host_prefixes)
+        tables = BlockTables(pool, cache, size, host_prefixes)
         tables.has_draft_model = isinstance(proposer, DraftModelProposer) and not proposer.is_head
         estimator = estimator or OutputLengthEstimator()
         scheduler = Scheduler(limits, pool, tables, estimator, costs)
@@ -118,7 +118,7 @@ class Engine(LiveSequences):
             eos_token_ids=eos_token_ids,
             on_end=estimator.observe,
         )
-        self.prefixes = LentPrefixes(pool, cache, generations, scheduler.room_beside_running)
+        self.prefixes = LentPrefixes(pool, cache, scheduler.room_beside_running)
         self.promise = scheduler.promise
         self._speculator: Speculator | None = None
         if proposer is not None:

@@ -154,6 +154,10 @@ class BlockPool:
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
 
+    def refs(self, block_ids: Sequence[int], hashes: Iterable[BlockHash]) -> BlockRefs:
+        """These blocks with their content of now, for whoever copies it."""
+        return BlockRefs.pack(block_ids, map(self._generations.read, block_ids), hashes)
+
     def allocate(self, n: int) -> list[int] | None:
         """`n` blocks with one reference each, or None if there are not as many.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from ...core.request.token_ids import BlockHash
 from .block_pool import BlockPool, BlockRefs, Fence
-from .generations import Generations
 from .prefix_cache import PrefixCache
 
 
@@ -34,7 +33,6 @@ class LentPrefixes:
 
     _pool: BlockPool
     _cache: PrefixCache
-    _generations: Generations
     _room: Callable[[], int]
     _fences: set[Fence] = field(default_factory=set)
 
@@ -44,8 +42,7 @@ class LentPrefixes:
         block_ids = self._cache.match(block_hashes)
         if len(block_ids) < len(block_hashes) or not self._has_room(block_ids, 0):
             return None
-        generations = map(self._generations.read, block_ids)
-        return self._hold(block_ids), BlockRefs.pack(block_ids, generations, block_hashes)
+        return self._hold(block_ids), self._pool.refs(block_ids, block_hashes)
 
     def first_undrafted(self, lent: BlockRefs) -> int | None:
         """See PrefixCache."""

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Sequence as Row
 
 from ..kv.block_pool import BlockPool, BlockRefs, Fence
-from ..kv.generations import Generations
 from ..kv.prefix_cache import PrefixCache
 from .host_prefixes import HostPrefixes
 from .sequence import Sequence
@@ -49,7 +48,6 @@ class BlockTables:
         self,
         pool: BlockPool,
         cache: PrefixCache,
-        generations: Generations,
         block_size: int,
         host: HostPrefixes | None = None,
     ) -> None:
@@ -58,7 +56,6 @@ class BlockTables:
         self.host = host
         self.has_draft_model = False
         self._cache = cache
-        self._generations = generations
         self._block_size = block_size
         self._steps: list[StepFence] = []
         self.num_queried_tokens = 0  # of all that was given blocks
@@ -200,5 +197,4 @@ class BlockTables:
         num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
         num_full = min(last, num_tokens // self._block_size)
         hashes = sequence.block_hashes(num_full, self._block_size)[first:]
-        block_ids = sequence.block_ids[first:last]
-        return BlockRefs.pack(block_ids, map(self._generations.read, block_ids), hashes)
+        return self._pool.refs(sequence.block_ids[first:last], hashes)

@@ -56,7 +56,7 @@ class Bench:
         generations = LocalGenerations(num_blocks)
         self.pool = BlockPool(num_blocks, generations)
         cache = PrefixCache(self.pool)
-        self.tables = BlockTables(self.pool, cache, generations, BLOCK_SIZE)
+        self.tables = BlockTables(self.pool, cache, BLOCK_SIZE)
         self.estimator = Guess(self.guess)
         self.scheduler = Scheduler(
             limits, self.pool, self.tables, self.estimator, StepCostEstimator(graph_tokens)

@@ -78,7 +78,7 @@ class Peer:
         self.memory = MemoryPool(NUM_RESERVED_BLOCKS + num_blocks, BLOCK_BYTES)
         self.pool = BlockPool(NUM_RESERVED_BLOCKS + num_blocks, self.memory.generations)
         self.cache = PrefixCache(self.pool)
-        self.lent = LentPrefixes(self.pool, self.cache, self.memory.generations, lambda: 1 << 30)
+        self.lent = LentPrefixes(self.pool, self.cache, lambda: 1 << 30)
         self.clock = clock
         hello = Hello(self.name, {"model": "toy"})
         self.source = Source(hello, clock, LEASE_S)

@@ -32,7 +32,7 @@ class Pool:
         self.generations = LocalGenerations(NUM_RESERVED_BLOCKS + CAPACITY)
         self.pool = BlockPool(NUM_RESERVED_BLOCKS + CAPACITY, self.generations)
         self.cache = PrefixCache(self.pool)
-        self.lent = LentPrefixes(self.pool, self.cache, self.generations, lambda: 1 << 30)
+        self.lent = LentPrefixes(self.pool, self.cache, lambda: 1 << 30)
         self.content: dict[int, BlockHash | None] = {}
         self.running: list[list[int]] = []
 

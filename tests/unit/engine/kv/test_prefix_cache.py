@@ -165,7 +165,7 @@ def test_long_prompt_is_matched_and_hashed_as_far_as_it_is_cached(
     prompt = tuple(range(num_blocks * BLOCK_SIZE))
     pool = BlockPool(num_blocks + 2, LocalGenerations(num_blocks + 2))
     cache = PrefixCache(pool)
-    tables = BlockTables(pool, cache, LocalGenerations(num_blocks + 2), BLOCK_SIZE)
+    tables = BlockTables(pool, cache, BLOCK_SIZE)
     block_ids = pool.allocate(num_cached) or []
     for block_hash, block_id in zip(hashes_of(prompt), block_ids, strict=False):
         cache.store([block_hash], [block_id])
