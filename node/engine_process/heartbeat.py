@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.ports import Clock
 from ...engine.engine import Engine
+from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
@@ -33,18 +34,7 @@ def heartbeat(
     """What the engine, its role and its peers' windows are to gateways."""
     load, totals = engine.stats.load(role.pending()), engine.stats.totals()
     counters = node_pb2.Counters(
-        num_preemptions=totals.num_preemptions,
-        prefix_query_tokens=totals.prefix_query_tokens,
-        prefix_hit_tokens=totals.prefix_hit_tokens,
-        num_prompts=totals.num_prompts,
-        num_prompt_tokens=totals.num_prompt_tokens,
-        num_decode_tokens=totals.num_decode_tokens,
-        num_promised_steps=totals.num_promised_steps,
-        num_kept_steps=totals.num_kept_steps,
-        num_refusals=totals.num_refusals,
-        expert_tokens=totals.expert_tokens,
-        num_swaps=totals.num_swaps,
-        host_hit_tokens=totals.host_hit_tokens,
+        **codec.same_fields(totals, node_pb2.Counters),
         host_bytes_out=totals.host.bytes_out,
         host_bytes_in=totals.host.bytes_in,
         disk_hit_tokens=totals.disk.num_hit_blocks * engine.limits.block_size,
@@ -58,57 +48,42 @@ def heartbeat(
     counters.MergeFrom(role.counters())
     step_cost = None
     if (cost := engine.stats.step_cost()) is not None:
-        step_cost = node_pb2.StepCost(
-            base_s=cost.base_s,
-            row_s=cost.row_s,
-            pair_s=cost.pair_s,
-            key_s=cost.key_s,
-            max_rows=cost.max_rows,
-            mixed_s=cost.mixed_s,
-            mixed_pair_s=cost.mixed_pair_s,
-            relative_error=engine.stats.step_cost_error,
-        )
+        fields = codec.same_fields(cost, node_pb2.StepCost)
+        step_cost = node_pb2.StepCost(**fields, relative_error=engine.stats.step_cost_error)
     adapters = engine.adapters
     callers, decodes = load.waiting_by_caller.items(), load.decodes
     largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
-    return node_pb2.Heartbeat(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting + role.num_coming,
-        free_blocks=load.free_blocks,
-        num_blocks=engine.limits.num_blocks,
-        credit_blocks=load.credit_blocks,
-        waiting_tokens=load.waiting_tokens,
-        waiting_pairs=load.waiting_pairs,
-        is_draining=requests.is_draining,
-        links=peers.windows.links(),
-        held_blocks=load.held_blocks,
-        counters=counters,
-        num_requests=role.num_staying,
-        num_stages=engine.limits.num_stages,
-        room_blocks=load.room_blocks,
-        output_tokens=load.output_tokens,
-        step_cost=step_cost,
-        expert_ranks=engine.stats.num_expert_ranks,
-        num_decodes=decodes.num_decodes,
-        decode_keys=decodes.keys,
-        tbt_target_s=engine.promise.target_s,
-        step_tokens=engine.limits.prompt_step_tokens,
-        is_promise_withdrawn=not engine.promise.is_promising,
-        promise_epoch=orders.epoch,
-        promise_leader=orders.leader,
-        decode_step_p99_s=engine.stats.decode_step_p99_s,
-        host_blocks=totals.host.num_blocks,
-        host_block_s=totals.host.block_s,
-        disk_blocks=totals.disk.num_blocks,
-        adapters=[] if adapters is None else adapters.digests,
-        running_adapters=[] if adapters is None else adapters.running_names,
-        waiting_adapters=[] if adapters is None else adapters.waiting_names,
-        waiting_by_caller=[
+    fields = codec.same_fields(load, node_pb2.Heartbeat) | {
+        "num_waiting": load.num_waiting + role.num_coming,
+        "num_blocks": engine.limits.num_blocks,
+        "is_draining": requests.is_draining,
+        "links": peers.windows.links(),
+        "counters": counters,
+        "num_requests": role.num_staying,
+        "num_stages": engine.limits.num_stages,
+        "step_cost": step_cost,
+        "expert_ranks": engine.stats.num_expert_ranks,
+        "num_decodes": decodes.num_decodes,
+        "decode_keys": decodes.keys,
+        "tbt_target_s": engine.promise.target_s,
+        "step_tokens": engine.limits.prompt_step_tokens,
+        "is_promise_withdrawn": not engine.promise.is_promising,
+        "promise_epoch": orders.epoch,
+        "promise_leader": orders.leader,
+        "decode_step_p99_s": engine.stats.decode_step_p99_s,
+        "host_blocks": totals.host.num_blocks,
+        "host_block_s": totals.host.block_s,
+        "disk_blocks": totals.disk.num_blocks,
+        "adapters": [] if adapters is None else adapters.digests,
+        "running_adapters": [] if adapters is None else adapters.running_names,
+        "waiting_adapters": [] if adapters is None else adapters.waiting_names,
+        "waiting_by_caller": [
             node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
             for caller_id, num_tokens in largest
             if num_tokens
         ],
-    )
+    }
+    return node_pb2.Heartbeat(**fields)
 
 
 class EngineNumbers:
