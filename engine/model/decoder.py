@@ -50,8 +50,7 @@ class Attention:
             has_bias=config.has_qkv_bias,
         )
         self.out = RowLinear(
-            f"{prefix}.o_proj",
-            config.hidden_size,
+            [Outputs.whole(f"{prefix}.o_proj", config.hidden_size)],
             config.num_heads * dim,
             placement,
             has_bias=config.has_output_bias,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -77,23 +77,26 @@ class LinearBase:
 
     adapters: StepAdapters | None = None
     place: Place  # of theirs
+    divides_inputs: ClassVar = False  # evenly among the ranks
 
     def __init__(
         self,
         outputs: Sequence[Outputs],
-        inputs: tuple[int, int, int],
+        num_inputs: int,
         placement: Placement,
         *,
         has_bias: bool = False,
     ) -> None:
-        self.outputs, self.inputs = outputs, inputs
         self._placement, self._ops = placement, placement.ops
         self._communicator = placement.communicator
+        rank, size = self._communicator.rank, self._communicator.size
+        rank, size = (rank, size) if self.divides_inputs else (0, 1)
+        width = num_inputs // size
+        self.outputs, self.inputs = outputs, (width, rank * width, num_inputs)
         num_outputs, names = sum(part.count for part in outputs), [part.name for part in outputs]
-        self.weight: Weight = placement.weight(names, num_outputs, inputs[0])
+        self.weight: Weight = placement.weight(names, num_outputs, width)
         self.bias = placement.vector(num_outputs) if has_bias else None
-        is_summand = inputs[0] < inputs[2]  # whose bias is added once
-        self._added_bias = None if is_summand and self._communicator.rank else self.bias
+        self._added_bias = None if rank else self.bias  # of summands it is added once
 
     @property
     def fp8_weight(self) -> Fp8Weight | None:
@@ -125,16 +128,6 @@ class LinearBase:
 class Linear(LinearBase):
     """Of which each rank has all inputs."""
 
-    def __init__(
-        self,
-        outputs: Sequence[Outputs],
-        num_inputs: int,
-        placement: Placement,
-        *,
-        has_bias: bool = False,
-    ) -> None:
-        super().__init__(outputs, (num_inputs, 0, num_inputs), placement, has_bias=has_bias)
-
     __call__ = LinearBase.product
 
     def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
@@ -154,20 +147,9 @@ class FloatLinear(Linear):
 
 
 class RowLinear(LinearBase):
-    """A projection of which each rank has an even part of the inputs: its outputs are summands."""
+    """Of which each rank has an even part of the inputs: its outputs are summands."""
 
-    def __init__(
-        self,
-        name: str,
-        num_outputs: int,
-        num_inputs: int,
-        placement: Placement,
-        *,
-        has_bias: bool = False,
-    ) -> None:
-        width = num_inputs // placement.communicator.size
-        inputs = (width, placement.communicator.rank * width, num_inputs)
-        super().__init__([Outputs.whole(name, num_outputs)], inputs, placement, has_bias=has_bias)
+    divides_inputs = True
 
     def __call__(self, x: Activations) -> Summand:
         """For the next RMSNorm.add."""
@@ -195,7 +177,8 @@ class MLP:
             placement,
             has_bias=has_bias,
         )
-        self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
+        down = [Outputs.whole(f"{prefix}.down_proj", hidden)]
+        self.down = RowLinear(down, inner, placement, has_bias=has_bias)
 
     def __call__(self, x: Activations) -> Summand:
         return self.down(self.gate_up.gated(x, self.down.fp8_weight))
