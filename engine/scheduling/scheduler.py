@@ -89,9 +89,7 @@ class Scheduler:
         if not self.queues.has_slot(sequence, beside=head):
             return False
         others = self._admission.footprints(self._owners_and_head())
-        if not self._admission.fits(sequence, matched, others):
-            return False
-        if not self._tables.take(sequence, matched):
+        if not self._try_admit(sequence, matched, [], others):
             return False
         self.queues.reserved.append(sequence)
         self.queues.take_in(sequence.group)
