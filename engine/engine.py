@@ -47,7 +47,7 @@ from .scheduling.admission import OutputLengthEstimator
 from .scheduling.block_tables import BlockTables
 from .scheduling.costs.step_cost_estimator import StepCostEstimator
 from .scheduling.host_prefixes import HostPrefixes
-from .scheduling.outputs import StepOutput
+from .scheduling.outputs import ChunkOutput, PromptLogprobs, StepOutput
 from .scheduling.pipeline_share import PipelineShare
 from .scheduling.schedule import Schedule, step_shape
 from .scheduling.scheduler import Scheduler
@@ -291,8 +291,10 @@ class Engine(LiveSequences):
                 self._tables.prepare_store(sequence)
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
-        if step.launched.number:
-            output.tell_launched((one for one, _ in others if one.is_held), step.launched.number)
+        if number := launched.number:
+            for one in (one for one, _ in others if one.is_held):
+                is_last, num_tokens = not one.is_prefilling, one.num_launched_tokens
+                output.chunks.append(ChunkOutput(one.key, num_tokens, is_last, step=number))
         return step
 
     def _plan(
@@ -378,8 +380,10 @@ class Engine(LiveSequences):
         here = step.fence.places  # not what was aborted or preempted in flight, or ended late
         n = len(step.clear)
         for index, logprobs in prompts.items():
-            if (sequence := step.others[index - n].sequence) in here:
-                output.tell_prompt(sequence, logprobs)
+            if (sequence := step.others[index - n].sequence) in here and logprobs:
+                first = sequence.next_prompt_logprob
+                output.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
+                sequence.next_prompt_logprob += len(logprobs)
         self._advance_clear(step.clear, results[:n], here, output)
         for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
             if sequence not in here or sequence.state is SequenceState.ENDED:  # with its search

@@ -357,11 +357,13 @@ class LiveSequences:
                 self._scheduler.add(other)
 
     def _fail(self, sequence: Sequence, error: BatonError, output: StepOutput) -> None:
-        """End it with an error, if the scheduler has not ended it yet."""
+        """End it with an error, if the scheduler has not ended it yet. With it end the samples that
+        have not become sequences of their own yet; of a search that is held none does."""
         if isinstance(search := sequence.group, BeamSearch):
             self.beams.fail(search, error, output)
             return
-        output.fail(sequence, error)
+        forks = sequence.request.forks if sequence.num_candidates else sequence.forks
+        output.failed += [(each.key, error) for each in (sequence.request, *forks)]
         del self.by_key[sequence.key]
         was_parked = self._leave_adapter(sequence)
         if sequence.state is not SequenceState.ENDED and not was_parked:

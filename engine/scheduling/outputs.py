@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from ...core.step_cost import StepShape
 from ..execution.batch import SampledToken
 from ..kv.disk.disk_tier import DiskCounts
 from ..kv.host_copies import HostCounts
-from .sequence import Sequence
 
 
 class TokenOutput(NamedTuple):
@@ -79,26 +78,6 @@ class StepOutput:
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     beams: list[FinishedBeam] = field(default_factory=list)
-
-    def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """The next of its prompt's tokens, if there are any."""
-        if logprobs:
-            first = sequence.next_prompt_logprob
-            self.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
-            sequence.next_prompt_logprob += len(logprobs)
-
-    def tell_launched(self, held: Iterable[Sequence], step: int) -> None:
-        """What of these step number `step` will complete; they are launched."""
-        for one in held:
-            is_last = not one.is_prefilling
-            self.chunks.append(ChunkOutput(one.key, one.num_launched_tokens, is_last, step=step))
-
-    def fail(self, sequence: Sequence, error: BatonError) -> None:
-        """With it end the samples that have not become sequences of their own yet; of a search that
-        is held none does."""
-        forks = sequence.request.forks if sequence.num_candidates else sequence.forks
-        for request in (sequence.request, *forks):
-            self.failed.append((request.key, error))
 
 
 @dataclass(frozen=True, slots=True)
