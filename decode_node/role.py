@@ -94,7 +94,7 @@ class DecodeRole(EngineRole[_Intent]):
         if intent := self._handoffs.get(failed.key):
             self._forget(intent)
             for sample in intent.samples:
-                self._request_io.end(sample.key, failed.error)
+                self._requests.end(sample.key, failed.error)
 
     def dropped(self, dropped: DropReservation) -> None:
         self._engine.drop(dropped.reservation)
@@ -116,9 +116,9 @@ class DecodeRole(EngineRole[_Intent]):
             return ReserveRefused(transfer_id)
         intent.reserved_s = self._clock.monotonic_s()
         for sample in intent.samples:
-            if entry := self._table.get(sample.key):
-                self._request_io.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
-                self._request_io.stamp(entry, Event.TRANSFER_STARTED)
+            if entry := self._requests.get(sample.key):
+                self._requests.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
+                self._requests.stamp(entry, Event.TRANSFER_STARTED)
         return Reserved(transfer_id, reservation)
 
     def complete(self, complete: Complete) -> None:
@@ -149,7 +149,7 @@ class DecodeRole(EngineRole[_Intent]):
     ) -> None:
         """Raises HandoffFailed if the source sent what is nothing to go on from."""
         first, *forks = intent.samples
-        if not self._request_io.knows(_token_ids_of(state)):
+        if not self._requests.knows(_token_ids_of(state)):
             raise HandoffFailed("the source sampled what is no token of the vocabulary")
         self._engine.lacks_drafts(reservation, state.first_undrafted)
         if first.sampling.use_beam_search:
@@ -173,10 +173,10 @@ class DecodeRole(EngineRole[_Intent]):
             raise HandoffFailed("the source sent no candidates")
         self._engine.start_beams(reservation, first)
         for sample in intent.samples:
-            if entry := self._table.get(sample.key):
+            if entry := self._requests.get(sample.key):
                 entry.transfer = summary
-                self._request_io.stamp(entry, Event.TRANSFER_ENDED)
-                self._request_io.emit_progress(entry)
+                self._requests.stamp(entry, Event.TRANSFER_ENDED)
+                self._requests.emit_progress(entry)
             else:
                 self._engine.abort(sample.key)
 
@@ -188,7 +188,7 @@ class DecodeRole(EngineRole[_Intent]):
         summary: node_pb2.TransferInfo,
     ) -> None:
         """Let a sample decode, unless it was cancelled or has ended with its first token."""
-        entry = self._table.get(sample.key)
+        entry = self._requests.get(sample.key)
         if entry is None:
             return
         is_fork = sample.key != reservation.key
@@ -203,7 +203,7 @@ class DecodeRole(EngineRole[_Intent]):
             self.end(sample.key, error if is_alone else Cancelled(error.message))
             return
         entry.transfer = summary
-        self._request_io.stamp(entry, Event.TRANSFER_ENDED)
+        self._requests.stamp(entry, Event.TRANSFER_ENDED)
 
     # -- time and looking in -------------------------------------------------------------------
 

@@ -53,13 +53,13 @@ class PrefillRole(EngineRole[_Offer]):
 
     @property
     def num_staying(self) -> int:
-        return len(self._table) - self._table.num_with_ticket
+        return len(self._requests) - self._requests.num_with_ticket
 
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
-        self._request_io.flush()  # the first token is on its way before the manifest behind it
+        self._requests.flush()  # the first token is on its way before the manifest behind it
         first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
             self._on_chunk(chunk, first_tokens)
@@ -99,5 +99,5 @@ class PrefillRole(EngineRole[_Offer]):
         offer = self._handoffs[key]
         self._forget(offer)
         for sample in offer.samples:
-            self._request_io.end(sample.key, None if offer.is_first_token_out else error)
+            self._requests.end(sample.key, None if offer.is_first_token_out else error)
         self._engine.abort(key)

@@ -35,9 +35,11 @@ class RequestIO:
     """Belongs to the engine loop's thread."""
 
     def __init__(self, outbox: Outbox, clock: Clock, node_name: str, vocab_size: int) -> None:
-        self.table = RequestTable(clock)
         self.node_name = node_name
         self.is_draining = False
+        self._entries: dict[str, Entry] = {}
+        self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
+        self._tombstones = Tombstones()
         self._outbox = outbox
         self._clock = clock
         self._vocab_size = vocab_size
@@ -77,8 +79,35 @@ class RequestIO:
         now_ns = self._now_ns()
         entry = Entry(request, gateway, deadline_s, ticket, now_ns)
         forks = [Entry(fork, gateway, deadline_s, ticket, now_ns) for fork in request.forks]
-        self.table.open(entry, *forks)
+        self.open(entry, *forks)
         return entry
+
+    def open(self, *samples: Entry) -> None:
+        """File a new request's samples, but for those that are over here already. Raises, and files
+        nothing: Cancelled if all are, InvalidRequest on a double."""
+        keys = [entry.key for entry in samples]
+        for key in keys:
+            if key in self._entries or keys.count(key) > 1:
+                raise InvalidRequest(f"request {key} was dispatched twice")
+        coming = [entry for entry in samples if not self._tombstones.get(entry.key)]
+        if not coming:
+            raise Cancelled(f"request {keys[0]} is already over here")
+        for entry in coming:
+            self._entries[entry.key] = entry
+            heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
+
+    @property
+    def num_with_ticket(self) -> int:
+        return sum(entry.ticket is not None for entry in self._entries.values())
 
     def knows(self, token_ids: Iterable[int]) -> bool:
         """Whether all of these are in the vocabulary."""
@@ -108,14 +137,13 @@ class RequestIO:
                 entry.gateway, request.request_id, request.attempt, token.index, token.token_id
             )
             return
-        output = self._output(entry)
+        output = self._queue(entry)
         output.first_index = token.index
         output.token_ids.append(token.token_id)
         output.finish_reason = codec.finish_to_wire(token.finish_reason)
         if request.sampling.logprobs is not None:
             logprobs = TokenLogprobs(token.logprob, token.top)
             output.logprobs.append(codec.logprobs_to_wire(logprobs))
-        self._outbox.to_gateway(entry.gateway, output)
 
     def flush(self) -> None:
         """Send what is queued: users need not wait for the rest of the turn."""
@@ -123,42 +151,58 @@ class RequestIO:
 
     def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
         """Queue the whole output of a request."""
-        output = self._output(entry)
+        output = self._queue(entry)
         output.token_ids.extend(beam.token_ids)
         output.finish_reason = codec.finish_to_wire(beam.finish_reason)
         if entry.request.sampling.logprobs is not None:
             output.logprobs.extend(map(codec.logprobs_to_wire, beam.logprobs))
-        self._outbox.to_gateway(entry.gateway, output)
 
     def emit_progress(self, entry: Entry) -> None:
         """Queue what has waited for an output."""
-        self._outbox.to_gateway(entry.gateway, self._output(entry))
+        self._queue(entry)
 
     def emit_prompt(self, prompt: PromptLogprobs) -> None:
         """Queue what is known of a request's prompt; of one that is over, nothing."""
-        if entry := self.table.get(prompt.key):
-            output = self._output(entry)
+        if entry := self._entries.get(prompt.key):
+            output = self._queue(entry)
             output.first_prompt_index = prompt.first_index
             output.prompt_logprobs.extend(map(codec.logprobs_to_wire, prompt.logprobs))
-            self._outbox.to_gateway(entry.gateway, output)
 
     def end(self, key: str, error: BatonError | None) -> Entry | None:
-        """Close a request; with an error that is reported. None: it was not open."""
-        entry = self.table.close(key)
+        """Close a request and bury its key, one that never came as well; with an error that is
+        reported. None: it was not open."""
+        self._tombstones.add(key, _OVER, self._clock.monotonic_s())
+        entry = self._entries.pop(key, None)
         if entry is not None and error is not None:
             if not isinstance(error, Cancelled):
                 log.info("failed %s: %s", key, error.message)
-            output = self._output(entry)
-            output.error.CopyFrom(codec.error_to_wire(error))
-            self._outbox.to_gateway(entry.gateway, output)
+            self._queue(entry).error.CopyFrom(codec.error_to_wire(error))
         return entry
 
     def forget_gateway(self, gateway: str) -> list[str]:
         """The keys that now run for nobody."""
         self._outbox.forget_gateway(gateway)
-        return self.table.keys_of_gateway(gateway)
+        return [key for key, entry in self._entries.items() if entry.gateway == gateway]
 
-    def _output(self, entry: Entry) -> node_pb2.RequestOutput:
+    def overdue(self) -> list[str]:
+        """Keys whose deadline has passed; forgets old tombstones in passing."""
+        now = self._clock.monotonic_s()
+        self._tombstones.purge(now)
+        keys = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            if key in self._entries:
+                keys.append(key)
+        return keys
+
+    def next_deadline_s(self) -> float:
+        """When `overdue` has something to say next, on the monotonic clock; inf: never."""
+        while self._deadlines and self._deadlines[0][1] not in self._entries:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def _queue(self, entry: Entry) -> node_pb2.RequestOutput:
+        """An output, to be filled, with all that has waited for one."""
         output = node_pb2.RequestOutput(
             request_id=entry.request.request_id,
             attempt=entry.request.attempt,
@@ -168,6 +212,7 @@ class RequestIO:
         )
         entry.stamps.clear()
         entry.cached_tokens = entry.transfer = None
+        self._outbox.to_gateway(entry.gateway, output)
         return output
 
 
@@ -192,65 +237,3 @@ class Entry:
     def is_quiet(self) -> bool:
         """Whether nothing waits for the next output."""
         return not self.stamps and self.cached_tokens is None and self.transfer is None
-
-
-class RequestTable:
-    """Belongs to the engine loop's thread."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._entries: dict[str, Entry] = {}
-        self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
-        self._tombstones = Tombstones()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_with_ticket(self) -> int:
-        return sum(entry.ticket is not None for entry in self._entries.values())
-
-    def open(self, *samples: Entry) -> None:
-        """File a new request's samples, but for those that are over here already. Raises, and files
-        nothing: Cancelled if all are, InvalidRequest on a double."""
-        keys = [entry.key for entry in samples]
-        for key in keys:
-            if key in self._entries or keys.count(key) > 1:
-                raise InvalidRequest(f"request {key} was dispatched twice")
-        coming = [entry for entry in samples if not self._tombstones.get(entry.key)]
-        if not coming:
-            raise Cancelled(f"request {keys[0]} is already over here")
-        for entry in coming:
-            self._entries[entry.key] = entry
-            heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def get(self, key: str) -> Entry | None:
-        return self._entries.get(key)
-
-    def close(self, key: str) -> Entry | None:
-        """End a request and bury its key; a key that never came is buried as well."""
-        self._tombstones.add(key, _OVER, self._clock.monotonic_s())
-        return self._entries.pop(key, None)
-
-    def keys_of_gateway(self, gateway: str) -> list[str]:
-        return [key for key, entry in self._entries.items() if entry.gateway == gateway]
-
-    def overdue(self) -> list[str]:
-        """Keys whose deadline has passed; forgets old tombstones in passing."""
-        now = self._clock.monotonic_s()
-        self._tombstones.purge(now)
-        keys = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
-            if key in self._entries:
-                keys.append(key)
-        return keys
-
-    def next_deadline_s(self) -> float:
-        """When `overdue` has something to say next, on the monotonic clock; inf: never."""
-        while self._deadlines and self._deadlines[0][1] not in self._entries:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else math.inf

@@ -61,16 +61,15 @@ class EngineRole(ABC, Generic[H]):
 
     def __init__(self, parts: EngineParts) -> None:
         self._engine = parts.engine
-        self._request_io = parts.requests
+        self._requests = parts.requests
         self._peers = parts.peers
         self._fetches = parts.peers.fetches
-        self._table = parts.requests.table
-        self._trials = Trials(self._table, parts.engine.num_outputs)
+        self._trials = Trials(self._requests, parts.engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
         self._counts = node_pb2.Counters()
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        entry = self._request_io.accept(gateway, dispatch)
+        entry = self._requests.accept(gateway, dispatch)
         if entry is None:
             return
         samples = (entry.request, *entry.request.forks)
@@ -121,7 +120,7 @@ class EngineRole(ABC, Generic[H]):
     @property
     def num_staying(self) -> int:
         """Requests here, but for those that are to go on elsewhere."""
-        return len(self._table)
+        return len(self._requests)
 
     @property
     def num_coming(self) -> int:
@@ -131,21 +130,21 @@ class EngineRole(ABC, Generic[H]):
     def end(self, key: str, error: BatonError | None) -> None:
         """End a request in any state and report to its gateway why; None: that wants no more of it.
         Unknown keys leave a tombstone."""
-        entry = self._request_io.end(key, error)
+        entry = self._requests.end(key, error)
         handoff = self._handoffs.get(key)
         if handoff is None:
             if entry is not None:  # of one that was over already a copy may fill the blocks yet
                 self._engine.abort(key)
         elif not self._is_wanted(handoff):
             self._call_off(handoff, error or Cancelled("the request was cancelled"))
-        self._peers.forget(key, self._table)
+        self._peers.forget(key, self._requests)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:
             self.end(sample.key, error)
 
     def _is_open(self, sample: Request) -> bool:
-        return sample.key in self._table
+        return sample.key in self._requests
 
     def _is_wanted(self, handoff: H) -> bool:
         """Whether a sample that shares it goes on."""
@@ -156,56 +155,56 @@ class EngineRole(ABC, Generic[H]):
             del self._handoffs[sample.key]
 
     def gateway_lost(self, gateway: str) -> None:
-        for key in self._request_io.forget_gateway(gateway):
+        for key in self._requests.forget_gateway(gateway):
             self.end(key, None)
 
     def after_step(self, output: StepOutput) -> None:
         """Report what a step brought: what began in it, prompts' scores, tokens, failures."""
         for key, cached_tokens in output.started.items():
-            if entry := self._table.get(key):
+            if entry := self._requests.get(key):
                 if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
-                    self._request_io.stamp_started(entry, Event.DECODE_STARTED)
+                    self._requests.stamp_started(entry, Event.DECODE_STARTED)
                     continue
                 self._prompt_started(entry, cached_tokens)
                 for fork in entry.request.forks if entry.ticket is not None else ():
-                    if each := self._table.get(fork.key):  # its prompt is computed with it
+                    if each := self._requests.get(fork.key):  # its prompt is computed with it
                         self._prompt_started(each, cached_tokens)
         for prompt in output.prompt_logprobs:
-            self._request_io.emit_prompt(prompt)
+            self._requests.emit_prompt(prompt)
         for token in output.tokens:
             self._on_token(token)
         for chunk in output.chunks:
-            if chunk.first is not None and (entry := self._table.get(chunk.key)):
-                self._request_io.emit_progress(entry)  # its prompt is computed
+            if chunk.first is not None and (entry := self._requests.get(chunk.key)):
+                self._requests.emit_progress(entry)  # its prompt is computed
         for beam in output.beams:
-            if entry := self._table.get(beam.key):
-                self._request_io.emit_beam(entry, beam)
-                self._request_io.end(beam.key, None)
+            if entry := self._requests.get(beam.key):
+                self._requests.emit_beam(entry, beam)
+                self._requests.end(beam.key, None)
         for key, error in output.failed:
             self.end(key, error)
 
     def _prompt_started(self, entry: Entry, cached_tokens: int) -> None:
-        self._request_io.stamp(entry, Event.PREFILL_QUEUED, entry.accepted_ns)
-        self._request_io.stamp_started(entry, Event.PREFILL_STARTED)
+        self._requests.stamp(entry, Event.PREFILL_QUEUED, entry.accepted_ns)
+        self._requests.stamp_started(entry, Event.PREFILL_STARTED)
         entry.cached_tokens = cached_tokens
 
     def _on_token(self, token: TokenOutput) -> None:
-        entry = self._table.get(token.key)
+        entry = self._requests.get(token.key)
         if entry is None:
             return
         if token.index == len(entry.request.output_token_ids):
-            self._request_io.stamp(entry, Event.FIRST_TOKEN)
+            self._requests.stamp(entry, Event.FIRST_TOKEN)
         elif entry.stamps and entry.stamps[-1].event == Event.DECODE_STARTED.value:
-            self._request_io.stamp(entry, Event.FIRST_DECODE_ENDED)
-        self._request_io.emit(entry, token)
+            self._requests.stamp(entry, Event.FIRST_DECODE_ENDED)
+        self._requests.emit(entry, token)
         if token.finish_reason is not None:
-            self._request_io.end(token.key, None)
+            self._requests.end(token.key, None)
 
     def tick(self) -> float:
         """Expire what is due; returns the next deadline on the monotonic clock; inf: none."""
-        for key in self._table.overdue():
+        for key in self._requests.overdue():
             self.end(key, DeadlineExceeded("the request's deadline passed"))
-        return min(self._peers.tick(), self._table.next_deadline_s())
+        return min(self._peers.tick(), self._requests.next_deadline_s())
 
     def pending(self) -> Iterable[Request]:
         """What has no blocks yet: requests, each with its forks."""
@@ -220,11 +219,11 @@ class EngineRole(ABC, Generic[H]):
 
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""
-        return not (self._table or self._handoffs) and self._peers.is_idle
+        return not (self._requests or self._handoffs) and self._peers.is_idle
 
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
-        name = {"node": self._request_io.node_name}
+        name = {"node": self._requests.node_name}
         return name | self._engine.stats.ledger() | self._peers.ledger()
 
     @abstractmethod

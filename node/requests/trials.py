@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...core.errors import TrialRefused
-from .request_io import Entry, RequestTable
+from .request_io import Entry, RequestIO
 
 _FURTHER = 2  # tokens: the next is the prefill engine's, the one behind it the decode engine's
 
@@ -18,14 +18,14 @@ _FURTHER = 2  # tokens: the next is the prefill engine's, the one behind it the 
 class Trials:
     """One engine's. `num_outputs`: of a request's key; 0 where the engine has none of it."""
 
-    def __init__(self, table: RequestTable, num_outputs: Callable[[str], int]) -> None:
-        self._table = table
+    def __init__(self, requests: RequestIO, num_outputs: Callable[[str], int]) -> None:
+        self._requests = requests
         self._num_outputs = num_outputs
         self._tried: str | None = None  # its key
 
     def admit(self, entry: Entry) -> None:
         """Of one on trial. Raises TrialRefused beside another gateway's."""
-        other = None if self._tried is None else self._table.get(self._tried)
+        other = None if self._tried is None else self._requests.get(self._tried)
         if other is not None and other.gateway != entry.gateway:
             num_known = len(other.request.output_token_ids)
             if self._num_outputs(other.key) < num_known + _FURTHER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
@@ -20,7 +21,7 @@ from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import LATE_S, SessionLimits, Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
-from baton.node.requests.request_io import Entry, RequestTable
+from baton.node.requests.request_io import Entry, RequestIO
 from baton.node.requests.trials import Trials
 
 NUM_STREAMS, MAX_TOKENS = 32, 6
@@ -33,8 +34,9 @@ class Door:
 
     def __init__(self, cluster: Cluster, link: FakeLink) -> None:
         self._cluster, self._link = cluster, link
-        self._table = RequestTable(cluster.clock)
-        self._trials = Trials(self._table, lambda key: len(self._answer_of(key)))
+        outbox: Any = None  # nothing is output
+        self._requests = RequestIO(outbox, cluster.clock, "n", 1000)
+        self._trials = Trials(self._requests, lambda key: len(self._answer_of(key)))
         self._entries: list[Entry] = []
         self.num_refused = 0
 
@@ -43,19 +45,19 @@ class Door:
         for entry in self._entries:
             attempt = self._cluster.sessions[entry.request.request_id].attempt
             if attempt is None or attempt.number != entry.request.attempt:
-                self._table.close(entry.key)
+                self._requests.end(entry.key, None)
         for request, *_ in self._link.dispatched[len(self._entries) :]:
             session = self._cluster.sessions[request.request_id]
             is_others = session._suspects is self._cluster.others
             entry = Entry(request, f"gateway-{is_others}", 60.0, None)
             self._entries.append(entry)
-            self._table.open(entry)
+            self._requests.open(entry)
             try:
                 if request.is_on_trial:
                     self._trials.admit(entry)
             except TrialRefused as error:
                 self.num_refused += 1
-                self._table.close(entry.key)
+                self._requests.end(entry.key, None)
                 output = EngineOutput(request.request_id, request.attempt, error=error)
                 session.engine_output(self._link.incarnation, output)
 

@@ -26,7 +26,7 @@ from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
-from baton.node.requests.request_io import Entry, RequestTable
+from baton.node.requests.request_io import Entry, RequestIO
 from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs
 from baton.prefill_node import engine_main as prefill_main
@@ -38,14 +38,18 @@ def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entr
     return Entry(request, gateway, deadline_s, ticket=None)
 
 
+def book_of(clock: FakeClock) -> RequestIO:
+    return RequestIO(Outbox(never, Recipients().to_gateway), clock, "n", 1000)
+
+
 class TestRequestBook:
     def test_key_is_refused_until_its_tombstone_is_forgotten(self) -> None:
         clock = FakeClock()
-        book, one = RequestTable(clock), entry(1)
+        book, one = book_of(clock), entry(1)
         book.open(one)
         with pytest.raises(InvalidRequest):
             book.open(one)
-        assert book.close(one.key) is one
+        assert book.end(one.key, None) is one
         clock.advance(TOMBSTONE_S - 1)
         book.overdue()
         with pytest.raises(Cancelled):
@@ -56,36 +60,36 @@ class TestRequestBook:
 
     def test_tens_of_thousands_that_are_over_cost_next_to_nothing(self) -> None:
         clock = FakeClock()
-        book, start_s = RequestTable(clock), time.process_time()
+        book, start_s = book_of(clock), time.process_time()
         for number in range(60_000):
-            book.close(str(number))
+            book.end(str(number), None)
         clock.advance(TOMBSTONE_S)
         book.overdue()
         assert time.process_time() - start_s < 1.0
 
     def test_close_of_a_key_that_never_came_refuses_it(self) -> None:
-        book, one = RequestTable(FakeClock()), entry(1)
-        assert book.close(one.key) is None
+        book, one = book_of(FakeClock()), entry(1)
+        assert book.end(one.key, None) is None
         with pytest.raises(Cancelled):
             book.open(one)
 
     def test_deadlines_come_in_order_and_skip_the_closed(self) -> None:
         clock = FakeClock()
-        book = RequestTable(clock)
+        book = book_of(clock)
         late, soon, ended = entry(1, deadline_s=9), entry(2, deadline_s=5), entry(3, deadline_s=1)
         for each in (late, soon, ended):
             book.open(each)
-        book.close(ended.key)
+        book.end(ended.key, None)
         assert book.next_deadline_s() == 5
         clock.advance(5)
         assert book.overdue() == [soon.key]
         assert book.next_deadline_s() == 9
 
     def test_keys_of_one_gateway(self) -> None:
-        book = RequestTable(FakeClock())
+        book = book_of(FakeClock())
         for number, gateway in enumerate("xyx"):
             book.open(entry(number, gateway=gateway))
-        assert book.keys_of_gateway("x") == [entry(0).key, entry(2).key]
+        assert book.forget_gateway("x") == [entry(0).key, entry(2).key]
 
 
 class Recipients:

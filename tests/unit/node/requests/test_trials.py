@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from fakes.clock import FakeClock
 
 from baton.core.errors import TrialRefused
 from baton.core.request.request import Request, SamplingParams
-from baton.node.requests.request_io import Entry, RequestTable
+from baton.node.requests.request_io import Entry, RequestIO
 from baton.node.requests.trials import Trials
 
 
 class Rig:
     def __init__(self) -> None:
-        self.table = RequestTable(FakeClock())
+        outbox: Any = None  # nothing is output
+        self.requests = RequestIO(outbox, FakeClock(), "n", 1000)
         self.num_outputs = Counter[str]()
-        self.trials = Trials(self.table, lambda key: self.num_outputs[key])
+        self.trials = Trials(self.requests, lambda key: self.num_outputs[key])
 
     def ask(self, name: str, gateway: str) -> str:
         """A request behind two tokens that an earlier attempt streamed; its key."""
         request = Request(name, 1, (1, 2, 3), SamplingParams(), (7, 8), is_on_trial=True)
         entry = Entry(request, gateway, 60.0, None)
-        self.table.open(entry)
+        self.requests.open(entry)
         self.num_outputs[entry.key] = 2
         self.trials.admit(entry)
         return entry.key
@@ -41,7 +43,7 @@ def test_another_gateway_s_waits_until_it_is_over_or_further() -> None:
     second = rig.ask("d", "there")
     with pytest.raises(TrialRefused):
         rig.ask("e", "here")
-    rig.table.close(second)
+    rig.requests.end(second, None)
     rig.ask("f", "here")
 
 
