@@ -10,12 +10,13 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ...core.channels.channel import Channel, ChannelBroken
 from ...core.errors import BatonError, NodeLost
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from .links import ChannelItem, HasUnsent, Kind, Link, LinkOver
+from .links import Kind, Link, LinkOver
 
 _END_S = 0.3
 
@@ -26,13 +27,15 @@ class Broadcast:
     def __init__(
         self,
         links: Callable[[], list[Link]],
-        put: Callable[[ChannelItem], None],
+        put: Callable[[LinkOver | Callable[[], None]], None],
+        watch_writes: Callable[[Link], None],
         welcome: node_pb2.Welcome,
         silence_s: float,
     ) -> None:
-        """A peer that is silent for `silence_s` is lost."""
+        """`watch_writes`, which the loop calls: there may be something unsent. A peer that is
+        silent for `silence_s` is lost."""
         self._links = links
-        self._put = put
+        self._put, self._watch_writes = put, watch_writes
         self._silence_s = silence_s
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
@@ -95,7 +98,7 @@ class Broadcast:
             self._put(LinkOver(link, NodeLost(str(error))))
             return
         if link.channel.has_unsent:
-            self._put(HasUnsent(link))
+            self._put(partial(self._watch_writes, link))
 
 
 def _wait_for_ends(channels: Sequence[Channel]) -> None:

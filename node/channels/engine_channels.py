@@ -44,7 +44,7 @@ class EngineChannels:
         """`on_over` gets each link that ends; a peer that is silent for `silence_s` is lost."""
         self._inbox = inbox
         self._on_over = on_over
-        self.broadcast = Broadcast(self._links, inbox.put, welcome, silence_s)
+        self.broadcast = Broadcast(self._links, inbox.put, self.watch_writes, welcome, silence_s)
         self._by_kind: dict[Kind, dict[str, Link]] = {kind: {} for kind in Kind}
 
     def close(self) -> None:

@@ -74,11 +74,4 @@ class LinkOver:
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
-class HasUnsent:
-    """Another thread left something unsent."""
-
-    link: Link
-
-
-ChannelItem: TypeAlias = Connected | FromGateway | FromPeer | LinkOver | HasUnsent
+ChannelItem: TypeAlias = Connected | FromGateway | FromPeer | LinkOver

@@ -29,7 +29,6 @@ from ..channels.links import (
     Connected,
     FromGateway,
     FromPeer,
-    HasUnsent,
     Kind,
     Link,
     LinkOver,
@@ -48,13 +47,8 @@ LOOK_S = 0.0002  # how long a step may have completed before it is seen
 WATCH_S = 0.00005  # how long what a pull waits for may be done before it is seen
 
 
-@dataclass(frozen=True, slots=True)
-class InputEnded:
-    """The supervisor is gone."""
-
-
 # Of the supervisor, what another thread has finished, of the gate, of links.
-Item: TypeAlias = engine_pb2.EngineInput | Callable[[], None] | Gated | ChannelItem | InputEnded
+Item: TypeAlias = engine_pb2.EngineInput | Callable[[], None] | Gated | ChannelItem
 
 
 @dataclass(eq=False)
@@ -143,16 +137,12 @@ class EngineLoop:
                     self._add(link)
                 case LinkOver(link, error):
                     self._end(link, error)
-                case HasUnsent(link):
-                    self._channels.watch_writes(link)
                 case Gated(gateway):
                     dispatch = self._gate.released(item)
                     if item.is_read:
                         self._engine.unpark()
                     if dispatch is not None:
                         self._role.dispatch(gateway, dispatch)
-                case InputEnded():
-                    self._is_over = True
                 case engine_pb2.EngineInput():
                     self._from_supervisor(item)
                 case _:

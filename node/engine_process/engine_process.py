@@ -51,7 +51,7 @@ from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineParts
 from .dispatch_gate import DispatchGate
 from .engine_links import EngineLinks
-from .engine_loop import EngineLoop, InputEnded, Item
+from .engine_loop import EngineLoop, Item
 from .heartbeat import EngineNumbers, HeartbeatSender
 from .pools import exported, pool_parts
 from .promise_orders import PromiseOrders
@@ -274,7 +274,7 @@ def _serve(
 
 
 def _read(frames: FrameSocket) -> Iterable[Item]:
-    """Whatever the supervisor has sent, in order; at last, that it is gone."""
+    """Whatever the supervisor has sent, in order; if it is gone, to shut down."""
     items: list[Item] = []
     try:
         payloads, is_over = frames.receive_ready()
@@ -282,7 +282,7 @@ def _read(frames: FrameSocket) -> Iterable[Item]:
     except (BrokenStream, DecodeError) as error:
         log.error("the supervisor is not understood: %s", error)
         is_over = True
-    return [*items, InputEnded()] if is_over else items
+    return [*items, engine_pb2.EngineInput(shutdown=True)] if is_over else items
 
 
 def _report_failure(frames: FrameSocket, error: Exception) -> None:

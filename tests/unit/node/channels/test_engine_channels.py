@@ -23,7 +23,6 @@ from baton.node.channels.links import (
     Connected,
     FromGateway,
     FromPeer,
-    HasUnsent,
     Kind,
     Link,
     LinkOver,
@@ -124,8 +123,8 @@ class Engine:
                     if not link.channel.is_closed:
                         self.channels.remove(link)
                         self.ended.append((link, error))
-                case HasUnsent(link):
-                    self.channels.watch_writes(link)
+                case _:
+                    item()
 
     def messages(self) -> list[Any]:
         return [item.message for item in self.heard]
