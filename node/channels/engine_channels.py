@@ -1,7 +1,7 @@
 """All channels of one engine: to gateways, to pullers, to the sources that it dialled.
 
-    listener, dialer ── Connected ──► inbox ──► `add`       the loop's thread owns every channel;
-    gateways, peers  ── frames ────► inbox ──► From*        heartbeats come from one of their own
+    listener, dialer ── Link ────► inbox ──► `add`        the loop's thread owns every channel;
+    gateways, peers  ── frames ──► inbox ──► Received     heartbeats come from one of their own
     loop ── to_gateway, to_peer ──► frames
 
 A pair of engines has a channel for each direction of pulls: a newer one takes the place of an
@@ -25,7 +25,7 @@ from ...kv_transfer.protocol.messages import Message, Refused, decode, encode
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from .broadcast import Broadcast
-from .links import ChannelItem, FromGateway, FromPeer, Kind, Link, LinkOver
+from .links import ChannelItem, Kind, Link, LinkOver, Received
 from .mailboxes import Inbox
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,9 @@ class EngineChannels:
             self.watch_writes(link)  # another thread may have sent what there was
             payloads, is_over = channel.receive()
             for payload in payloads:
-                items.append(_decode(link, payload))
+                is_gateway = link.kind is Kind.GATEWAY
+                unpack = node_pb2.GatewayMessage.FromString if is_gateway else decode
+                items.append(Received(link, unpack(payload)))
             if is_over:
                 items.append(LinkOver(link, NodeLost("the other end closed it")))
         except ChannelBroken as error:
@@ -158,10 +160,3 @@ class EngineChannels:
             self.refuse(link, wrong(reason))
             items.append(LinkOver(link, wrong(reason)))
         return items
-
-
-def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:
-    """Raises DecodeError, HandoffFailed."""
-    if link.kind is Kind.GATEWAY:
-        return FromGateway(link, node_pb2.GatewayMessage.FromString(payload))
-    return FromPeer(link, decode(payload))

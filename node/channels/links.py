@@ -44,26 +44,11 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
-    """A link that stands, from now on the loop's."""
+class Received:
+    """What the other end of a link sent, a gateway or a peer."""
 
     link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class FromGateway:
-    """What a gateway sent."""
-
-    link: Link
-    message: node_pb2.GatewayMessage
-
-
-@dataclass(frozen=True, slots=True)
-class FromPeer:
-    """What a peer sent."""
-
-    link: Link
-    message: Message | Refused
+    message: node_pb2.GatewayMessage | Message | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +59,5 @@ class LinkOver:
     error: BatonError
 
 
-ChannelItem: TypeAlias = Connected | FromGateway | FromPeer | LinkOver
+# A link itself stands, and is the loop's from now on.
+ChannelItem: TypeAlias = Link | Received | LinkOver

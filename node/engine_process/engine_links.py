@@ -19,7 +19,7 @@ from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
-from ..channels.links import Connected, Kind, Link
+from ..channels.links import Kind, Link
 from ..channels.mailboxes import Inbox
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
@@ -61,7 +61,7 @@ class EngineLinks:
             secure=None if tls is None else tls.puller_wrap(),
             awaits_handoffs=welcome.role == Role.DECODE.value,
         )
-        self._dialer = SourceDialer(puller, self._connected)
+        self._dialer = SourceDialer(puller, inbox.put)
         silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
         self.channels = EngineChannels(inbox, welcome, self._dialer.link_over, silence_s)
         admission = Admission(keys.accepted, (GATEWAY, PULLER), self._check)
@@ -89,8 +89,8 @@ class EngineLinks:
         self._listener.close()
         self._dialer.close()
         for item in self._inbox.receive(0):
-            if isinstance(item, Connected):  # too late
-                item.link.channel.close()
+            if isinstance(item, Link):  # too late
+                item.channel.close()
         self.channels.close()
         wait_for_pumps(_FLUSH_S)
 
@@ -108,10 +108,7 @@ class EngineLinks:
     def _accepted(self, opening: Opening, channel: Channel) -> None:
         kind = Kind.GATEWAY if opening.purpose == GATEWAY else Kind.PULLER
         peer = "" if kind is Kind.GATEWAY else self._members.name_of(opening.dialer)
-        self._connected(Link(kind, opening.dialer, channel, peer=peer))
-
-    def _connected(self, link: Link) -> None:
-        self._inbox.put(Connected(link))
+        self._inbox.put(Link(kind, opening.dialer, channel, peer=peer))
 
 
 def _listen(

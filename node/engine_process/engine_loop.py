@@ -24,15 +24,7 @@ from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage
 from ...kv_transfer.protocol.messages import Message, Refused
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
-from ..channels.links import (
-    ChannelItem,
-    Connected,
-    FromGateway,
-    FromPeer,
-    Kind,
-    Link,
-    LinkOver,
-)
+from ..channels.links import ChannelItem, Kind, Link, LinkOver, Received
 from ..channels.mailboxes import Inbox, Outbox, Send
 from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
@@ -127,14 +119,15 @@ class EngineLoop:
         """Whatever one request does to us, the others go on."""
         try:
             match item:
-                case FromGateway(link, gateway_message):
-                    if not link.channel.is_closed:
-                        self._from_gateway(link.name, gateway_message)
-                case FromPeer(link, peer_message):
-                    if not link.channel.is_closed:
-                        self._from_peer(link, peer_message)
-                case Connected(link):
-                    self._add(link)
+                case Received(link, message):
+                    if link.channel.is_closed:
+                        pass
+                    elif isinstance(message, node_pb2.GatewayMessage):
+                        self._from_gateway(link.name, message)
+                    else:
+                        self._from_peer(link, message)
+                case Link():
+                    self._add(item)
                 case LinkOver(link, error):
                     self._end(link, error)
                 case Gated(gateway):
@@ -246,7 +239,7 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
 def _key_of(item: Item) -> str | None:
     if isinstance(item, Gated) and isinstance(item.message, node_pb2.Dispatch):
         return _key(item.message)
-    if isinstance(item, FromGateway):
+    if isinstance(item, Received) and isinstance(item.message, node_pb2.GatewayMessage):
         message = item.message
         return _key(message.dispatch if message.HasField("dispatch") else message.cancel)
     return None

@@ -27,7 +27,7 @@ from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool
 from baton.node.channels.engine_channels import EngineChannels
-from baton.node.channels.links import Connected, Kind, Link
+from baton.node.channels.links import Kind, Link
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
@@ -198,7 +198,7 @@ class Node:
         """A link stands from the next turn on."""
         link = self.link(kind, name, channel)
         link.opens_late = opens_late
-        self.inbox.put(Connected(link))
+        self.inbox.put(link)
 
     def connect(self, name: str) -> AnyChannel:
         """A gateway's end of a new channel, which is the caller's."""

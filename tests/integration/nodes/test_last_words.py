@@ -23,7 +23,7 @@ from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.node.channels.engine_channels import EngineChannels
-from baton.node.channels.links import Connected, FromGateway, Kind, Link
+from baton.node.channels.links import Kind, Link, Received
 from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
@@ -50,7 +50,7 @@ class DyingEngine:
         self._thread.start()
 
     def _accepted(self, opening: Opening, channel: Channel) -> None:
-        self.inbox.put(Connected(Link(Kind.GATEWAY, opening.dialer, channel)))
+        self.inbox.put(Link(Kind.GATEWAY, opening.dialer, channel))
 
     def _run(self) -> None:
         """The loop, until None is put."""
@@ -60,9 +60,9 @@ class DyingEngine:
                 match item:
                     case None:
                         return
-                    case Connected(link):
-                        self.channels.add(link)
-                    case FromGateway(link, _):
+                    case Link():
+                        self.channels.add(item)
+                    case Received(link, _):
                         num_messages[link.name] += 1
                         if num_messages[link.name] == 20:
                             self.channels.broadcast.end(EngineFailed(REASON))

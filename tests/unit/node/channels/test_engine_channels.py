@@ -19,14 +19,7 @@ from baton.core.channels.frames import MAX_FRAME_BYTES, FrameBuffer, encode_payl
 from baton.core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest, NodeLost
 from baton.kv_transfer.protocol.messages import Attach, Message, decode, encode
 from baton.node.channels.engine_channels import EngineChannels
-from baton.node.channels.links import (
-    Connected,
-    FromGateway,
-    FromPeer,
-    Kind,
-    Link,
-    LinkOver,
-)
+from baton.node.channels.links import Kind, Link, LinkOver, Received
 from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
@@ -95,7 +88,7 @@ class Engine:
         self.inbox: Inbox[Any] = Inbox()
         self.over: list[Link] = []
         self.channels = EngineChannels(self.inbox, WELCOME, self.over.append)
-        self.heard: list[FromGateway | FromPeer] = []
+        self.heard: list[Received] = []
         self.ended: list[tuple[Link, BatonError]] = []
         self.replaced: list[Link] = []
         self.far: list[Far] = []
@@ -106,17 +99,17 @@ class Engine:
         """A link that stands from the next turn on."""
         ours, theirs = socket.socketpair()
         link = Link(kind, name, Channel(ours, max_unsent_bytes))
-        self.inbox.put(Connected(link))
+        self.inbox.put(link)
         self.far.append(Far(kind, theirs))
         return link, self.far[-1]
 
     def turn(self, timeout_s: float = 0.0) -> None:
         for item in self.inbox.receive(timeout_s):
             match item:
-                case Connected(link):
-                    older = self.channels.add(link)
+                case Link():
+                    older = self.channels.add(item)
                     self.replaced += [older] if older else []
-                case FromGateway(link) | FromPeer(link):
+                case Received(link):
                     if not link.channel.is_closed:
                         self.heard.append(item)
                 case LinkOver(link, error):
@@ -134,8 +127,8 @@ class Engine:
         for far in self.far:
             far.raw.close()
         for item in self.inbox.receive(0):
-            if isinstance(item, Connected):
-                item.link.channel.close()
+            if isinstance(item, Link):
+                item.channel.close()
         self.inbox.close()
 
 
@@ -283,7 +276,7 @@ def test_items_of_a_link_that_was_closed_meanwhile_are_dropped(engine: Engine) -
     items = [*engine.inbox.receive(0), *engine.inbox.receive(0)]
     newer, _ = engine.link()
     engine.turn()
-    assert [type(item) for item in items] == [FromGateway, LinkOver]
+    assert [type(item) for item in items] == [Received, LinkOver]
     assert all(item.link.channel.is_closed for item in items)
     assert not newer.channel.is_closed
 

@@ -24,7 +24,7 @@ from baton.core.channels.handshake import key_id
 from baton.core.config import NodeConfig
 from baton.core.errors import EngineFailed, PermissionDenied
 from baton.node.channels import source_dialer
-from baton.node.channels.links import Connected, Kind, LinkOver
+from baton.node.channels.links import Kind, Link, LinkOver
 from baton.node.channels.mailboxes import Inbox
 from baton.node.engine_process.engine_links import EngineLinks, Keys
 from baton.proto.v1 import engine_pb2, node_pb2
@@ -63,12 +63,12 @@ class Engine:
         engines = [engine_pb2.ListedEngine(incarnation=each) for each in incarnations]
         self.links.list_members(engine_pb2.Members(engines=engines))
 
-    def add_next(self) -> Connected:
+    def add_next(self) -> Link:
         until_s = time.monotonic() + 5
         while time.monotonic() < until_s:
             for item in self.inbox.receive(1.0):
-                if isinstance(item, Connected):
-                    self.links.channels.add(item.link)
+                if isinstance(item, Link):
+                    self.links.channels.add(item)
                     return item
                 if isinstance(item, LinkOver):
                     self.links.channels.remove(item.link)
@@ -100,7 +100,7 @@ def test_the_supervisor_is_told_where_the_engine_listens(source: Engine) -> None
     assert source.ready.welcome == source.welcome
     assert source.ready.host_id == host_id()
     with source.dial(is_local=False):
-        assert source.add_next().link.kind is Kind.GATEWAY
+        assert source.add_next().kind is Kind.GATEWAY
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["unix", "tcp"])
@@ -109,12 +109,12 @@ def test_a_gateway_needs_the_key_alone_and_a_puller_its_entry(
 ) -> None:
     monkeypatch.setattr(source_dialer, "_WAIT_S", 0.05)
     with source.dial(is_local=is_local):
-        assert source.add_next().link.kind is Kind.GATEWAY
+        assert source.add_next().kind is Kind.GATEWAY
     with pytest.raises(PermissionDenied, match=f"engine {CALLER} is not in the directory"):
         source.dial(PULLER, is_local=is_local)
     source.list(CALLER)
     with source.dial(PULLER, is_local=is_local):
-        link = source.add_next().link
+        link = source.add_next()
         assert (link.kind, link.name) == (Kind.PULLER, CALLER)
 
 
@@ -131,7 +131,7 @@ def test_an_engine_dials_who_is_listed(source: Engine, role: str) -> None:
         model="m",
     )
     puller.links.list_members(engine_pb2.Members(engines=[listed]))
-    there, here = source.add_next().link, puller.add_next().link
+    there, here = source.add_next(), puller.add_next()
     assert (there.kind, there.name) == (Kind.PULLER, puller.welcome.incarnation)
     assert (here.kind, here.name) == (Kind.SOURCE, source.welcome.incarnation)
     assert here.host == "127.0.0.1" and here.opens_late == (role == "prefill")
@@ -197,7 +197,7 @@ def test_last_words_pass_through_tls_before_the_process_ends(
     heard: list[node_pb2.NodeMessage] = []
     gateway = secured.dial(is_local=False, secure=secure)
     thread = threading.Thread(target=lambda: heard.extend(hear(gateway)))
-    name = secured.add_next().link.name
+    name = secured.add_next().name
     output = node_pb2.RequestOutput(request_id="r" * 50_000)
     step = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=[output]))
     for _ in range(20):
@@ -253,7 +253,7 @@ def test_a_link_belongs_to_the_loop_alone(source: Engine) -> None:
         time.sleep(0.05)
         with pytest.raises(BlockingIOError):
             gateway.recv(1)
-        link = source.add_next().link
+        link = source.add_next()
         assert isinstance(link.channel, Channel)
         gateway.settimeout(5.0)
         assert gateway.recv(1)

@@ -16,7 +16,7 @@ from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
 from baton.core.request.request import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels
-from baton.node.channels.links import FromGateway, Kind, Link, LinkOver
+from baton.node.channels.links import Kind, Link, LinkOver, Received
 from baton.node.engine_process.dispatch_gate import DispatchGate
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.requests.request_io import RequestIO
@@ -118,7 +118,7 @@ class World:
             prompt_token_ids=bytes(4), adapter=adapter,
         )  # fmt: skip
         message = node_pb2.GatewayMessage(dispatch=dispatch)
-        self.inbox.put(FromGateway(self.link(gateway), message))
+        self.inbox.put(Received(self.link(gateway), message))
 
     def link(self, gateway: str) -> Link:
         if gateway not in self.links:
