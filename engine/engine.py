@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Row
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import TypeAlias
 
@@ -28,7 +27,7 @@ from ..core.ports import Clock, SystemClock
 from ..core.step_cost import StepShape
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints, Mask, within
+from .execution.constraints import Constraints, within
 from .first_steps import measure_first_steps
 from .input_batch import InputBatch
 from .kv.block_pool import BlockPool
@@ -254,15 +253,14 @@ class Engine(LiveSequences):
         `is_waited_for`: the one before has just been collected, for this one to have drafts.
         """
         began_s = self._clock.monotonic_s()
-        planned = self._plan(previous, output)
-        if planned is None:
+        schedule = self._plan(previous, output)
+        if schedule is None:
             return None
-        schedule, masks = planned
         clear, others, sequences = schedule.clear, schedule.others, schedule.sequences
         fresh = self._begin(sequences, output)
         shape = step_shape(clear, others)
         places = {} if previous is None else previous.fence.places
-        batch = self._input_batch.launch(schedule, places, masks)
+        batch = self._input_batch.launch(schedule, places)
         fence = self._tables.open_step(dict(zip(sequences, count())))
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
@@ -297,11 +295,8 @@ class Engine(LiveSequences):
                 output.chunks.append(ChunkOutput(one.key, num_tokens, is_last, step=number))
         return step
 
-    def _plan(
-        self, previous: StepInFlight | None, output: StepOutput
-    ) -> tuple[Schedule, Mapping[Sequence, Row[Mask]]] | None:
-        """What the step behind `previous` computes, and which tokens it may give to those that are
-        constrained; None: nothing. What cannot go on ends."""
+    def _plan(self, previous: StepInFlight | None, output: StepOutput) -> Schedule | None:
+        """What the step behind `previous` computes; None: nothing. What cannot go on ends."""
         while True:
             self.poll_host()
             if self.beams.by_key:
@@ -316,27 +311,25 @@ class Engine(LiveSequences):
                 return None
             for sequence, error in schedule.failed:
                 self._fail(sequence, error, output)
-            masks = self._masks(schedule, output)
+            self._mask(schedule, output)
             if output.failed:
                 schedule.drop_preempted()
             if not schedule.is_empty:
-                return schedule, masks
+                return schedule
             # All have failed: there may be room for others, which waited for them.
 
-    def _masks(self, schedule: Schedule, output: StepOutput) -> Mapping[Sequence, Row[Mask]]:
-        """Which tokens those may be given that may not have all; what cannot go on ends here, and
-        drafts that a grammar cannot be followed behind are left out."""
-        found: dict[Sequence, Row[Mask]] = {}
+    def _mask(self, schedule: Schedule, output: StepOutput) -> None:
+        """Find its `masks`. What cannot go on ends here, and drafts that a grammar cannot be
+        followed behind are left out."""
+        found = schedule.masks
         sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
         masked = [one for one in sampled if one.is_masked]
-        if not masked:
-            return found
         for one in masked:
             if one.allowed is not None:
                 found[one] = [one.allowed] * (1 + len(one.draft_token_ids))
         samples = [(one, one.constrained) for one in masked if one.constrained is not None]
         if self._constraints is None or not samples:
-            return found
+            return
         masks = self._constraints.masks(
             [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
         )
@@ -350,7 +343,6 @@ class Engine(LiveSequences):
             if len(mask) <= len(sequence.draft_token_ids):
                 sequence.draft_token_ids = sequence.draft_token_ids[: len(mask) - 1]
                 schedule.fit_drafts()
-        return found
 
     def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
         """Those that are in a step for the first time."""

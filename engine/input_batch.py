@@ -47,31 +47,22 @@ class InputBatch:
         self._columns = NO_DECODES  # what stays as long as the sequences do
         self._adding: list[int] = []
 
-    def launch(
-        self,
-        schedule: Schedule,
-        previous: Mapping[Sequence, int],
-        masks: Mapping[Sequence, Row[Mask]],
-    ) -> StepBatch:
+    def launch(self, schedule: Schedule, previous: Mapping[Sequence, int]) -> StepBatch:
         """What to launch of each sequence, which takes note that it is launched.
 
         `previous` has the slices of the step in flight: a token that is not known yet comes from
-        there. `masks` has the tokens that may be sampled, if not all may, behind each draft too.
+        there.
         """
-        decodes = self._launch_clear(schedule.clear, previous, masks)
+        decodes, masks = self._launch_clear(schedule, previous), schedule.masks
         others = [
             self._launch_slice(one, num_tokens, previous, masks.get(one, ()))
             for one, num_tokens in schedule.others
         ]
         return StepBatch(decodes, others)
 
-    def _launch_clear(
-        self,
-        sequences: list[Sequence],
-        previous: Mapping[Sequence, int],
-        masks: Mapping[Sequence, Row[Mask]],
-    ) -> DecodeColumns:
-        """The next token of each."""
+    def _launch_clear(self, schedule: Schedule, previous: Mapping[Sequence, int]) -> DecodeColumns:
+        """The next token of each that is clear."""
+        sequences, masks = schedule.clear, schedule.masks
         is_same = sequences == self._sequences
         if not is_same:
             self._change_to(sequences)

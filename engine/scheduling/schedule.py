@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ...core.errors import BatonError
 from ...core.step_cost import StepShape, pairs_of
+from ..execution.constraints import Mask
 from .sequence import Sequence, SequenceState
 
 
@@ -48,6 +49,7 @@ class Schedule:
     `num_last_tokens` for its last step, unless in a queue it can end in this one. Prompts of up
     to `num_small_tokens` share their step with no much longer one of another caller.
 
+    `masks` have the tokens that may be sampled, if not all may, behind each draft too.
     `most_context`: of a prompt that has as many tokens as there is room for, how much is computed
     at most; None: however much.
     """
@@ -63,6 +65,7 @@ class Schedule:
     clear: list[Sequence] = field(default_factory=list)
     others: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
+    masks: dict[Sequence, Row[Mask]] = field(default_factory=dict)
 
     def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
         """Take as many of a prompt's unlaunched tokens as there is room for."""

@@ -51,11 +51,11 @@ def launch_both(
     """`places` of those that are in flight, by arrival."""
     own, others = [one for one, _ in pairs], [one for _, one in pairs]
     awaited = {one: places[one.arrival] for one in own if one.arrival in places}
-    launched = columns.launch(Schedule(0, clear=own), awaited, {}).decodes
+    launched = columns.launch(Schedule(0, clear=own), awaited).decodes
     awaited = {one: places[one.arrival] for one in others if one.arrival in places}
     planned = [ScheduledSequence(one, 1) for one in others]
     by_slices = InputBatch(BLOCK_SIZE, (7,))
-    expected = by_slices.launch(Schedule(0, others=planned), awaited, {}).others
+    expected = by_slices.launch(Schedule(0, others=planned), awaited).others
     found = map(launched.slice, range(len(launched)))
     assert [*map(comparable, found)] == [*map(comparable, expected)]
     offsets = launched.starts // BLOCK_SIZE
@@ -111,7 +111,7 @@ def test_each_token_is_drawn_by_its_key(asked: list[tuple[int | None, int, int]]
         sequences[-1].block_ids = array("i", [2])
         sequences[-1].num_prefill_tokens = length
     planned = [ScheduledSequence(one, one.num_tokens) for one in sequences]
-    batch = InputBatch(BLOCK_SIZE, ()).launch(Schedule(0, others=planned), {}, {})
+    batch = InputBatch(BLOCK_SIZE, ()).launch(Schedule(0, others=planned), {})
     for piece, (seed, sample_index, length) in zip(batch.others, asked, strict=True):
         assert piece.sample is not None
         key = 0 if seed is None else token_key(seed, sample_index, length)
