@@ -25,7 +25,6 @@ from ..kv_transfer.protocol.events import (
     IntentCancelled,
     MemoryFreed,
     Reserved,
-    ReserveRefused,
 )
 from ..kv_transfer.protocol.messages import HandoffState
 from ..node.requests.request_io import Entry
@@ -99,21 +98,21 @@ class DecodeRole(EngineRole[_Intent]):
     def dropped(self, dropped: DropReservation) -> None:
         self._engine.drop(dropped.reservation)
 
-    def reserve(self, transfer_id: str, key: str) -> Reserved | ReserveRefused:
+    def reserve(self, transfer_id: str, key: str) -> Reserved:
         intent = self._handoffs.get(key)
         assert intent is not None, "the puller reserves for a request that is over"
         request = intent.samples[0]
         if self._engine.lacks_slot(request):
             self._is_short = True
-            return ReserveRefused(transfer_id, lacks_slot=True)
+            return Reserved(transfer_id, lacks_slot=True)
         try:
             reservation = self._engine.reserve(request, intent.block_hashes)
         except BatonError as error:
             self._fail_all(intent.samples, error)
-            return ReserveRefused(transfer_id)
+            return Reserved(transfer_id)
         if reservation is None:
             self._is_short = True
-            return ReserveRefused(transfer_id)
+            return Reserved(transfer_id)
         intent.reserved_s = self._clock.monotonic_s()
         for sample in intent.samples:
             if entry := self._requests.get(sample.key):

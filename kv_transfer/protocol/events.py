@@ -131,17 +131,11 @@ class IntentCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answer to `Reserve`. It comes back with `Complete` or `DropReservation`."""
+    """Answer to `Reserve`. What it has comes back with `Complete` or `DropReservation`; None: not
+    now, for want of memory or of a slot for the adapter."""
 
     transfer_id: str
-    reservation: Reservation
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveRefused:
-    """Answer to `Reserve`: not now, for want of memory or of a slot for the adapter."""
-
-    transfer_id: str
+    reservation: Reservation | None = None
     lacks_slot: bool = False
 
 
@@ -303,7 +297,7 @@ SourceEvent: TypeAlias = PeerEvent | OfferEvent
 SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks | PinPrefix
 
 PullEvent: TypeAlias = (
-    Intended | IntentCancelled | Reserved | ReserveRefused | MemoryFreed
+    Intended | IntentCancelled | Reserved | MemoryFreed
     | WindowOpened | WindowFailed | PullEnded
 )  # fmt: skip
 PullEffect: TypeAlias = (

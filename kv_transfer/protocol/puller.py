@@ -39,7 +39,6 @@ from .events import (
     PullEvent,
     Reserve,
     Reserved,
-    ReserveRefused,
     StartPull,
     WindowFailed,
     WindowOpened,
@@ -83,10 +82,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             case IntentCancelled(transfer_id):
                 if (transfer := self._transfers.get(transfer_id)) is not None:
                     self._give_up(transfer, None)
-            case Reserved(transfer_id, reservation):
-                self._on_reserved(transfer_id, reservation)
-            case ReserveRefused(transfer_id, lacks_slot):
-                self._queue.answered(transfer_id, was_granted=False, lacks_slot=lacks_slot)
+            case Reserved(transfer_id, reservation, lacks_slot):
+                is_granted = reservation is not None
+                self._queue.answered(transfer_id, was_granted=is_granted, lacks_slot=lacks_slot)
+                if reservation is not None:
+                    self._on_reserved(transfer_id, reservation)
             case WindowOpened(source, sees_steps):
                 if (pair := self._pairs.get(source)) is not None:
                     self._on_ready(source, pair, sees_steps=sees_steps)
@@ -149,7 +149,6 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._send(transfer.source, Attach(intent.ticket.transfer_id, pair.sees_steps, wanted))
 
     def _on_reserved(self, transfer_id: str, reservation: Reservation) -> None:
-        self._queue.answered(transfer_id, was_granted=True)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:  # it ended before the answer came
             self._effects.append(DropReservation(transfer_id, reservation))

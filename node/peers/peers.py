@@ -37,7 +37,6 @@ from ...kv_transfer.protocol.events import (
     ReleaseBlocks,
     Reserve,
     Reserved,
-    ReserveRefused,
     Send,
     SourceEvent,
     StartPull,
@@ -56,7 +55,7 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
 
-    def reserve(self, transfer_id: str, key: str) -> Reserved | ReserveRefused: ...
+    def reserve(self, transfer_id: str, key: str) -> Reserved: ...
 
     def complete(self, complete: Complete) -> None: ...
 
@@ -122,7 +121,7 @@ class Peers:
         while answer is not None:
             answer = self._carry_out(self._puller.handle(answer))
 
-    def _carry_out(self, effects: Iterable[PullerEffect]) -> Reserved | ReserveRefused | None:
+    def _carry_out(self, effects: Iterable[PullerEffect]) -> Reserved | None:
         answer = None
         for effect in effects:
             match effect:

@@ -37,7 +37,7 @@ from baton.kv_transfer.protocol.events import (
     PullerEvent,
     ReleaseBlocks,
     Reserve,
-    ReserveRefused,
+    Reserved,
     Send,
     StartPull,
     Tick,
@@ -198,7 +198,7 @@ def announced(puller: Puller, number: int, blocks: BlockRefs | None = None) -> l
 def nobody_overtakes() -> None:
     puller = matched_puller(FakeClock())
     assert Reserve(_ids(1)[0], "key1") in announced(puller, 1)
-    effects = [*announced(puller, 2), *puller.handle(ReserveRefused(_ids(1)[0]))]
+    effects = [*announced(puller, 2), *puller.handle(Reserved(_ids(1)[0]))]
     assert Reserve(_ids(2)[0], "key2") not in effects, "a later one asks before the first has room"
 
 

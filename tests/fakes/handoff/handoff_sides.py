@@ -48,7 +48,6 @@ from baton.kv_transfer.protocol.events import (
     ReleaseBlocks,
     Reserve,
     Reserved,
-    ReserveRefused,
     Send,
     SourceEvent,
     StartPull,
@@ -382,7 +381,7 @@ class PullerSide(_Side):
         assert transfer_id not in self.reservations, "reserved twice"
         blocks = self.pool.allocate(NUM_CHUNKS)
         if blocks is None:
-            self.feed(ReserveRefused(transfer_id))
+            self.feed(Reserved(transfer_id))
             return
         self.reservations[transfer_id] = blocks
         reservation = Reservation(key, tuple(blocks), 0, NUM_CHUNKS)

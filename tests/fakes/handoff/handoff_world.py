@@ -50,7 +50,6 @@ from baton.kv_transfer.protocol.events import (
     ReleaseBlocks,
     Reserve,
     Reserved,
-    ReserveRefused,
     Send,
     SourceEvent,
     StartPull,
@@ -204,7 +203,7 @@ class PullerNode:
         transfer_id, self.question = self.question.transfer_id, None
         prompt = self.prompts[transfer_id]
         if is_full or len(self.free) < prompt.num_blocks:
-            self.feed(ReserveRefused(transfer_id))
+            self.feed(Reserved(transfer_id))
             return
         num_cached = min(num_cached_blocks, len(prompt.hashes))
         block_ids = tuple(self.free.pop(0) for _ in range(prompt.num_blocks))

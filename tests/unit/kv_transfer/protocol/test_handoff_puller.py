@@ -49,7 +49,6 @@ from baton.kv_transfer.protocol.events import (
     PullerEvent,
     Reserve,
     Reserved,
-    ReserveRefused,
     Send,
     StartPull,
     Tick,
@@ -204,7 +203,7 @@ def test_nobody_overtakes_in_the_queue_for_memory(world: World) -> None:
     world.intend(2)
     assert world.manifest(0, 0, 3, number=2) == [Reserve(T2, "key2")]
     assert world.manifest(0, 0, 3, number=1) == []
-    assert world.feed(ReserveRefused(T2)) == []
+    assert world.feed(Reserved(T2)) == []
     assert world.feed(MemoryFreed()) == [Reserve(T2, "key2")]
     assert world.feed(MemoryFreed()) == []  # one question at a time
     effects = world.reserve(number=2)
@@ -258,7 +257,7 @@ def test_the_next_in_the_queue_asks_when_the_head_gives_up(world: World) -> None
     world.intend(2)
     world.manifest(0, 0, 3, number=1)
     world.manifest(0, 0, 3, number=2)
-    world.feed(ReserveRefused(T))
+    world.feed(Reserved(T))
     assert Reserve(T2, "key2") in world.feed(IntentCancelled(T))
 
 
