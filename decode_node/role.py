@@ -190,15 +190,12 @@ class DecodeRole(EngineRole[_Intent]):
         entry = self._requests.get(sample.key)
         if entry is None:
             return
-        is_fork = sample.key != reservation.key
+        fork = None if sample.key == reservation.key else sample
         try:
-            if is_fork:
-                self._engine.fork(reservation, sample, token_id)
-            else:
-                self._engine.start(reservation, token_id)
+            self._engine.start(reservation, token_id, fork)
         except HandoffFailed as error:
             # Among several, one may end with its first token: the source reports it to the gateway.
-            is_alone = not (is_fork or sample.fork_ids)
+            is_alone = not (fork or sample.fork_ids)
             self.end(sample.key, error if is_alone else Cancelled(error.message))
             return
         entry.transfer = summary

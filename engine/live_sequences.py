@@ -116,16 +116,24 @@ class LiveSequences:
         """Before `start`: block number `first` came without the draft model's KV, if one did."""
         self._tables.lacks_drafts(self.by_key[reservation.key], first)
 
-    def start(self, reservation: Reservation, token_id: int) -> None:
+    def start(self, reservation: Reservation, token_id: int, fork: Request | None = None) -> None:
         """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
 
         The token was streamed already and is not output again. Raises HandoffFailed if it ends the
         request: there would have been nothing to hand over; the reservation stays as it was.
+
+        With `fork`, before, a further sample of the prompt does: full blocks are shared, a partial
+        last one is copied. It never lacks memory: where there is no room, it waits and is computed
+        anew, as if preempted.
         """
         sequence = self.by_key[reservation.key]
-        num_outputs = sequence.num_outputs + 1
-        if self._finish_reason(sequence.request, token_id, num_outputs) is not None:
-            raise HandoffFailed(f"{reservation.key} ended with its first token: no hand-off")
+        request = fork or sequence.request
+        num_outputs = len(request.output_token_ids) + 1
+        if self._finish_reason(request, token_id, num_outputs) is not None:
+            raise HandoffFailed(f"{request.key} ended with its first token: no hand-off")
+        if fork is not None:
+            self._fork(sequence, fork, token_id)
+            return
         sequence.token_ids.append(token_id)
         sequence.forks = ()
         self._scheduler.start(sequence)
@@ -135,18 +143,6 @@ class LiveSequences:
         sequence = self.by_key[reservation.key]
         self._scheduler.start(sequence)
         self.beams.found(sequence, first)
-
-    def fork(self, reservation: Reservation, request: Request, token_id: int) -> None:
-        """As `start`, for a further sample of the reservation's prompt; call before `start`.
-
-        Full blocks are shared, a partial last one is copied. Never lacks memory: where there is no
-        room, the sample waits and is computed anew, as if preempted.
-        """
-        parent = self.by_key[reservation.key]
-        num_outputs = len(request.output_token_ids) + 1
-        if self._finish_reason(request, token_id, num_outputs) is not None:
-            raise HandoffFailed(f"{request.key} ended with its first token: no hand-off")
-        self._fork(parent, request, token_id)
 
     # -- requests out -----------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ class EnginePair:
             if each is request:
                 puller.start(reservation, token.token_id)
             else:
-                puller.fork(reservation, each, token.token_id)
+                puller.start(reservation, token.token_id, each)
             self._sent[each.key] = (each, puller)
         puller.drop(reservation)  # where its first sample has ended
 

@@ -125,7 +125,7 @@ def hand_over(
     source.abort(request.key)
     for fork in request.forks:
         if outputs[fork.key][0].finish_reason is None:
-            puller.fork(reservation, fork, outputs[fork.key][0].token_id)
+            puller.start(reservation, outputs[fork.key][0].token_id, fork)
     if outputs[request.key][0].finish_reason is None:
         puller.start(reservation, outputs[request.key][0].token_id)
     puller.drop(reservation)
