@@ -33,12 +33,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]
     token then means nothing.
     """
     logits = logits.float()
-    scores = logits
-    adjusted = [i for i, spec in enumerate(specs) if spec.changes_logits]
-    if adjusted:
-        index = upload_numbers(adjusted, logits.device)
-        changed = adjust_logits(logits.index_select(0, index), [specs[i] for i in adjusted])
-        scores = logits.index_copy(0, index, changed)
+    scores = adjusted(logits, specs)
     drawn = [i for i, spec in enumerate(specs) if spec.params.temperature > 0]
     if drawn:
         index = upload_numbers(drawn, logits.device)
@@ -46,6 +41,16 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]
         scores = scores.index_copy(0, index, noisy)
     token_ids = scores.argmax(-1)
     return token_ids, token_logprobs(logits, token_ids)
+
+
+def adjusted(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """logits [rows, vocab] float32 as their specs change them: the same tensor where none does."""
+    changing = [i for i, spec in enumerate(specs) if spec.changes_logits]
+    if not changing:
+        return logits
+    index = upload_numbers(changing, logits.device)
+    changed = adjust_logits(logits.index_select(0, index), [specs[i] for i in changing])
+    return logits.index_copy(0, index, changed)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..upload import upload_numbers
-from .logit_adjustment import adjust_logits
 from .sample_spec import SampleSpec
+from .sampling import adjusted
 
 _LOW_32 = 0xFFFF_FFFF
 
@@ -37,11 +36,5 @@ def candidates(logits: Tensor, specs: Sequence[SampleSpec], k: int) -> tuple[Ten
     Scores are log-probabilities under the adjusted one, temperature 1; order as of top_logprobs.
     """
     logits = logits.float()
-    changed = [i for i, spec in enumerate(specs) if spec.changes_logits]
-    if not changed:
-        ids, scores = top_logprobs(logits, k)
-        return ids, scores, scores
-    index = upload_numbers(changed, logits.device)
-    adjusted = adjust_logits(logits.index_select(0, index), [specs[i] for i in changed])
-    ids, scores = top_logprobs(logits.index_copy(0, index, adjusted), k)
+    ids, scores = top_logprobs(adjusted(logits, specs), k)
     return ids, scores, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
