@@ -25,18 +25,13 @@ class StepFence:
 
     def __init__(self, tables: BlockTables, places: dict[Sequence, int]) -> None:
         self._tables = tables
-        self._fences: list[Fence] = []
         self.places = places
-
-    def fence_off(self, sequence: Sequence, fence: Fence) -> None:
-        """The sequence gives its blocks back: from here on the fence holds them."""
-        del self.places[sequence]
-        self._fences.append(fence)
+        self.fences: list[Fence] = []  # over what those had that are no longer there
 
     def close(self) -> None:
         """The step has completed."""
         self._tables._steps.remove(self)
-        for fence in self._fences:
+        for fence in self.fences:
             fence.close()
 
 
@@ -177,8 +172,8 @@ class BlockTables:
     def give_back(self, sequence: Sequence) -> None:
         """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
         for step in self._steps:
-            if sequence in step.places:
-                step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
+            if step.places.pop(sequence, None) is not None:
+                step.fences.append(self._pool.open_fence(sequence.block_ids))
         self._note_drafted(sequence, 0)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = array("i")
