@@ -4,6 +4,13 @@
 
 Owns one attempt. Of an engine whose stream ended, it is looked whether its process has ended while
 its node lives. Whoever wants another try makes another.
+
+A node's times come on its monotonic clock; what hosts have as the time of day is never read:
+
+    same host      the clock is one: a stamp is as long ago as it shows
+    another host   the newest stamp of a message is from when the message came, the others as much
+                   older as the node shows: what is between them is exact, the delivery counts as
+                   waiting before them
 """
 
 from __future__ import annotations
@@ -14,16 +21,16 @@ from typing import Protocol, TypeAlias
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
 from ...core.channels.frames import MAX_UNSENT_BYTES, encode_payload
-from ...core.errors import BatonError, EngineFailed, HostLost
+from ...core.errors import BatonError, EngineFailed, HostLost, InvalidRequest
 from ...core.membership import Member
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
+from ...core.request.timeline import Stamp
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from ..request.engine_link import EngineOutput, PlainToken, Work
+from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
 from .engine_stream import EngineStream, has_ended, is_local
 from .reported_load import ReportedLoad, load_from_wire
-from .wire import NodeClock, output_from_wire, tokens_from_wire
 
 # Takes what a linked engine's steps bring: LinkedEngine.receive.
 Receive: TypeAlias = Callable[[Sequence[EngineOutput], Sequence[PlainToken]], None]
@@ -64,8 +71,9 @@ class EngineConnection:
     ) -> None:
         self.member = member
         self._events = events
-        self._stream = EngineStream(member, secret, self._take, clock, silence_s, tls)
-        self._node_clock = NodeClock(member.name, clock, is_ours=is_local(member))
+        self._clock = clock
+        self._is_here = is_local(member)  # on this host
+        self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
         self._has_said_why = self._has_died = False
         self._receive: Receive | None = None  # while it is linked
 
@@ -117,7 +125,8 @@ class EngineConnection:
                 self._events.lost(self, reason, has_died=self._has_died)
         return reason
 
-    def _take(self, message: node_pb2.NodeMessage) -> None:
+    def take(self, message: node_pb2.NodeMessage) -> None:
+        """What the engine sent: one message."""
         match message.WhichOneof("body"):
             case "outputs":
                 self._pass_on(message.outputs)
@@ -140,13 +149,55 @@ class EngineConnection:
 
     def _pass_on(self, step: node_pb2.StepOutputs) -> None:
         try:
-            outputs = [output_from_wire(output, self._node_clock) for output in step.outputs]
+            outputs = [self._output(wire) for wire in step.outputs]
             tokens = tokens_from_wire(step.tokens)
         except EngineFailed as error:
             self._stream.end(error.message)
             return
         if self._receive is not None:
             self._receive(outputs, tokens)
+
+    def _output(self, wire: node_pb2.RequestOutput) -> EngineOutput:
+        """One that cannot be read fails its attempt."""
+        try:
+            stamps = self._stamps(wire.events)
+            logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
+            prompt_logprobs = tuple(map(codec.logprobs_from_wire, wire.prompt_logprobs))
+        except InvalidRequest as error:
+            broken = EngineFailed(f"unreadable output: {error.message}")
+            return EngineOutput(wire.request_id, wire.attempt, error=broken)
+        transfer = None
+        if wire.HasField("transfer"):
+            moved = wire.transfer
+            transfer = TransferSummary(moved.bytes, moved.cached_tokens, moved.transport)
+        return EngineOutput(
+            request_id=wire.request_id,
+            attempt=wire.attempt,
+            first_index=wire.first_index,
+            token_ids=tuple(wire.token_ids),
+            finish_reason=codec.finish_from_wire(wire.finish_reason),
+            error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
+            stamps=stamps,
+            cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+            transfer=transfer,
+            logprobs=logprobs,
+            first_prompt_index=wire.first_prompt_index,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _stamps(self, received: Sequence[node_pb2.NodeEvent]) -> tuple[Stamp, ...]:
+        """On our clock, of a message that comes now. Raises InvalidRequest."""
+        if not received:
+            return ()
+        newest_ns = max(event.monotonic_ns for event in received)
+        our_ns = int(self._clock.monotonic_s() * 1e9)
+        is_same_clock = self._is_here and newest_ns <= our_ns
+        ahead_ns = self._clock.unix_ns() - (our_ns if is_same_clock else newest_ns)
+        node = self.member.name
+        return tuple(
+            Stamp(codec.event_from_wire(event.event), event.monotonic_ns + ahead_ns, node)
+            for event in received
+        )
 
     def _link(self, welcome: node_pb2.Welcome) -> None:
         """Check what the directory promised; the engine counts from now on."""
@@ -159,3 +210,11 @@ class EngineConnection:
         if self._receive is None:
             self._receive = self._events.linked(self, welcome)
             self._stream.welcomed()
+
+
+def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
+    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
+    try:
+        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
+    except ValueError as error:
+        raise EngineFailed("its columns of tokens do not match") from error

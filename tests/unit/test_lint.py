@@ -23,8 +23,8 @@ KEYWORDS = {"shell": True, "trust_remote_code": True, "check_hostname": False}
 # Where input of others comes in: an assert there is a check that `python -O` leaves out.
 EDGES = (
     "gateway/http", "gateway/security", "gateway/grpc/service.py", "gateway/grpc/vllm_wire.py",
-    "gateway/grpc/unary_methods.py", "gateway/grpc/vllm_engine.py", "gateway/engines/wire.py",
-    "gateway/engines/reported_load.py", "gateway/validation",
+    "gateway/grpc/unary_methods.py", "gateway/grpc/vllm_engine.py", "gateway/validation",
+    "gateway/engines/engine_connection.py", "gateway/engines/reported_load.py",
     "core/request/parameters.py", "core/request/text_parameters.py", "core/request/json_fields.py",
     "proto/codec.py", "cluster", "prefix_index/messages.py", "node/supervisor/rpc.py",
     "kv_transfer/protocol/messages.py", "kv_transfer/export/pool_address.py", "core/model_dir.py",

@@ -8,9 +8,9 @@ own, so a client that reads slowly does not make the gaps look small. The stages
       ─kv_transfer─ transfer_ended ─decode_queue─ decode_started ─first_decode─ second token
 `kv_transfer` is the part of the pull that the client waits for: a pull begins beside the prefill.
 The second token counts when it is delivered. All stamps are on the gateway's clock
-(engines/wire.py): no stage depends on two hosts' wall clocks. A stage that would be negative is 0.
-A call that one engine serves whole has the first three. An engine that refuses it for its promise
-is no attempt: `prefill_queue` has the time until others were found.
+(engines/engine_connection.py): no stage depends on two hosts' wall clocks. A stage that would be
+negative is 0. A call that one engine serves whole has the first three. An engine that refuses it
+for its promise is no attempt: `prefill_queue` has the time until others were found.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ Extra `otel`.
 
 A call that fails has as much of it; what was not over then ends with the call, as an error.
 Nodes send no spans: their times travel with a request's outputs, and the gateway puts them on its
-clock (engines/wire.py). A node is a service of its own: `baton-prefill` or `baton-decode`, by its
-name. Attributes follow the GenAI semantic conventions. A caller's trace goes on (W3C traceparent
-and tracestate), and its sampling decision holds; calls without one are sampled at a rate.
+clock (engines/engine_connection.py). A node is a service of its own: `baton-prefill` or
+`baton-decode`, by its name. Attributes follow the GenAI semantic conventions. A caller's trace goes
+on (W3C traceparent and tracestate), and its sampling decision holds; calls without one are sampled
+at a rate.
 """
 
 from __future__ import annotations

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from fakes.clock import FakeClock
 
+from baton.cluster.secret import ClusterSecret
+from baton.core.channels.addresses import host_id
+from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
-from baton.gateway.engines.wire import NodeClock, output_from_wire
+from baton.gateway.engines.engine_connection import EngineConnection, Receive
+from baton.gateway.request.engine_link import EngineOutput, PlainToken
 from baton.gateway.telemetry.calls.call_record import stage_seconds
 from baton.node.requests.request_io import RequestIO
 from baton.proto import codec
@@ -39,13 +44,39 @@ class Outbox:
         self.outputs.append(output)
 
 
+@dataclass
+class Gateway:
+    """What it is told of the engine's steps."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Receive:
+        return self._receive
+
+    def _receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
+        self.outputs += outputs
+
+
+def received(clock: FakeClock, wire: node_pb2.RequestOutput, *, is_here: bool) -> EngineOutput:
+    """The output as it comes now, from an engine of this host or another."""
+    host = host_id().hex() if is_here else "0" * 32
+    member = Member("e", Role.PREFILL, "p", "h:1", "m", "fp", 9, 4, 9, host_id=host)
+    gateway = Gateway()
+    connection = EngineConnection(member, ClusterSecret("s"), gateway, clock, 9.0)  # type: ignore[arg-type]
+    welcome = node_pb2.Welcome(incarnation="e", role="prefill", model="m", fingerprint="fp")
+    connection.take(node_pb2.NodeMessage(welcome=welcome))
+    connection.take(node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=[wire])))
+    (output,) = gateway.outputs
+    return output
+
+
 @pytest.mark.parametrize("ahead_s", [82.0, -82.0])
 @pytest.mark.parametrize(
-    ("older_s", "is_ours", "delivery_s"),
+    ("older_s", "is_here", "delivery_s"),
     [(0.0, True, 0.25), (5000.0, False, 0.0), (-0.5, False, 0.0), (5000.0, True, 0.0)],
 )
-def test_stages_do_not_depend_on_a_nodes_time_of_day(
-    ahead_s: float, older_s: float, is_ours: bool, delivery_s: float
+async def test_stages_do_not_depend_on_a_nodes_time_of_day(
+    ahead_s: float, older_s: float, is_here: bool, delivery_s: float
 ) -> None:
     """`older_s`: another host's monotonic clock began at another time; the last one only seems to
     be this host."""
@@ -67,18 +98,19 @@ def test_stages_do_not_depend_on_a_nodes_time_of_day(
     desk.emit(entry, TokenOutput("r/0", 0, 7, 0.0, None))
     clock.advance(delivery_s)
     (wire,) = outbox.outputs
-    output = output_from_wire(wire, NodeClock("p", clock, is_ours=is_ours))
+    output = received(clock, wire, is_here=is_here)
     timeline += output.stamps
     assert {stamp.node for stamp in output.stamps} == {"p"}
     stages = stage_seconds(timeline, None)
     assert stages == pytest.approx({"gateway_queue": 1.0, "prefill_queue": 2.0, "prefill": 0.5})
 
 
-def test_what_says_no_time_is_no_event() -> None:
-    clock = NodeClock("p", FakeClock())
-    assert clock.stamps([]) == ()
-    wire = node_pb2.RequestOutput(events=[node_pb2.NodeEvent(event="lunch", monotonic_ns=1)])
-    error = output_from_wire(wire, clock).error
+async def test_what_says_no_time_is_no_event() -> None:
+    def output(*events: node_pb2.NodeEvent) -> EngineOutput:
+        return received(FakeClock(), node_pb2.RequestOutput(events=events), is_here=False)
+
+    assert output().stamps == ()
+    error = output(node_pb2.NodeEvent(event="lunch", monotonic_ns=1)).error
     assert error is not None and "unreadable" in error.message
-    (stamp,) = clock.stamps([node_pb2.NodeEvent(event="decode_started", monotonic_ns=1 << 63)])
+    (stamp,) = output(node_pb2.NodeEvent(event="decode_started", monotonic_ns=1 << 63)).stamps
     assert stamp.unix_ns == FakeClock().unix_ns()

@@ -21,7 +21,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
-from baton.gateway.engines.wire import tokens_from_wire
+from baton.gateway.engines.engine_connection import tokens_from_wire
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
