@@ -30,7 +30,7 @@ from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 from ..gateway.admission.loop_pacing import LoopPacing
 from ..gateway.request.answer import GATEWAY, Answer, text_stream
 from ..gateway.request.best_of import best_of
-from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
+from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
 from ..gateway.request.session import Session
 from ..gateway.request.setbacks import SessionLimits
@@ -268,13 +268,7 @@ class LocalCalls:
         return Route(self, self)
 
     def dispatch(
-        self,
-        request: Request,
-        work: Work,
-        ticket: Ticket | None,
-        deadline_remaining_s: float,
-        cached_tokens: int,
-        fetch: object,
+        self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         try:
             self._local.engine.add(request)

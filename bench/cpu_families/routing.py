@@ -14,7 +14,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import Policy
-from baton.gateway.request.engine_link import Avoid, Demand, Work
+from baton.gateway.request.engine_link import Avoid, Demand
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -32,7 +32,7 @@ class _Nowhere:
     """Where the engines' messages go."""
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+        self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None: ...
 
     def cancel(self, request_id: str, attempt: int) -> None: ...
@@ -72,10 +72,8 @@ class _Gateway:
         valid = ValidatedRequest(_PROMPT, sampling, "", caller_id=self._count)
         route = PromptRouter(self._table, valid).choose(demand, avoid=Avoid(), fingerprint=None)
         request = Request(f"{self._count:032x}", 0, _PROMPT, sampling)
-        route.prefill.dispatch(
-            request, Work.PREFILL, None, 10.0, route.cached_tokens[0], route.fetch
-        )
-        route.decode.dispatch(request, Work.DECODE, None, 10.0, route.cached_tokens[1], route.fetch)
+        for link in (route.prefill, route.decode):
+            link.dispatch(request, route, None, 10.0)
         names = route.prefill.incarnation, route.decode.incarnation
         prefill, decode = (self._table.engines[name] for name in names)
         self._open.append((prefill, decode, request.request_id))

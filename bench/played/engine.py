@@ -21,7 +21,7 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.gateway.request.engine_link import EngineOutput
 from baton.prefix_index.prefix_sources import FETCH_S
 from baton.proto.v1.node_pb2 import Counters
 
@@ -161,15 +161,13 @@ class PlayedEngine:
                 )
             )
 
-    def take(
-        self, gateway: PlayedGateway, request: Request, work: Work, ticket: Ticket | None
-    ) -> None:
+    def take(self, gateway: PlayedGateway, request: Request, ticket: Ticket | None) -> None:
         """A dispatch."""
         self._gateway_of[request.key] = gateway
-        if work is Work.DECODE:
+        if ticket is not None and ticket.puller_incarnation == self.name:
             self._intents[request.key] = request
             return
-        if work is Work.LOCAL and request.may_refuse:
+        if ticket is None and request.may_refuse:
             try:
                 self.engine.promise.check(request)
             except PromiseRefused as refused:
@@ -180,11 +178,11 @@ class PlayedEngine:
         if request.prefix_source is not None and request.output_token_ids:
             self._move_in(request)
             return
-        if request.prefix_source is None or not self._fetch(request, request.prefix_source, work):
-            self._add(request, work)
+        if request.prefix_source is None or not self._fetch(request, request.prefix_source):
+            self._add(request)
 
-    def _add(self, request: Request, work: Work) -> None:
-        self.engine.add(request, hold=work is Work.PREFILL)
+    def _add(self, request: Request) -> None:
+        self.engine.add(request, hold=request.key in self._tickets)
         self._step()
         self._count_soon()
 
@@ -209,7 +207,7 @@ class PlayedEngine:
         if self._reported != before:
             self._cluster.hear(self.name, load)
 
-    def _fetch(self, request: Request, source: PrefixSource, work: Work) -> bool:
+    def _fetch(self, request: Request, source: PrefixSource) -> bool:
         """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
         without. As node/peers/prefixes.py does."""
         tokens = request.known_token_ids[: source.num_blocks * self.block_size]
@@ -228,7 +226,7 @@ class PlayedEngine:
             lender.prefixes.give_back(lent[0])
             self.engine.prefixes.keep(prefix)
             self.num_fetches += 1
-            self._add(request, work)
+            self._add(request)
 
         self._cluster.after(pull_s, over)
         return True
@@ -378,9 +376,9 @@ class _Link:
     gateway: PlayedGateway
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+        self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        self.engine.take(self.gateway, request, work, ticket)
+        self.engine.take(self.gateway, request, ticket)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self.engine.forget(f"{request_id}/{attempt}")

@@ -28,7 +28,7 @@ from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Stamp
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
+from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
 from .engine_stream import EngineStream, has_ended, is_local
 from .reported_load import ReportedLoad, load_from_wire
 
@@ -78,10 +78,14 @@ class EngineConnection:
         self._receive: Receive | None = None  # while it is linked
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+        self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        wire_work = getattr(node_pb2, f"WORK_{work.name}")
-        wire = codec.dispatch_to_wire(request, wire_work, ticket, deadline_remaining_s)
+        """All of it, or where there is a ticket its part of the hand-off."""
+        work = node_pb2.WORK_LOCAL
+        if ticket is not None:
+            is_source = ticket.source_incarnation == self.member.incarnation
+            work = node_pb2.WORK_PREFILL if is_source else node_pb2.WORK_DECODE
+        wire = codec.dispatch_to_wire(request, work, ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
     def cancel(self, request_id: str, attempt: int) -> None:

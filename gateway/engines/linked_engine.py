@@ -16,7 +16,7 @@ from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import CachedPrefix, Fetch, Holders
-from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
+from ..request.engine_link import Demand, EngineOutput, PlainToken, Route
 from ..request.session_table import SessionTable
 from .engine_account import EngineAccount
 from .engine_connection import EngineConnection
@@ -94,13 +94,7 @@ class LinkedEngine:
         )
 
     def dispatch(
-        self,
-        request: Request,
-        work: Work,
-        ticket: Ticket | None,
-        deadline_remaining_s: float,
-        cached_tokens: int = 0,
-        fetch: Fetch | None = None,
+        self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         """See EngineLink: a fetch is for who computes the prompt."""
         self.num_dispatched += 1
@@ -108,9 +102,9 @@ class LinkedEngine:
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
         ]
-        if work is not Work.DECODE:
-            found_tokens = cached_tokens
-            if fetch is not None:
+        if route.prefill is self:
+            found_tokens = route.cached_tokens[0]
+            if (fetch := route.fetch) is not None:
                 found_tokens = fetch.num_tokens
                 num_blocks = found_tokens // self.member.block_size
                 source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
@@ -123,13 +117,12 @@ class LinkedEngine:
                 self.member.block_size,
             )
             self.account.sent_prompt(keys, caller_id, num_tokens, found_tokens, in_flight)
-        if work is not Work.PREFILL:
+        if route.decode is self:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
-            num_blocks = self.blocks_for(
-                num_tokens - cached_tokens, num_left, request.num_sequences
-            )
+            num_new = num_tokens - route.cached_tokens[1]
+            num_blocks = self.blocks_for(num_new, num_left, request.num_sequences)
             self.account.sent_decodes(keys, caller_id, num_blocks)
-        self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
+        self.outbox.dispatch(request, ticket, deadline_remaining_s)
 
     def best_fetch(self, holders: Mapping[str, Holders], cached: CachedPrefix) -> Fetch | None:
         """For a prompt of which it has so much itself, and others, by fingerprint, have more."""

@@ -20,7 +20,7 @@ from ...core.ports import Entropy
 from ...core.request.request import FinishReason, Ticket
 from ...core.request.timeline import Event
 from .answer import Answer, OutputToken
-from .engine_link import EngineOutput, Route, Work
+from .engine_link import EngineOutput, Route
 from .output_chunk import TokenSplice
 
 _DOUBT_S = 0.25
@@ -62,14 +62,11 @@ class Attempt:
     ) -> None:
         """To its two engines, or to the one. `trial_side`: of the pair, where it is on trial."""
         asked = self._answer.rest(self.number, fork_ids, may_refuse=may_refuse)
-        works = [Work.LOCAL] if self.is_local else [Work.PREFILL, Work.DECODE]
         ticket = None if self.is_local else Ticket(entropy.new_id(), *self.pair)
-        route = self.route
-        for side, work in enumerate(works):
+        for side, link in enumerate(self._holders.values()):
             is_on_trial = trial_side is not None and (self.is_local or side == trial_side)
             request = replace(asked, is_on_trial=True) if is_on_trial else asked
-            link, num_cached = (route.prefill, route.decode)[side], route.cached_tokens[side]
-            link.dispatch(request, work, ticket, deadline_remaining_s, num_cached, route.fetch)
+            link.dispatch(request, self.route, ticket, deadline_remaining_s)
 
     def expects(self, incarnation: str, attempt: int) -> bool:
         """Whether a message belongs to this attempt."""

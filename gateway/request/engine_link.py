@@ -15,14 +15,6 @@ from ...core.request.timeline import Stamp
 from ...prefix_index.prefix_sources import Fetch
 
 
-class Work(enum.Enum):
-    """What an engine is to do with a dispatch."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    LOCAL = "local"  # both, without a hand-off
-
-
 @dataclass(frozen=True, slots=True)
 class TransferSummary:
     """What the hand-off moved. `cached_tokens`: prompt tokens that the puller had already."""
@@ -77,15 +69,10 @@ class EngineLink(Protocol):
         ...
 
     def dispatch(
-        self,
-        request: Request,
-        work: Work,
-        ticket: Ticket | None,
-        deadline_remaining_s: float,
-        cached_tokens: int,
-        fetch: Fetch | None,
+        self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """Never blocks and never raises. The last two: see Route."""
+        """Give it its part of the route. `ticket`: of the hand-off, if the route has two engines.
+        Never blocks and never raises."""
 
     def cancel(self, request_id: str, attempt: int) -> None: ...
 

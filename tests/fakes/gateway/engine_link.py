@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.core.errors import BatonError, Unavailable
 from baton.core.request.request import FinishReason, Request, Ticket
-from baton.gateway.request.engine_link import Avoid, Blocked, Demand, MustWait, Route, Work
+from baton.gateway.request.engine_link import Avoid, Blocked, Demand, MustWait, Route
 from baton.gateway.request.output_chunk import OutputChunk
-from baton.prefix_index.prefix_sources import Fetch
+
+
+class Work(enum.Enum):
+    """What an engine is to do with a dispatch."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    LOCAL = "local"  # both, without a hand-off
 
 
 @dataclass
 class FakeLink:
-    """Keeps every dispatch and cancel."""
+    """Keeps every dispatch and cancel: a session's link, or an engine's connection."""
 
     incarnation: str
     fingerprint: str = "fp"
@@ -28,15 +37,13 @@ class FakeLink:
     def name(self) -> str:
         return f"node-{self.incarnation}"
 
-    def dispatch(
-        self,
-        request: Request,
-        work: Work,
-        ticket: Ticket | None,
-        deadline_remaining_s: float,
-        cached_tokens: int = 0,
-        fetch: Fetch | None = None,
-    ) -> None:
+    def dispatch(self, request: Request, *more: Any) -> None:
+        """With the route, as a link has it, or without."""
+        *_, ticket, deadline_remaining_s = more
+        work = Work.LOCAL
+        if ticket is not None:
+            is_source = ticket.source_incarnation == self.incarnation
+            work = Work.PREFILL if is_source else Work.DECODE
         self.dispatched.append((request, work, ticket, deadline_remaining_s))
 
     def cancel(self, request_id: str, attempt: int) -> None:

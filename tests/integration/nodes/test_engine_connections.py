@@ -37,7 +37,7 @@ from baton.core.ports import SystemClock
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.request.engine_link import EngineOutput, PlainToken, Work
+from baton.gateway.request.engine_link import EngineOutput, PlainToken
 from baton.prefix_index.pages import decode_contents
 from baton.prefix_index.redis_link import RedisIndexLink
 from baton.proto.v1 import node_pb2
@@ -131,8 +131,8 @@ class Linked:
         request = Request(secrets.token_hex(16), 0, prompt, sampling)
         prefill, decode = (engine.member.incarnation for engine in self.engines)
         ticket = Ticket(request.request_id, prefill, decode)
-        for engine, work in zip(self.engines, (Work.PREFILL, Work.DECODE), strict=True):
-            engine.dispatch(request, work, ticket, 30.0)
+        for engine in self.engines:
+            engine.dispatch(request, ticket, 30.0)
 
     async def generate(self) -> list[int]:
         self.start()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
 from fakes.gateway.step_costs import linear_cost, linear_cost_message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
 from baton.gateway.request.dispatch_queue import DispatchQueue
-from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import CachedPrefix
 from baton.proto.v1 import node_pb2
@@ -75,7 +76,9 @@ class Cluster:
         request = Request(
             request_id, 0, (1,) * num_tokens, SamplingParams(max_tokens=5), caller_id=caller_id
         )
-        self.table.engines[name].dispatch(request, Work.PREFILL, TICKET, 60.0, cached)
+        engine = self.table.engines[name]
+        route = Route(engine, FakeLink(TICKET.puller_incarnation), (cached, 0))
+        engine.dispatch(request, route, TICKET, 60.0)
 
     def answer(self, name: str, request_id: str) -> None:
         output = EngineOutput(request_id, 0, token_ids=(1,), cached_tokens=0)

@@ -28,7 +28,6 @@ from baton.gateway.request.engine_link import (
     EngineOutput,
     MustWait,
     Route,
-    Work,
 )
 from baton.gateway.validation.validation import ModelLimits
 from baton.prefix_index.mirror import PrefixMirror
@@ -313,7 +312,7 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
 
     def send(attempt: int, engine: LinkedEngine) -> None:
         request = Request("r", attempt, (1, 2, 3), SamplingParams(), (4,))
-        engine.dispatch(request, Work.DECODE, ticket, 1.0)
+        engine.dispatch(request, Route(p, engine), ticket, 1.0)
 
     def chosen() -> str:
         return route_of(table).decode.incarnation
@@ -380,7 +379,7 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     route = route_of(table)
     assert is_alone(route) and not why_not_ready(table)
     request = Request("r", 0, (1, 2, 3), SamplingParams())
-    route.prefill.dispatch(request, Work.LOCAL, None, 1.0, route.cached_tokens[0], route.fetch)
+    route.prefill.dispatch(request, route, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)
     d.receive([], [("r", 0, 0, 5)])
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 0)

@@ -20,7 +20,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import Fetch
 
@@ -46,9 +46,12 @@ def request(num_tokens: int, **fields: Any) -> Request:
     return Request("r", 0, (1,) * num_tokens, SamplingParams(max_tokens=16), **fields)
 
 
+OTHER = FakeLink("other")
+
+
 def test_samples_that_go_on_elsewhere_leave_nothing_at_the_prefill_engine() -> None:
     engine = linked(Role.PREFILL)
-    engine.dispatch(request(100, fork_ids=("r1", "r2")), Work.PREFILL, None, 9.0)
+    engine.dispatch(request(100, fork_ids=("r1", "r2")), Route(engine, OTHER), None, 9.0)
     for request_id in ("r", "r1", "r2"):
         engine.receive([EngineOutput(request_id, 0, 0, (97,))], [])
     assert not engine.account._decodes and not engine.account.unanswered
@@ -57,7 +60,7 @@ def test_samples_that_go_on_elsewhere_leave_nothing_at_the_prefill_engine() -> N
 def test_a_prompt_is_there_while_any_of_its_samples_wants_it() -> None:
     for is_computed in (True, False):
         engine = linked(Role.PREFILL)
-        engine.dispatch(request(100, fork_ids=("r1", "r2")), Work.PREFILL, None, 9.0)
+        engine.dispatch(request(100, fork_ids=("r1", "r2")), Route(engine, OTHER), None, 9.0)
         for request_id in ("r1", "r"):
             engine.cancel(request_id, 0)
             assert engine.account.tokens_ahead == 100
@@ -72,7 +75,7 @@ def test_a_prompt_is_there_while_any_of_its_samples_wants_it() -> None:
 def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None:
     """The scores come first, and with them how many tokens were cached."""
     engine = linked(Role.PREFILL)
-    engine.dispatch(request(100), Work.PREFILL, None, 9.0)
+    engine.dispatch(request(100), Route(engine, OTHER), None, 9.0)
     scores = (TokenLogprobs(-1.0, ()),)
     engine.receive([EngineOutput("r", 0, cached_tokens=0, prompt_logprobs=scores)], [])
     assert engine.account.unanswered
@@ -85,7 +88,7 @@ def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
     for fetch in (None, Fetch("other", 1584, 0.01)):
         engine = linked(Role.DECODE)
         before = engine.account._room_blocks
-        engine.dispatch(request(1600), Work.LOCAL, None, 9.0, 0, fetch)
+        engine.dispatch(request(1600), Route(engine, engine, fetch=fetch), None, 9.0)
         rooms.append(before - engine.account._room_blocks)
     assert rooms[0] == rooms[1] > 100
 
@@ -97,7 +100,7 @@ def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
     for number in range(6):
         assert engine._keeps_promise_with(engine.load, Demand(100))
         sent = Request(f"r{number}", 0, (1,) * 100, SamplingParams(max_tokens=16))
-        engine.dispatch(sent, Work.DECODE, None, 9.0)
+        engine.dispatch(sent, Route(OTHER, engine), None, 9.0)
     assert not engine._keeps_promise_with(engine.load, Demand(100))
     engine.receive([EngineOutput("r0", 0, 0, (97,), FinishReason.LENGTH)], [])
     assert engine._keeps_promise_with(engine.load, Demand(100))

@@ -19,7 +19,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
-from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -157,9 +157,7 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         assert route.prefill.incarnation == Q
         request = Request("r", attempt, PROMPT, SamplingParams())
-        route.prefill.dispatch(
-            request, Work.PREFILL, Ticket("t", Q, D), 1.0, route.cached_tokens[0], route.fetch
-        )
+        route.prefill.dispatch(request, route, Ticket("t", Q, D), 1.0)
         assert q.account.tokens_ahead == 16
         q.receive([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (table.prompts.num_index_hits, table.prompts.num_stale_hits) == (3, 2)

@@ -17,7 +17,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
-from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
+from baton.gateway.request.engine_link import Avoid, Demand, Route
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import (
     FETCH_S,
@@ -112,8 +112,8 @@ class World:
     def sent(self, route: Route) -> tuple[Request, Request]:
         one = Request("e" * 32, 0, (1,) * 4001, SamplingParams())
         ticket = Ticket("f" * 32, route.prefill.incarnation, route.decode.incarnation)
-        route.prefill.dispatch(one, Work.PREFILL, ticket, 1.0, route.cached_tokens[0], route.fetch)
-        route.decode.dispatch(one, Work.DECODE, ticket, 1.0, route.cached_tokens[1], route.fetch)
+        for link in (route.prefill, route.decode):
+            link.dispatch(one, route, ticket, 1.0)
         prefill, decode = (self.links[link.incarnation] for link in (route.prefill, route.decode))
         return prefill.dispatched[-1][0], decode.dispatched[-1][0]
 

@@ -18,7 +18,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.prompts_in_flight import LINGER_S, PromptsInFlight
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput
 from baton.prefix_index.mirror import PrefixMirror
 
 SIZE = 4
@@ -92,9 +92,7 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
         await router.hash_prompt()
         route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
         request = Request(str(number), 0, prompt, SamplingParams(), cache_salt="tenant")
-        route.prefill.dispatch(
-            request, Work.PREFILL, None, 10.0, route.cached_tokens[0], route.fetch
-        )
+        route.prefill.dispatch(request, route, None, 10.0)
         homes.append(route.prefill.incarnation)
     assert homes == homes[:1] * 4
     assert engines.engines[homes[0]].account.tokens_ahead == 480, "each computes its own end"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
+from fakes.gateway.engine_link import FakeLink, FakeSink, Letters, Work
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from baton.gateway.moves import mover
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover, movable_by_engine
 from baton.gateway.request.answer import Answer
-from baton.gateway.request.engine_link import Blocked, EngineOutput, Work
+from baton.gateway.request.engine_link import Blocked, EngineOutput
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits

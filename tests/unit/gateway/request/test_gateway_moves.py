@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters, Work
 from fakes.gateway.step_outputs import give
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.answer import Answer
-from baton.gateway.request.engine_link import EngineOutput, Route, Work
+from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.gateway.request.move import (
     CATCH_UP_S,
     LIMIT_S,

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeRouter, Letters
+from fakes.gateway.engine_link import FakeLink, FakeRouter, Letters, Work
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.answer import Answer
-from baton.gateway.request.engine_link import Demand, EngineOutput, Work
+from baton.gateway.request.engine_link import Demand, EngineOutput
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
 from baton.gateway.request.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters, Work
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import (
@@ -27,7 +27,7 @@ from baton.core.errors import (
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
 from baton.gateway.request.answer import Answer
-from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary, Work
+from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from effort import examples
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters, Work
 from fakes.gateway.step_outputs import give
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,7 +22,7 @@ from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.request.timeline import TERMINAL, Event, Stamp
 from baton.gateway.request.answer import Answer
-from baton.gateway.request.engine_link import EngineOutput, TransferSummary, Work
+from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
@@ -49,10 +50,10 @@ class SimEngine(FakeLink):
     wire: deque[EngineOutput] = field(default_factory=deque)
     computed: dict[str, bool] = field(default_factory=dict)  # transfer -> did the request end here
 
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float, *_: object
-    ) -> None:
-        super().dispatch(request, work, ticket, deadline_remaining_s)
+    def dispatch(self, request: Request, *more: Any) -> None:
+        super().dispatch(request, *more)
+        _, work, ticket, _ = self.dispatched[-1]
+        assert ticket is not None
         first = len(request.output_token_ids) + (0 if work is Work.PREFILL else 1)
         self.held[request.attempt] = Held(request, ticket, first)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
+from fakes.gateway.engine_link import FakeLink, FakeSink, Letters, Work
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.answer import Answer
-from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import LATE_S, SessionLimits, Suspects
 from baton.gateway.text.text_stream import TextStream
