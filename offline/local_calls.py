@@ -38,13 +38,7 @@ from ..gateway.security.caller import INFER, Caller
 from ..gateway.telemetry.calls.call_record import CallRecord
 from ..gateway.text.special_tokens import Spans
 from ..gateway.validation.served_model import ServedModel
-from ..gateway.validation.validation import (
-    ModelLimits,
-    ValidatedRequest,
-    check_request,
-    complete_request,
-    prompt_token_ids,
-)
+from ..gateway.validation.validation import ModelLimits, ValidatedRequest, validated
 from ..proto.v1 import inference_pb2
 
 log = logging.getLogger(__name__)
@@ -164,14 +158,14 @@ class LocalCalls:
         """Check and tokenise; `special_at`: see Tokenizer.encode. Raises ModelNotFound,
         InvalidRequest kin."""
         _OURS.check_model(wire.model, self.model.limits.model)
-        request = check_request(wire, self.limits)
-        if request.sampling.constraint is not None:
-            await self.model.constraints.check(request.sampling.constraint)
-        prompt = await prompt_token_ids(
-            request, wire.text, self.model.tokenizer, self.limits.max_model_len, special_at
+        return await validated(
+            wire,
+            self.limits,
+            self.model.tokenizer,
+            self.model.constraints.check,
+            drawn_seed=self._entropy.new_seed(),
+            special_at=special_at,
         )
-        seed = self._entropy.new_seed()
-        return complete_request(request, wire, prompt, self.limits, drawn_seed=seed)
 
     @contextmanager
     def running(self, request: ValidatedRequest, caller: Caller = _OURS) -> Iterator[LocalCall]:

@@ -17,7 +17,6 @@ from ...core.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
-    InvalidRequest,
     Unavailable,
     public_error,
 )
@@ -42,9 +41,7 @@ from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
     ValidatedRequest,
-    check_request,
-    complete_request,
-    prompt_token_ids,
+    validated,
 )
 from .loop_pacing import LoopPacing
 from .queue_limit import QueueLimit
@@ -282,17 +279,15 @@ class FrontDoor:
     ) -> ValidatedRequest:
         """The request, charged to the caller's tenant and in its part of the prefix cache."""
         self.check_model(caller, wire.model)
-        limits = self.limits
-        request = check_request(wire, limits, self.adapters.adapters)
-        if request.sampling.constraint is not None:
-            if (refusal := self.constraint_refusal) is not None:
-                raise InvalidRequest(refusal, "constraint", "unsupported_parameter")
-            await self.model.constraints.check(request.sampling.constraint)
-        prompt = await prompt_token_ids(
-            request, wire.text, self.model.tokenizer, limits.max_model_len, special_at
+        request = await validated(
+            wire,
+            self.limits,
+            self.model.tokenizer,
+            lambda form: self.model.constraints.check(form, self.constraint_refusal),
+            drawn_seed=self._entropy.new_seed(),
+            adapters=self.adapters.adapters,
+            special_at=special_at,
         )
-        seed = self._entropy.new_seed()
-        request = complete_request(request, wire, prompt, limits, drawn_seed=seed)
         if admission is not None:
             num_outputs = max(request.options.n, request.sampling.best_of)
             max_output_tokens = num_outputs * request.sampling.max_tokens

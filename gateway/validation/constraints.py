@@ -29,10 +29,11 @@ class ConstraintCheck:
         """Why this model's outputs cannot be constrained by anybody here, or None."""
         return self._grammars.refusal
 
-    async def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest with what is wrong, Overloaded."""
-        if self.refusal is not None:
-            raise InvalidRequest(self.refusal, "constraint", "unsupported_parameter")
+    async def check(self, constraint: Constraint, refusal: str | None = None) -> None:
+        """`refusal`: why none can be had now. Raises InvalidRequest with what is wrong,
+        Overloaded."""
+        if (refusal := refusal or self.refusal) is not None:
+            raise InvalidRequest(refusal, "constraint", "unsupported_parameter")
         if self._grammars.is_kept(constraint):
             return
         if self._num_waiting >= _MAX_WAITING:

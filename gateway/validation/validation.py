@@ -1,10 +1,7 @@
 """The one validator of requests to the served model: what a client may request, and what absent
 fields mean.
 
-Two steps, since a text's length is known only after tokenisation:
-
-    GenerateRequest ── check_request ──► (tokenise) ── complete_request ──► ValidatedRequest
-                       ids, ranges                        lengths, defaults, seed
+    GenerateRequest ── ids, ranges ──► (tokenise) ── lengths, defaults, seed ──► ValidatedRequest
 
 Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
 table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -33,6 +30,7 @@ from ...core.request.request import (
     OPTIONS,
     SAMPLING,
     Adapter,
+    Constraint,
     RequestOptions,
     SamplingParams,
 )
@@ -72,10 +70,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request that the deployment can serve. `label` is the caller's name for it.
-
-    Behind `check_request` its fields are each in order; a text is no token ids yet.
-    """
+    """A request that the deployment can serve. `label` is the caller's name for it."""
 
     prompt_token_ids: array[int]  # read only
     sampling: SamplingParams
@@ -101,13 +96,26 @@ class ValidatedRequest:
         return self.num_samples > self.options.n
 
 
-def check_request(
-    wire: inference_pb2.GenerateRequest, limits: ModelLimits, adapters: Adapters = _NO_ADAPTERS
+async def validated(
+    wire: inference_pb2.GenerateRequest,
+    limits: ModelLimits,
+    tokenizer: Tokenizer | NoTokenizer,
+    check_form: Callable[[Constraint], Awaitable[None]],
+    *,
+    drawn_seed: int,
+    adapters: Adapters = _NO_ADAPTERS,
+    special_at: Spans | None = None,
 ) -> ValidatedRequest:
-    """Check every field that needs no tokeniser; what model a caller may name is Caller's. Raises
-    InvalidRequest kin."""
+    """Check every field, tokenise the text, and fill in the defaults of what `wire` does not have;
+    what model a caller may name is Caller's. `check_form`: raises for a form of the output that
+    cannot be had; `special_at`: see Tokenizer.encode.
+
+    `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
+    is smaller. Raises InvalidRequest, also where it needs a tokenizer that is not there,
+    ContextLengthExceeded, PromptTooLarge, and what `check_form` does.
+    """
     check_label(wire.request_id, "request_id")
-    prompt = _prompt(wire, limits.vocab_size)
+    prompt = _token_ids(wire, limits.vocab_size)
     options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
     sampling = check_sampling(wire.sampling, limits.vocab_size)
     if OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
@@ -121,52 +129,18 @@ def check_request(
             "use_beam_search",
             "unsupported_parameter",
         )
-    return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
-
-
-async def prompt_token_ids(
-    request: ValidatedRequest,
-    text: str,
-    tokenizer: Tokenizer | NoTokenizer,
-    max_tokens: int,
-    special_at: Spans | None = None,
-) -> Sequence[int]:
-    """The request's prompt, of which `text` is to be tokenised; `special_at`: see Tokenizer.encode.
-
-    Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
-    """
-    if request.sampling.stop and isinstance(tokenizer, NoTokenizer):
+    if sampling.constraint is not None:
+        await check_form(sampling.constraint)
+    if sampling.stop and isinstance(tokenizer, NoTokenizer):
         raise no_text("stop")
-    if not text:
-        return request.prompt_token_ids
-    return await tokenizer.encode(
-        text,
-        adds_special_tokens=request.options.add_special_tokens,
-        special_at=special_at,
-        max_tokens=max_tokens,
-    )
-
-
-def complete_request(
-    request: ValidatedRequest,
-    wire: inference_pb2.GenerateRequest,
-    prompt_token_ids: Iterable[int],
-    limits: ModelLimits,
-    *,
-    drawn_seed: int,
-) -> ValidatedRequest:
-    """Check the lengths and fill in the defaults of what `wire` does not have.
-
-    `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
-    is smaller. Raises ContextLengthExceeded, PromptTooLarge, InvalidRequest: a tokenizer may have
-    tokens that the model does not have.
-    """
-    prompt, sampling = column(prompt_token_ids), request.sampling
-    if not prompt:
-        raise _empty_prompt()
-    if wire.text and (largest := int(np.max(prompt))) >= limits.vocab_size:
-        message = f"prompt has token {largest}; the vocabulary has {limits.vocab_size} ids"
-        raise InvalidRequest(message, "prompt", "invalid_token_id")
+    if wire.text:
+        encoded = await tokenizer.encode(
+            wire.text,
+            adds_special_tokens=options.add_special_tokens,
+            special_at=special_at,
+            max_tokens=limits.max_model_len,
+        )
+        prompt = _prompt_of_text(encoded, limits.vocab_size)
     given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
     max_tokens = _fitting_max_tokens(len(prompt), given, limits)
     if sampling.min_tokens > max_tokens:
@@ -174,7 +148,7 @@ def complete_request(
         raise InvalidRequest(message, "min_tokens", "invalid_value")
     seed = sampling.seed if wire.sampling.HasField("seed") else drawn_seed
     sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
-    return replace(request, prompt_token_ids=prompt, sampling=sampling)
+    return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
 
 
 def is_label(text: str) -> bool:
@@ -198,8 +172,8 @@ def check_names(names: Sequence[str]) -> None:
         raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
 
 
-def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
-    """The token ids, none for a text; an empty text or list is no prompt."""
+def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
+    """The prompt, or none for a text; an empty text or list is no prompt."""
     if wire.WhichOneof("prompt") is None:
         message = "give a prompt: text or token ids"
         raise InvalidRequest(message, "prompt", "missing_required")
@@ -217,6 +191,17 @@ def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
         raise _empty_prompt()
     check_token_ids(token_ids, vocab_size, "prompt")
     return token_ids
+
+
+def _prompt_of_text(encoded: Sequence[int], vocab_size: int) -> array[int]:
+    """A tokenizer may have tokens that the model does not have."""
+    if not encoded:
+        raise _empty_prompt()
+    prompt = column(encoded)
+    if (largest := int(np.max(prompt))) >= vocab_size:
+        message = f"prompt has token {largest}; the vocabulary has {vocab_size} ids"
+        raise InvalidRequest(message, "prompt", "invalid_token_id")
+    return prompt
 
 
 def _empty_prompt() -> InvalidRequest:

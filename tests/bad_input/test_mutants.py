@@ -17,6 +17,7 @@ import grpc
 import pytest
 from bad_input.cases.fronts import Target
 from bad_input.cases.mutants import http_head, mutated_body, mutated_head, mutated_message
+from fakes.gateway.requests import validated_at_once
 from google.protobuf.message import DecodeError
 
 from baton.core.errors import InvalidRequest
@@ -24,7 +25,7 @@ from baton.gateway.http.chat.chat import FIELDS as CHAT
 from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.protocol.body import parse_object
-from baton.gateway.validation.validation import ModelLimits, check_request, complete_request
+from baton.gateway.validation.validation import ModelLimits
 from baton.proto.v1 import inference_pb2
 
 # Of so many requests, so many by each way.
@@ -196,9 +197,7 @@ def _validators(target: Target, num_requests: int, seed: int) -> Counter[str]:
                 read_fields(parse_object(body), COMPLETIONS if number % 4 == 1 else CHAT)
             else:
                 wire = inference_pb2.GenerateRequest.FromString(mutated_message(rng)[1])
-                checked = check_request(wire, limits)
-                ids = wire.text.encode() or checked.prompt_token_ids
-                complete_request(checked, wire, ids, limits, drawn_seed=1)
+                validated_at_once(wire, limits, lambda text: tuple(text.encode()))
         except InvalidRequest as error:
             verdict = error.code
         except DecodeError:

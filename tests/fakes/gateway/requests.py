@@ -1,12 +1,15 @@
-"""Requests as the validator leaves them, of what a test says of them."""
+"""Requests as the validator leaves them: of what a test says of them, and by the validator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from baton.core.request.request import Adapter, RequestOptions, SamplingParams
+from baton.core.request.request import Adapter, Constraint, RequestOptions, SamplingParams
 from baton.core.request.token_ids import column
-from baton.gateway.validation.validation import ValidatedRequest
+from baton.gateway.validation.validation import ModelLimits, ValidatedRequest, validated
+from baton.proto.v1 import inference_pb2
 
 
 def valid(
@@ -21,3 +24,26 @@ def valid(
     return ValidatedRequest(
         column(prompt), sampling, "", options, caller_id=caller_id, adapter=adapter
     )
+
+
+def validated_at_once(
+    wire: inference_pb2.GenerateRequest,
+    limits: ModelLimits,
+    encode: Callable[[str], Sequence[int]],
+    *,
+    drawn_seed: int = 1,
+) -> ValidatedRequest:
+    """By a tokenizer that makes nobody wait, where every form of the output can be had."""
+
+    async def encoded(text: str, **_: object) -> Sequence[int]:
+        return encode(text)
+
+    async def is_fine(_: Constraint) -> None: ...
+
+    tokenizer: Any = SimpleNamespace(encode=encoded)
+    try:
+        validated(wire, limits, tokenizer, is_fine, drawn_seed=drawn_seed).send(None)
+    except StopIteration as done:
+        request: ValidatedRequest = done.value
+        return request
+    raise AssertionError("it waits for something")

@@ -155,7 +155,7 @@ async def test_streams_have_turns_between_what_is_asked_and_what_is_sent_out(
 
         return call
 
-    monkeypatch.setattr(front_door, "complete_request", noting(front_door.complete_request))
+    monkeypatch.setattr(front_door, "validated", noting(front_door.validated))
     monkeypatch.setattr(SessionTable, "start", noting(SessionTable.start))
     turn()
     result = await world.client.generate(PROMPT, max_tokens=2).finish()

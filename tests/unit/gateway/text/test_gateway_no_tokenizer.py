@@ -11,7 +11,7 @@ from baton.core.config import GatewayConfig
 from baton.core.errors import InvalidRequest, StartupFailed
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.served_model import ServedModel
-from baton.gateway.validation.validation import ValidatedRequest, check_request, prompt_token_ids
+from baton.gateway.validation.validation import ValidatedRequest, validated
 from baton.proto.v1 import inference_pb2
 
 
@@ -24,27 +24,27 @@ def model(tmp_path: Path) -> ServedModel:
     return ServedModel.load(GatewayConfig(model=str(tmp_path), skip_tokenizer_init=True))
 
 
-def request_of(model: ServedModel, stop: str = "", **prompt: object) -> ValidatedRequest:
+async def request_of(model: ServedModel, stop: str = "", **prompt: object) -> ValidatedRequest:
     wire = inference_pb2.GenerateRequest(**prompt)
     wire.sampling.stop.extend([stop] if stop else [])
-    return check_request(wire, model.limits)
+    check_form = model.constraints.check
+    return await validated(wire, model.limits, model.tokenizer, check_form, drawn_seed=1)
 
 
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
-    request = request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
-    assert list(await prompt_token_ids(request, "", model.tokenizer, 64)) == [5, 6]
+    request = await request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
+    assert list(request.prompt_token_ids) == [5, 6]
     text = TextStream(model.tokenizer.detokenizer((5, 6)).step, ())
     assert text.feed([7, 8, 9]).text == "" and text.flush() == ""
 
 
 async def test_what_needs_text_is_refused(model: ServedModel) -> None:
     with pytest.raises(InvalidRequest, match="no tokenizer") as refused:
-        await prompt_token_ids(request_of(model, text="hello"), "hello", model.tokenizer, 64)
+        await request_of(model, text="hello")
     assert refused.value.param == "prompt"
     ids = inference_pb2.TokenIds(ids=[5])
     with pytest.raises(InvalidRequest, match="stop strings") as refused:
-        request = request_of(model, stop="END", token_ids=ids)
-        await prompt_token_ids(request, "", model.tokenizer, 64)
+        await request_of(model, stop="END", token_ids=ids)
     assert refused.value.param == "stop"
     with pytest.raises(InvalidRequest):
         await model.tokenizer.encode("x")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from fakes.gateway.requests import validated_at_once
 
 from baton.core.errors import (
     BatonError,
@@ -19,8 +21,6 @@ from baton.gateway.validation.validation import (
     ModelLimits,
     ValidatedRequest,
     check_names,
-    check_request,
-    complete_request,
 )
 from baton.proto.v1 import common_pb2, inference_pb2
 
@@ -40,11 +40,11 @@ def wire(**fields: Any) -> inference_pb2.GenerateRequest:
 
 
 def validate(
-    request: inference_pb2.GenerateRequest, limits: ModelLimits = LIMITS
+    request: inference_pb2.GenerateRequest,
+    limits: ModelLimits = LIMITS,
+    encode: Callable[[str], Sequence[int]] = lambda text: range(len(text)),
 ) -> ValidatedRequest:
-    checked = check_request(request, limits)
-    ids = range(len(request.text)) if request.text else checked.prompt_token_ids
-    return complete_request(checked, request, ids, limits, drawn_seed=77)
+    return validated_at_once(request, limits, encode, drawn_seed=77)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_no_prompt_at_all() -> None:
 
 def test_a_text_of_no_tokens() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
-        complete_request(check_request(wire(), LIMITS), wire(), (), LIMITS, drawn_seed=1)
+        validate(wire(), encode=lambda text: ())
 
 
 def test_a_text_with_a_token_of_the_tokenizer_alone() -> None:
     with pytest.raises(InvalidRequest, match="token 100") as caught:
-        complete_request(check_request(wire(), LIMITS), wire(), (5, 100), LIMITS, drawn_seed=1)
+        validate(wire(), encode=lambda text: (5, 100))
     assert (caught.value.code, caught.value.param) == ("invalid_token_id", "prompt")
 
 
