@@ -8,7 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Number, Real
 from typing import Any, TypedDict
 
@@ -213,18 +213,6 @@ def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
     return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param)
 
 
-@dataclass(slots=True)
-class _Sample:
-    """One sample's stream so far."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    token_s: list[float] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    result: Result | None = None
-
-
 class Collector:
     """Adds up one stream of one or several samples."""
 
@@ -232,62 +220,61 @@ class Collector:
         self.id = ""
         self._num_samples = num_samples
         self._sent_s = time.monotonic()
-        self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
+        # By sample.
+        self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
+        self._token_s: defaultdict[int, list[float]] = defaultdict(list)
+        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._results: dict[int, Result] = {}
 
     @property
     def is_whole(self) -> bool:
         """Whether all samples are finished."""
-        return len(self.results) == self._num_samples
+        return len(self._results) == self._num_samples
 
     @property
     def results(self) -> tuple[Result, ...]:
         """Of the samples that are finished, in their order."""
-        ordered = [self._samples[index].result for index in sorted(self._samples)]
-        return tuple(result for result in ordered if result is not None)
+        return tuple(self._results[index] for index in sorted(self._results))
 
     @property
     def result(self) -> Result | None:
         """The first sample's; None until its last chunk is in."""
-        return self._samples[0].result if 0 in self._samples else None
+        return self._results.get(0)
 
     def add(self, wire: inference_pb2.GenerateChunk) -> Chunk:
         """Take the next message; raises BatonError if tokens are missing or doubled."""
-        self.id = wire.id
-        sample = self._samples[wire.sample_index]
-        if wire.token_ids and wire.index != len(sample.token_ids):
-            raise BatonError(f"token {len(sample.token_ids)} is missing in the stream")
-        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
-        sample.text.append(wire.text)
-        sample.token_ids += wire.token_ids
-        sample.token_s += [time.monotonic()] * len(wire.token_ids)
-        sample.logprobs += logprobs
-        sample.prompt_logprobs += map(codec.logprobs_from_wire, wire.prompt_logprobs)
+        self.id, sample = wire.id, wire.sample_index
+        token_ids, token_s = tuple(wire.token_ids), self._token_s[sample]
+        if token_ids and wire.index != len(token_s):
+            raise BatonError(f"token {len(token_s)} is missing in the stream")
         reason = codec.finish_from_wire(wire.finish_reason)
+        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
+        chunk = Chunk(wire.text, token_ids, wire.index, reason, sample, logprobs)
+        self._chunks[sample].append(chunk)
+        token_s += [time.monotonic()] * len(token_ids)
+        self._prompt_logprobs[sample] += map(codec.logprobs_from_wire, wire.prompt_logprobs)
         if reason is not None:
-            sample.result = self._finished(wire, sample, reason)
-        token_ids = tuple(wire.token_ids)
-        return Chunk(wire.text, token_ids, wire.index, reason, wire.sample_index, logprobs)
+            self._results[sample] = self._finished(wire, reason)
+        return chunk
 
-    def _finished(
-        self, wire: inference_pb2.GenerateChunk, sample: _Sample, reason: FinishReason
-    ) -> Result:
-        fields = codec.same_fields(wire.result, Result)
-        fields |= {
-            "decode_node": wire.result.decode_node or None,
-            "transport": wire.result.transport or None,
-            "timeline": tuple(codec.stamps_from_wire(wire.result.timeline)),
+    def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
+        chunks, found = self._chunks[wire.sample_index], wire.result
+        fields = codec.same_fields(found, Result) | {
+            "decode_node": found.decode_node or None,
+            "transport": found.transport or None,
+            "timeline": tuple(codec.stamps_from_wire(found.timeline)),
         }
         return Result(
             **fields,
             id=wire.id,
-            text="".join(sample.text),
-            token_ids=tuple(sample.token_ids),
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             finish_reason=reason,
             matched_stop=wire.matched_stop_id
             if wire.HasField("matched_stop_id")
             else wire.matched_stop or None,
-            times=TokenTimes(self._sent_s, tuple(sample.token_s)),
+            times=TokenTimes(self._sent_s, tuple(self._token_s[wire.sample_index])),
             sample_index=wire.sample_index,
-            logprobs=tuple(sample.logprobs),
-            prompt_logprobs=tuple(sample.prompt_logprobs),
+            logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs[wire.sample_index]),
         )
