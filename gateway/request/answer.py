@@ -39,7 +39,8 @@ def text_stream(request: ValidatedRequest, tokenizer: Tokenizer | NoTokenizer) -
 
 
 class Answer:
-    """Of one session. `output_ids`: the tokens so far."""
+    """Of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string, or the stop
+    id, that ends them."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Answer:
         sample_index: int = 0,
     ) -> None:
         self.output_ids: list[int] = []
+        self.matched_stop: int | str | None = None
         self.text = text
         self.prompt_scores: PromptScores | None = None  # unless they were requested
         if request.sampling.prompt_logprobs is not None:
@@ -111,7 +113,7 @@ class Answer:
         text = self.text.next(token_id)
         return self._sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index))
 
-    def add(self, tokens: list[OutputToken]) -> tuple[OutputChunk, str | None]:
+    def add(self, tokens: list[OutputToken]) -> OutputChunk:
         """Take tokens that are in order; `send` or `finish` with the chunk of those up to a stop
         string, if one came."""
         piece = self.text.feed([token_id for token_id, _ in tokens])
@@ -122,7 +124,8 @@ class Answer:
         chunk = OutputChunk(piece.text, token_ids, index, None, self.sample_index, logprobs)
         if self.prompt_scores is not None and shown and not index:
             chunk.prompt_logprobs = self.prompt_scores.all()
-        return chunk, piece.matched_stop
+        self.matched_stop = piece.matched_stop
+        return chunk
 
     def send(self, chunk: OutputChunk) -> bool:
         """False: the client reads too slowly."""
@@ -133,7 +136,6 @@ class Answer:
         route: Route,
         reason: FinishReason,
         chunk: OutputChunk,
-        matched_stop: int | str | None,
         *,
         is_handed_over: bool,
         num_attempts: int,
@@ -141,13 +143,13 @@ class Answer:
         """The good end."""
         if self.prompt_scores is not None and not self.output_ids:
             chunk.prompt_logprobs = self.prompt_scores.all()
-        if matched_stop is None:
+        if self.matched_stop is None:
             chunk.text += self.text.flush()
             ids = self.request.sampling.stop_token_ids
-            matched_stop = next((i for i in self.output_ids[-1:] if i in ids), None)
+            self.matched_stop = next((i for i in self.output_ids[-1:] if i in ids), None)
         chunk.result = RequestResult(
             finish_reason=reason,
-            matched_stop=matched_stop,
+            matched_stop=self.matched_stop,
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=len(self.output_ids),
             cached_tokens=self._cached_tokens,

@@ -342,25 +342,19 @@ class Session:
 
     def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
-        chunk, matched_stop = self.answer.add(tokens)
+        chunk = self.answer.add(tokens)
         if chunk.token_ids and self.fingerprint is None:
             self.fingerprint = attempt.route.prefill.fingerprint
         if self._setbacks is not None:
             self._setbacks.got_further()
-        if matched_stop is not None:
-            self.finish(attempt, FinishReason.STOP, chunk, matched_stop)
+        if self.answer.matched_stop is not None:
+            self.finish(attempt, FinishReason.STOP, chunk)
         elif attempt.is_complete and attempt.finish_reason is not None:
             self.finish(attempt, attempt.finish_reason, chunk)
         elif not self.answer.send(chunk):
             self.end_badly(Overloaded(_TOO_SLOW))
 
-    def finish(
-        self,
-        attempt: Attempt,
-        reason: FinishReason,
-        chunk: OutputChunk,
-        matched_stop: str | None = None,
-    ) -> None:
+    def finish(self, attempt: Attempt, reason: FinishReason, chunk: OutputChunk) -> None:
         """The good end. Whoever still holds the request gets a Cancel."""
         self._end(Event.FINISHED)
         attempt.cancel()
@@ -368,7 +362,6 @@ class Session:
             attempt.route,
             reason,
             chunk,
-            matched_stop,
             is_handed_over=attempt.is_handed_over,
             num_attempts=self.num_taken,
         )

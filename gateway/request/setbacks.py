@@ -295,7 +295,7 @@ class Setbacks:
             self._suspect(attempt, blamed, error)
         if len(self._output_ids) == session.answer.request.sampling.max_tokens:
             # All tokens are out: only the message that ends it was lost.
-            session.finish(attempt, FinishReason.LENGTH, session.answer.add([])[0])
+            session.finish(attempt, FinishReason.LENGTH, session.answer.add([]))
         elif not error.is_retryable or not self._may_try_again:
             session.end_badly(error)
         elif moved := session.moves and session.moves.take_over(is_suspect=self.is_suspect):
