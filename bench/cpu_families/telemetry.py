@@ -102,14 +102,14 @@ def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
         clock.now_s += _GAP_S * rng.lognormvariate(0, 0.3)
         began_s = time.thread_time()
         for record in records:
-            record.token_times[0].append((clock.now_s, 1))
+            if not feeds:
+                record.token_times[0].append((clock.now_s, 1))
             for feed in feeds:
-                feed.chunk_delivered(record, chunk, clock.now_s)
+                feed.chunk_delivered(record, chunk)
         spent_s += time.thread_time() - began_s
     began_s = time.thread_time()
     for record in records:
         record.results[0] = _result(record)
-        record.ended_s = clock.now_s
         for feed in feeds:
             feed.call_ended(record)
     for feed in feeds:

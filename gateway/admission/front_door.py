@@ -59,7 +59,6 @@ class RunningCall:
     record: CallRecord
     request: ValidatedRequest
     _queue: ChunkQueue
-    _clock: Clock
     _feed: CallFeed
     _ends: LoopPacing
     _last: OutputChunk | None = None  # of all samples, once it is given out
@@ -74,7 +73,7 @@ class RunningCall:
         def push(chunk: OutputChunk) -> bool:
             if not write(chunk):
                 return False
-            self._delivered(chunk)
+            self._feed.chunk_delivered(self.record, chunk)
             return True
 
         self._queue.push = push
@@ -95,23 +94,14 @@ class RunningCall:
                 if num_open == 1:
                     self._last = chunk
             yield chunk
-            self._delivered(chunk)
+            self._feed.chunk_delivered(self.record, chunk)
             num_open -= chunk.result is not None
 
     def left(self) -> None:
         """The client went away: it may have the call's last chunk before its front knows that it is
         written."""
         if self._last is not None and self._last.sample_index not in self.record.results:
-            self._delivered(self._last)
-
-    def _delivered(self, chunk: OutputChunk) -> None:
-        now_s = self._clock.monotonic_s()
-        if chunk.token_ids:
-            times = self.record.token_times[chunk.sample_index]
-            times.append((now_s, len(chunk.token_ids)))
-        if chunk.result is not None:
-            self.record.results[chunk.sample_index] = chunk.result
-        self._feed.chunk_delivered(self.record, chunk, now_s)
+            self._feed.chunk_delivered(self.record, self._last)
 
 
 @dataclass(eq=False)
@@ -317,7 +307,7 @@ class FrontDoor:
                 sessions = self._make_sessions(request, record, router, queue, deadline_s)
                 record.call_id = sessions[0].call_id
                 self._feed.call_began(record)
-                call = RunningCall(record, request, queue, self._clock, self._feed, self._ends)
+                call = RunningCall(record, request, queue, self._feed, self._ends)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
@@ -343,7 +333,6 @@ class FrontDoor:
             record.error = error or Cancelled("the client went away")
             if public_error(record.error) is not record.error:  # the caller does not see its text
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
-        record.ended_s = self._clock.monotonic_s()
         self._feed.call_ended(record)
 
     def _make_sessions(

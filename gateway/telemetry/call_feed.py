@@ -73,14 +73,18 @@ class CallFeed:
         noted.lookups_s.append(record.lookup_s)
         noted.prompt_tokens += record.prompt_tokens
 
-    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        """The record's `token_times` have it already."""
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk) -> None:
+        """To the client, just now."""
+        now_s = self._clock.monotonic_s()
         noted, times = self._noted, record.token_times[chunk.sample_index]
         if now_s >= self._until_s or len(noted.gaps_s) >= _MAX_GAPS:
             noted = self._note(now_s)
-        num_tokens, num_deliveries = len(chunk.token_ids), len(times)
-        if not num_tokens:
+        if chunk.result is not None:
+            record.results[chunk.sample_index] = chunk.result
+        if not (num_tokens := len(chunk.token_ids)):
             return
+        times.append((now_s, num_tokens))
+        num_deliveries = len(times)
         if num_tokens > 1:
             noted.coalesced_tokens += num_tokens - 1
         if num_deliveries > 1:
@@ -95,7 +99,8 @@ class CallFeed:
 
     def call_ended(self, record: CallRecord) -> None:
         """Once for each call that began, whatever ended it."""
-        noted = self._note(self._clock.monotonic_s())
+        record.ended_s = self._clock.monotonic_s()
+        noted = self._note(record.ended_s)
         self._window.num_running -= 1
         noted.ended.append(record)
         if self._on_ended:

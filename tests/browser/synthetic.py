@@ -216,13 +216,10 @@ class SyntheticGateway:
         return RequestResult(reason, None, *usage, transfer, 1, 0, tuple(timeline))
 
     def _deliver(self, record: CallRecord, index: int) -> None:
-        now_s = self.clock.monotonic_s()
-        record.token_times[0].append((now_s, 1))
-        self.calls.chunk_delivered(record, OutputChunk("", (1,), index), now_s)
+        self.calls.chunk_delivered(record, OutputChunk("", (1,), index))
 
     def _end(self, record: CallRecord, result: RequestResult, error: BatonError | None) -> None:
-        now_s = self.clock.monotonic_s()
-        record.ended_s, record.error = now_s, error
+        record.error = error
         if error is None:
             last = Stamp(Event.FINISHED, self.clock.unix_ns(), result.decode_node or "")
             record.results[0] = replace(result, timeline=(*result.timeline, last))

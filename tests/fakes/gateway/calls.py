@@ -58,7 +58,6 @@ class PlayedCall:
         prompt_tokens: int = 7,
         tenant: str = "",
     ) -> None:
-        self._clock = clock
         self._feed = feed
         self._next_index = [0] * num_samples
         self.record = CallRecord(
@@ -78,14 +77,9 @@ class PlayedCall:
     def deliver(
         self, num_tokens: int, sample: int = 0, result: RequestResult | None = None
     ) -> None:
-        now_s = self._clock.monotonic_s()
         chunk = OutputChunk("x", (5,) * num_tokens, self._next_index[sample], result, sample)
         self._next_index[sample] += num_tokens
-        if num_tokens:
-            self.record.token_times[sample].append((now_s, num_tokens))
-        if result is not None:
-            self.record.results[sample] = result
-        self._feed.chunk_delivered(self.record, chunk, now_s)
+        self._feed.chunk_delivered(self.record, chunk)
 
     def finish(self, *, cached_tokens: int = 0, attempts: int = 1) -> None:
         """The last chunks, without tokens, and the end."""
@@ -110,5 +104,4 @@ class PlayedCall:
 
     def end(self, error: BatonError | None) -> None:
         self.record.error = error
-        self.record.ended_s = self._clock.monotonic_s()
         self._feed.call_ended(self.record)
