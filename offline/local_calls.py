@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -24,15 +24,13 @@ from ..core.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, S
 from ..core.ports import SystemClock, SystemEntropy
 from ..core.process.collector import settle
 from ..core.request.request import Request, Ticket, TokenLogprobs
-from ..core.request.timeline import Event, Stamp
 from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 from ..gateway.admission.loop_pacing import LoopPacing
-from ..gateway.request.answer import GATEWAY, Answer, text_stream
-from ..gateway.request.best_of import best_of
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
-from ..gateway.request.output_chunk import ChunkQueue, ChunkSink, OutputChunk, merged
+from ..gateway.request.output_chunk import ChunkQueue, OutputChunk, merged
 from ..gateway.request.session import Session
+from ..gateway.request.session_table import sessions_of
 from ..gateway.request.setbacks import SessionLimits
 from ..gateway.security.caller import INFER, Caller
 from ..gateway.telemetry.calls.call_record import CallRecord
@@ -198,38 +196,23 @@ class LocalCalls:
     def _make_sessions(
         self, request: ValidatedRequest, record: CallRecord, queue: ChunkQueue
     ) -> list[Session]:
-        """One for each sample; the first leads the others."""
-        sink: ChunkSink = queue
-        has_stop = bool(request.sampling.stop)
-        if request.has_spare_samples:
-            request, sink = best_of(request, queue)
-        has_scores = request.sampling.logprobs is not None
-
-        def session(index: int, siblings: Sequence[Session] = ()) -> Session:
-            made = Session(
-                Answer(
-                    self._entropy.new_id(),
-                    request,
-                    text=text_stream(request, self.model.tokenizer),
-                    sink=sink,
-                    arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                    clock=self._clock,
-                    sample_index=index,
-                ),
-                deadline_s=math.inf,
-                router=self,
-                clock=self._clock,
-                entropy=self._entropy,
-                limits=_LIMITS,
-                siblings=siblings,
-            )
+        sessions = sessions_of(
+            request,
+            self.model.tokenizer,
+            queue,
+            self._entropy,
+            arrived_unix_ns=record.arrived_unix_ns,
+            deadline_s=math.inf,
+            router=self,
+            clock=self._clock,
+            limits=_LIMITS,
+        )
+        for session in sessions:
             self._turn = (self._turn + 1) % _TOGETHER
-            sample = _Sample(made, self._turn, has_scores, not (has_scores or has_stop))
-            self._samples[made.request_id] = sample
-            return made
-
-        siblings = [session(index) for index in range(1, request.num_samples)]
-        return [session(0, siblings), *siblings]
+            has_scores = session.request.sampling.logprobs is not None
+            may_wait = not (has_scores or session.request.sampling.stop)
+            self._samples[session.request_id] = _Sample(session, self._turn, has_scores, may_wait)
+        return sessions
 
     # --- a FrontDoor, as far as endpoints that generate use one -----------------------------------
 

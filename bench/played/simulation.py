@@ -25,13 +25,11 @@ from baton.core.errors import BatonError, Overloaded
 from baton.core.membership import Role
 from baton.core.metrics import TokenTimes
 from baton.core.request.request import RequestOptions, SamplingParams
-from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -180,14 +178,11 @@ class Simulation:
             prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
         )
         session = Session(
-            Answer(
-                self._ids.new_id(),
-                request,
-                text=TextStream(_Letters().step, ()),
-                sink=call,
-                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-                clock=self.clock,
-            ),
+            self._ids.new_id(),
+            request,
+            TextStream(_Letters().step, ()),
+            call,
+            arrived_unix_ns=0,
             deadline_s=now_s + _DEADLINE_S,
             router=PromptRouter(gateway.table, request, hashes),
             clock=self.clock,

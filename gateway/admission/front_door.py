@@ -21,16 +21,13 @@ from ...core.errors import (
     public_error,
 )
 from ...core.ports import Clock, Entropy
-from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
-from ..request.answer import GATEWAY, Answer, text_stream
-from ..request.best_of import best_of
-from ..request.output_chunk import ChunkQueue, ChunkSink, OutputChunk
+from ..request.output_chunk import ChunkQueue, OutputChunk
 from ..request.session import Session
-from ..request.session_table import SessionTable
+from ..request.session_table import SessionTable, sessions_of
 from ..request.setbacks import SessionLimits
 from ..security.caller import ADMIN, INFER, Caller
 from ..security.tenancy import Tenancy, TenantAdmission
@@ -304,7 +301,18 @@ class FrontDoor:
                 # The write of a stuck reader never ends: after a failure it is left behind, and
                 # behind the deadline, which sessions that are over do not see pass.
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
-                sessions = self._make_sessions(request, record, router, queue, deadline_s)
+                sessions = sessions_of(
+                    request,
+                    self.model.tokenizer,
+                    queue,
+                    self._entropy,
+                    arrived_unix_ns=record.arrived_unix_ns,
+                    deadline_s=deadline_s,
+                    router=router,
+                    clock=self._clock,
+                    limits=self._session_limits,
+                    suspects=self._table.suspects,
+                )
                 record.call_id = sessions[0].call_id
                 self._feed.call_began(record)
                 call = RunningCall(record, request, queue, self._feed, self._ends)
@@ -334,39 +342,3 @@ class FrontDoor:
             if public_error(record.error) is not record.error:  # the caller does not see its text
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
         self._feed.call_ended(record)
-
-    def _make_sessions(
-        self,
-        request: ValidatedRequest,
-        record: CallRecord,
-        router: PromptRouter,
-        queue: ChunkQueue,
-        deadline_s: float,
-    ) -> list[Session]:
-        """One for each sample; the first leads the others."""
-        sink: ChunkSink = queue
-        if request.has_spare_samples:
-            request, sink = best_of(request, queue)
-
-        def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
-            return Session(
-                Answer(
-                    self._entropy.new_id(),
-                    request,
-                    text=text_stream(request, self.model.tokenizer),
-                    sink=sink,
-                    arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
-                    clock=self._clock,
-                    sample_index=sample_index,
-                ),
-                deadline_s=deadline_s,
-                router=router,
-                clock=self._clock,
-                entropy=self._entropy,
-                limits=self._session_limits,
-                suspects=self._table.suspects,
-                siblings=siblings,
-            )
-
-        siblings = [session(index) for index in range(1, request.num_samples)]
-        return [session(0, siblings), *siblings]

@@ -10,9 +10,7 @@ from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...core.request.request import FinishReason, Request, TokenLogprobs
 from ...core.request.timeline import TERMINAL, Event, Stamp
-from ..text.no_tokenizer import NoTokenizer
 from ..text.text_stream import TextStream
-from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
 from .engine_link import EngineOutput, Route, TransferSummary
 from .output_chunk import ChunkSink, OutputChunk, RequestResult, UnfinishedRun
@@ -23,21 +21,6 @@ GATEWAY = "gateway"
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 
 
-def text_stream(request: ValidatedRequest, tokenizer: Tokenizer | NoTokenizer) -> TextStream:
-    """Of one sample's output."""
-    options, sampling = request.options, request.sampling
-    detokenizer = tokenizer.detokenizer(
-        request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
-    )
-    return TextStream(
-        detokenizer.step,
-        sampling.stop,
-        min_tokens=sampling.min_tokens,
-        includes_stop=options.include_stop_str_in_output,
-        stop_ids=sampling.stop_token_ids,
-    )
-
-
 class Answer:
     """Of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string, or the stop
     id, that ends them."""
@@ -46,12 +29,11 @@ class Answer:
         self,
         request_id: str,
         request: ValidatedRequest,
-        *,
         text: TextStream,
         sink: ChunkSink,
-        arrived: Stamp,
+        arrived_unix_ns: int,
         clock: Clock,
-        sample_index: int = 0,
+        sample_index: int,
     ) -> None:
         self.output_ids: list[int] = []
         self.matched_stop: int | str | None = None
@@ -59,7 +41,7 @@ class Answer:
         self.prompt_scores: PromptScores | None = None  # unless they were requested
         if request.sampling.prompt_logprobs is not None:
             self.prompt_scores = PromptScores(len(request.prompt_token_ids))
-        self.timeline = [arrived]
+        self.timeline = [Stamp(Event.ARRIVED, arrived_unix_ns, GATEWAY)]
         self.request_id = request_id
         self.request = request
         self.sample_index = sample_index

@@ -31,11 +31,13 @@ from ...core.errors import (
 from ...core.ports import Clock, Entropy
 from ...core.request.request import FinishReason
 from ...core.request.timeline import Event
+from ..text.text_stream import TextStream
+from ..validation.validation import ValidatedRequest
 from .answer import Answer, OutputToken
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
-from .output_chunk import OutputChunk, UnfinishedRun
+from .output_chunk import ChunkSink, OutputChunk, UnfinishedRun
 from .setbacks import SessionLimits, Setbacks, Suspects
 
 _TOO_SLOW = "the client reads too slowly; its stream was ended"
@@ -52,19 +54,24 @@ class Session:
 
     def __init__(
         self,
-        answer: Answer,
+        request_id: str,
+        request: ValidatedRequest,
+        text: TextStream,
+        sink: ChunkSink,
         *,
+        arrived_unix_ns: int,
         deadline_s: float,
         router: Router,
         clock: Clock,
         entropy: Entropy,
         limits: SessionLimits,
         suspects: Suspects | None = None,
+        sample_index: int = 0,
         siblings: Sequence[Session] = (),
     ) -> None:
-        self.answer = answer
-        self.request = answer.request
-        self.request_id = self.call_id = answer.request_id  # the client knows all samples by one
+        self.answer = Answer(request_id, request, text, sink, arrived_unix_ns, clock, sample_index)
+        self.request = request
+        self.request_id = self.call_id = request_id  # the client knows all samples by one
         self._siblings = siblings
         self._is_led = False
         for sibling in siblings:

@@ -1,4 +1,5 @@
-"""All sessions of a gateway: finds them by id and label, gives them outputs, losses and time.
+"""All sessions of a gateway: finds them by id and label, gives them outputs, losses and time; and
+how those of one call are made.
 
 A session is dispatched as it comes while nobody waits; else it waits for its turn, as does what
 finds no place (dispatch_queue.py).
@@ -9,13 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from ...core.errors import BatonError, Cancelled, Overloaded
-from ...core.ports import Clock
+from ...core.ports import Clock, Entropy
+from ..text.no_tokenizer import NoTokenizer
+from ..text.text_stream import TextStream
+from ..text.tokenizer import Tokenizer
+from ..validation.validation import ValidatedRequest
+from .best_of import best_of
 from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
+from .output_chunk import ChunkSink
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -210,3 +218,41 @@ class SessionTable:
     def _wake(self, session: Session) -> None:
         self._timers.pop(session.request_id, None)
         self.act(session, session.tick)
+
+
+def sessions_of(
+    request: ValidatedRequest,
+    tokenizer: Tokenizer | NoTokenizer,
+    sink: ChunkSink,
+    entropy: Entropy,
+    **for_all: Any,
+) -> list[Session]:
+    """One for each sample of a call; the first leads the others. `for_all`: see Session."""
+    if request.has_spare_samples:
+        request, sink = best_of(request, sink)
+    options, sampling = request.options, request.sampling
+
+    def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
+        detokenizer = tokenizer.detokenizer(
+            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+        )
+        text = TextStream(
+            detokenizer.step,
+            sampling.stop,
+            min_tokens=sampling.min_tokens,
+            includes_stop=options.include_stop_str_in_output,
+            stop_ids=sampling.stop_token_ids,
+        )
+        return Session(
+            entropy.new_id(),
+            request,
+            text,
+            sink,
+            entropy=entropy,
+            sample_index=sample_index,
+            siblings=siblings,
+            **for_all,
+        )
+
+    siblings = [session(index) for index in range(1, request.num_samples)]
+    return [session(0, siblings), *siblings]

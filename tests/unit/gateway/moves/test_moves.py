@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from baton.core.membership import Member, Role
 from baton.core.request.request import Adapter, PrefixSource, SamplingParams
-from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import column
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable
@@ -25,7 +24,6 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves import mover
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover, movable_by_engine
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
@@ -124,14 +122,11 @@ class World:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         request = ValidatedRequest(column((1,) * 1000), params, "label")
         return Session(
-            Answer(
-                request_id,
-                request,
-                text=TextStream(Letters().step, ()),
-                sink=FakeSink(),
-                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-                clock=self.clock,
-            ),
+            request_id,
+            request,
+            TextStream(Letters().step, ()),
+            FakeSink(),
+            arrived_unix_ns=0,
             deadline_s=1e3,
             router=PromptRouter(self.table, request),
             clock=self.clock,

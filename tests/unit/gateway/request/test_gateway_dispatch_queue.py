@@ -15,9 +15,7 @@ from baton.bench.played.simulation import Simulation
 from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded, Unavailable
 from baton.core.membership import Role
 from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepShape
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session
@@ -137,14 +135,11 @@ class Rig:
             bytes(num_tokens), SamplingParams(max_tokens=3), name, caller_id=caller_id
         )
         self.sessions[name] = Session(
-            Answer(
-                name,
-                request,
-                text=TextStream(Letters().step, ()),
-                sink=self.sinks[name],
-                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-                clock=self.clock,
-            ),
+            name,
+            request,
+            TextStream(Letters().step, ()),
+            self.sinks[name],
+            arrived_unix_ns=0,
             deadline_s=60.0,
             router=self.router,
             clock=self.clock,

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, SamplingParams, TokenLogprobs
-from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.gateway.request.move import (
     CATCH_UP_S,
@@ -45,14 +43,11 @@ class Rig:
         self.max_tokens = max_tokens
         params = SamplingParams(max_tokens=max_tokens, seed=9, **sampling)
         self.session = Session(
-            Answer(
-                "r",
-                ValidatedRequest(PROMPT, params, "label"),
-                text=TextStream(Letters().step, params.stop),
-                sink=self.sink,
-                arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
-                clock=self.clock,
-            ),
+            "r",
+            ValidatedRequest(PROMPT, params, "label"),
+            TextStream(Letters().step, params.stop),
+            self.sink,
+            arrived_unix_ns=self.clock.unix_ns(),
             deadline_s=60.0,
             router=self.router,
             clock=self.clock,

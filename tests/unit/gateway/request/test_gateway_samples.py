@@ -12,8 +12,6 @@ from fakes.gateway.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
-from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Demand, EngineOutput
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
@@ -47,15 +45,12 @@ class Rig:
     def _session(self, index: int, siblings: Any = ()) -> Session:
         request = ValidatedRequest(PROMPT, self.params, "label", RequestOptions(n=3))
         return Session(
-            Answer(
-                f"r{index}",
-                request,
-                text=TextStream(Letters().step, ()),
-                sink=self,
-                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-                clock=self.clock,
-                sample_index=index,
-            ),
+            f"r{index}",
+            request,
+            TextStream(Letters().step, ()),
+            self,
+            arrived_unix_ns=0,
+            sample_index=index,
             deadline_s=60.0,
             router=self.router,
             clock=self.clock,

@@ -26,7 +26,6 @@ from baton.core.errors import (
 )
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -54,14 +53,11 @@ class Rig:
         )
         sampling = SamplingParams(max_tokens=max_tokens, seed=9, stop=stop)
         self.session = Session(
-            Answer(
-                "r",
-                ValidatedRequest(PROMPT, sampling, "label"),
-                text=TextStream(Letters().step, stop),
-                sink=self.sink,
-                arrived=Stamp(Event.ARRIVED, self.clock.unix_ns(), "gateway"),
-                clock=self.clock,
-            ),
+            "r",
+            ValidatedRequest(PROMPT, sampling, "label"),
+            TextStream(Letters().step, stop),
+            self.sink,
+            arrived_unix_ns=self.clock.unix_ns(),
             deadline_s=60.0,
             router=self.router,
             clock=self.clock,

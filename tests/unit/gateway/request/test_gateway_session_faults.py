@@ -20,8 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, Overloaded
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
-from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.answer import Answer
+from baton.core.request.timeline import TERMINAL
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -104,14 +103,11 @@ class SessionMachine(RuleBasedStateMachine):
             self.add(self.router.decode)
         sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
         self.session = Session(
-            Answer(
-                "r",
-                ValidatedRequest((1, 2), sampling, ""),
-                text=TextStream(Letters().step, stop),
-                sink=self.sink,
-                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-                clock=self.clock,
-            ),
+            "r",
+            ValidatedRequest((1, 2), sampling, ""),
+            TextStream(Letters().step, stop),
+            self.sink,
+            arrived_unix_ns=0,
             deadline_s=DEADLINE_S,
             router=self.router,
             clock=self.clock,

@@ -12,8 +12,6 @@ from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.session import Session
@@ -131,14 +129,11 @@ def session(
     clock = SystemClock()
     prefill, decode = map(FakeLink, engines)
     return Session(
-        Answer(
-            name,
-            ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
-            text=text,
-            sink=sink,
-            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-            clock=clock,
-        ),
+        name,
+        ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
+        text,
+        sink,
+        arrived_unix_ns=0,
         deadline_s=clock.monotonic_s() + deadline_s,
         router=FakeRouter([prefill], [decode]),
         clock=clock,

@@ -14,8 +14,6 @@ from fakes.gateway.step_outputs import give
 
 from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import LATE_S, SessionLimits, Suspects
@@ -122,14 +120,11 @@ class Cluster:
         self.sinks[request_id] = FakeSink()
         suspects = self.others if is_others else self.suspects
         session = self.sessions[request_id] = Session(
-            Answer(
-                request_id,
-                ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
-                text=TextStream(Letters().step, ()),
-                sink=self.sinks[request_id],
-                arrived=Stamp(Event.ARRIVED, 0, "gateway"),
-                clock=self.clock,
-            ),
+            request_id,
+            ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
+            TextStream(Letters().step, ()),
+            self.sinks[request_id],
+            arrived_unix_ns=0,
             deadline_s=60.0,
             router=SimpleNamespace(choose=partial(self.choose, suspects=suspects)),
             clock=self.clock,
