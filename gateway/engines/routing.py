@@ -266,7 +266,6 @@ class _Pairs:
         self._sources = sorted(sources)
         self._pullers = sorted(pullers)
         self._avoided = avoid
-        self._found: dict[str, list[_Puller]] = {}  # linked to it, by source
 
     def best(self) -> _Pair | None:
         """With credit if any has it; of those, with blocks; of those, the one with the least
@@ -280,12 +279,11 @@ class _Pairs:
                     not lacks_blocks and source[1] + least_s >= seconds
                 ):
                     break
-            linked = (p for p in self._pullers if self._is_linked(source[3], p[5]))
-            if (puller := next(linked, None)) is not None:
-                pair = _Pair(source, puller)
+            if linked := self._linked(source[3]):
+                pair = _Pair(source, min(linked))
                 if best is None or pair.rank < best.rank:
                     best = pair
-        return best and _Pair(best.source, min(self._linked(best.source[3])))
+        return best
 
     def alike_sources(self, best: _Pair, most_s: float) -> list[_Source]:
         """Those as good as the best pair's, with as much of the prompt, but for the seconds."""
@@ -304,12 +302,6 @@ class _Pairs:
 
     def _linked(self, source: str) -> list[_Puller]:
         """Those that are linked to the source, with what kind of link that is."""
-        found = self._found.get(source)
-        if found is None:
-            found = self._found[source] = self._find_linked(source)
-        return found
-
-    def _find_linked(self, source: str) -> list[_Puller]:
         linked = [puller for puller in self._pullers if source in puller[5].links]
         if self._avoided:
             linked = [p for p in linked if (source, p[5].incarnation) not in self._avoided]
@@ -319,9 +311,6 @@ class _Pairs:
             return linked
         pairs = zip(linked, rates, strict=True)
         return [(*puller[:2], rate < least, *puller[3:]) for puller, rate in pairs]
-
-    def _is_linked(self, source: str, engine: EngineState) -> bool:
-        return source in engine.links and (source, engine.incarnation) not in self._avoided
 
 
 def _draw(
