@@ -74,12 +74,11 @@ class LocalCall:
     """A running call. `chunks` may be iterated once."""
 
     record: CallRecord
-    request: ValidatedRequest
     _queue: ChunkQueue
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
-        parts: list[list[OutputChunk]] = [[] for _ in range(self.request.options.n)]
+        parts: list[list[OutputChunk]] = [[] for _ in range(self.record.request.options.n)]
 
         def keep(chunk: OutputChunk) -> bool:
             parts[chunk.sample_index].append(chunk)
@@ -174,30 +173,26 @@ class LocalCalls:
         queue = ChunkQueue(_do_nothing)
         record = CallRecord(
             call_id="",
-            label=request.label,
+            request=request,
             caller=caller,
             model=self.model.limits.model,
-            num_samples=request.options.n,
-            prompt_tokens=len(request.prompt_token_ids),
             arrived_s=self._clock.monotonic_s(),
             arrived_unix_ns=self._clock.unix_ns(),
         )
-        sessions = self._make_sessions(request, record, queue)
+        sessions = self._make_sessions(record, queue)
         record.call_id = sessions[0].call_id
         try:
             sessions[0].try_dispatch()  # for all
             self._has_news.set()
-            yield LocalCall(record, request, queue)
+            yield LocalCall(record, queue)
         finally:
             for session in sessions:
                 session.cancel(Cancelled("the call was given up"))
                 self._samples.pop(session.request_id, None)
 
-    def _make_sessions(
-        self, request: ValidatedRequest, record: CallRecord, queue: ChunkQueue
-    ) -> list[Session]:
+    def _make_sessions(self, record: CallRecord, queue: ChunkQueue) -> list[Session]:
         sessions = sessions_of(
-            request,
+            record.request,
             self.model.tokenizer,
             queue,
             self._entropy,

@@ -13,8 +13,9 @@ import tracemalloc
 from collections.abc import Sequence
 
 from baton.core.ports import SystemClock
-from baton.core.request.request import FinishReason
+from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
+from baton.core.request.token_ids import column
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import anyone
@@ -28,6 +29,7 @@ from baton.gateway.telemetry.metrics.tally import Tally
 from baton.gateway.telemetry.window.row_message import RowKey, pack_row, unpack_row
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import HOUR_S, LATENCIES, TelemetryWindow
+from baton.gateway.validation.validation import ValidatedRequest
 
 from ..floors.figures import Figure, repeat_s
 
@@ -96,14 +98,14 @@ def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
     """Seconds for a chunk, and for the end of a call."""
     rng = random.Random(0)
     records = [_begin(clock, feeds) for _ in range(NUM_STREAMS)]
-    chunk = OutputChunk("x", (5,), 0)
+    chunk, bare = OutputChunk("x", (5,), 0), list[tuple[float, int]]()
     spent_s = 0.0
     for _ in range(NUM_STEPS):
         clock.now_s += _GAP_S * rng.lognormvariate(0, 0.3)
         began_s = time.thread_time()
         for record in records:
             if not feeds:
-                record.token_times[0].append((clock.now_s, 1))
+                bare.append((clock.now_s, 1))
             for feed in feeds:
                 feed.chunk_delivered(record, chunk)
         spent_s += time.thread_time() - began_s
@@ -148,14 +150,11 @@ def _second(rng: random.Random) -> Tally:
 def _begin(clock: _Clock, feeds: Sequence[CallFeed]) -> CallRecord:
     record = CallRecord(
         call_id="0" * 32,
-        label="",
+        request=ValidatedRequest(column(range(1000)), SamplingParams(), ""),
         caller=anyone("grpc"),
         model="demo",
-        num_samples=1,
-        prompt_tokens=1000,
         arrived_s=clock.now_s,
         arrived_unix_ns=clock.unix_ns(),
-        token_times=[[]],
     )
     for feed in feeds:
         feed.call_began(record)

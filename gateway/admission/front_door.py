@@ -54,7 +54,6 @@ class RunningCall:
     """A running call. `chunks` may be iterated once."""
 
     record: CallRecord
-    request: ValidatedRequest
     _queue: ChunkQueue
     _feed: CallFeed
     _ends: LoopPacing
@@ -80,7 +79,7 @@ class RunningCall:
 
         A chunk counts as delivered when the next is requested.
         """
-        num_open = self.request.options.n
+        num_open = self.record.request.options.n
         while num_open:
             try:
                 chunk = await self._queue.next()
@@ -182,25 +181,21 @@ class FrontDoor:
                 raise
             record = CallRecord(
                 call_id="",
-                label=request.label,
+                request=request,
                 caller=caller,
                 model=request.adapter.name if request.adapter else self.model.limits.model,
-                num_samples=request.options.n,
-                prompt_tokens=num_tokens,
                 arrived_s=arrived_s,
                 arrived_unix_ns=arrived_unix_ns,
                 lookup_s=lookup_s,
                 traceparent=traceparent,
                 tracestate=tracestate,
-                sampling=request.sampling,
                 # What the client sent, as text: ids as such.
                 prompt=(wire.text or str(request.prompt_token_ids.tolist()))
                 if self.keeps_prompts
                 else None,
-                token_times=[[] for _ in range(request.options.n)],
             )
             try:
-                async with self._running(request, record, router, deadline_s) as generation:
+                async with self._running(record, router, deadline_s) as generation:
                     yield generation
             finally:
                 if admission is not None:
@@ -287,11 +282,7 @@ class FrontDoor:
 
     @asynccontextmanager
     async def _running(
-        self,
-        request: ValidatedRequest,
-        record: CallRecord,
-        router: PromptRouter,
-        deadline_s: float,
+        self, record: CallRecord, router: PromptRouter, deadline_s: float
     ) -> AsyncIterator[RunningCall]:
         """The sessions of a valid call, and its record from beginning to end."""
         loop = asyncio.get_running_loop()
@@ -302,7 +293,7 @@ class FrontDoor:
                 # behind the deadline, which sessions that are over do not see pass.
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
                 sessions = sessions_of(
-                    request,
+                    record.request,
                     self.model.tokenizer,
                     queue,
                     self._entropy,
@@ -315,7 +306,7 @@ class FrontDoor:
                 )
                 record.call_id = sessions[0].call_id
                 self._feed.call_began(record)
-                call = RunningCall(record, request, queue, self._feed, self._ends)
+                call = RunningCall(record, queue, self._feed, self._ends)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
@@ -336,7 +327,7 @@ class FrontDoor:
             raise public_error(queue.error or DeadlineExceeded(_NOT_READ)) from None
 
     def _end(self, record: CallRecord, error: BatonError | None, first: Session) -> None:
-        if len(record.results) < record.num_samples:
+        if len(record.results) < record.request.options.n:
             record.unfinished_run = first.unfinished_run
             record.error = error or Cancelled("the client went away")
             if public_error(record.error) is not record.error:  # the caller does not see its text

@@ -58,8 +58,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             caller = self._caller(context)
             request = request_from_vllm(wire)
             async with self._door.generate(request, caller, **call_options(context)) as generation:
-                prompt = generation.request.prompt_token_ids
-                samples = range(generation.request.options.n)
+                prompt = generation.record.request.prompt_token_ids
+                samples = range(generation.record.request.options.n)
                 answers = [Answer(prompt, wire.stream) for _ in samples]
                 async for chunk in generation.chunks():
                     if chunk.result is not None:

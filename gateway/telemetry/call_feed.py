@@ -69,6 +69,7 @@ class CallFeed:
 
     def call_began(self, record: CallRecord) -> None:
         noted = self._note(self._clock.monotonic_s())
+        record.token_times = [[] for _ in range(record.request.options.n)]
         self._window.num_running += 1
         noted.lookups_s.append(record.lookup_s)
         noted.prompt_tokens += record.prompt_tokens

@@ -162,14 +162,11 @@ class SyntheticGateway:
         fate = draw.random()
         record = CallRecord(
             call_id=f"{draw.getrandbits(128):032x}",
-            label="",
+            request=ValidatedRequest(column(bytes(prompt)), SamplingParams(), ""),
             caller=Caller(self.tenant, frozenset(), draw.choice(("http", "grpc"))),
             model=self.model,
-            num_samples=1,
-            prompt_tokens=prompt,
             arrived_s=arrived_s,
             arrived_unix_ns=round((arrived_s + time.time() - running_s()) * 1e9),
-            token_times=[[]],
         )
         if fate < 0.01:
             return [(arrived_s, lambda: self.calls.call_refused(record.caller, RateLimited("no")))]

@@ -97,7 +97,7 @@ class Chat(GeneratedAnswer):
         self._prompt_ids: Sequence[int] = ()
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
-        self._prompt_ids = calls[0].request.prompt_token_ids
+        self._prompt_ids = calls[0].record.request.prompt_token_ids
         if self._found.get("return_token_ids"):
             self.extra["prompt_token_ids"] = list(self._prompt_ids)
         return [self.new_sample(index) for index in range(self.num_samples)]

@@ -261,7 +261,7 @@ class _Completions(GeneratedAnswer):
             shown = text if self._echoes else ""
             if not isinstance(shown, str):
                 shown = await tokenizer.decode(shown)
-            self._prompts.append(EchoedPrompt(shown, call.request.prompt_token_ids))
+            self._prompts.append(EchoedPrompt(shown, call.record.request.prompt_token_ids))
         return [
             CompletionSample(
                 place * self.num_samples + sample, self._found, prompt, tokenizer.token

@@ -25,15 +25,15 @@ import msgspec
 
 from ....core.errors import BatonError
 from ....core.process.logs import fields
-from ....core.request.request import SamplingParams
 from ....core.request.timeline import Event, Stamp
 from ...request.output_chunk import RequestResult, UnfinishedRun
 from ...security.caller import Caller
+from ...validation.validation import ValidatedRequest
 
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call: a prompt and its samples. The front door fills it.
+    """One call: a prompt and its samples. The front door and the feed fill it.
 
     `token_times` hold, per sample, (monotonic seconds, tokens delivered then) of each delivery.
     `results` are of the samples that finished; `error` is what ended the call otherwise, and
@@ -44,17 +44,14 @@ class CallRecord:
     """
 
     call_id: str
-    label: str
+    request: ValidatedRequest
     caller: Caller
     model: str
-    num_samples: int
-    prompt_tokens: int
     arrived_s: float
     arrived_unix_ns: int
     traceparent: str = ""
     tracestate: str = ""
     lookup_s: float = 0.0
-    sampling: SamplingParams | None = None
     prompt: str | None = None
     token_times: list[list[tuple[float, int]]] = field(default_factory=list)
     results: dict[int, RequestResult] = field(default_factory=dict)
@@ -62,6 +59,10 @@ class CallRecord:
     unfinished_run: UnfinishedRun | None = None
     num_computed_tokens: int = 0
     ended_s: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
     @property
     def run(self) -> RequestResult | UnfinishedRun | None:
@@ -213,7 +214,7 @@ def ended_call(record: CallRecord) -> EndedCall:
         front=record.caller.front,
         outcome=results[0].finish_reason.value if record.error is None else record.error.code,
         is_finished=record.error is None,
-        num_samples=record.num_samples,
+        num_samples=record.request.options.n,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=first.cached_tokens if first else 0,
         output_tokens=record.num_delivered_tokens,
@@ -306,7 +307,7 @@ def log_ended(record: CallRecord, call: EndedCall) -> None:
     spans = {name: getattr(call, name) for name in _LOGGED_S}
     values = {name: getattr(call, name) for name in _LOGGED} | {
         "request_id": record.call_id,
-        "label": record.label[:_MAX_LABEL],
+        "label": record.request.label[:_MAX_LABEL],
         "model": record.model,
         "traceparent": record.traceparent[:_MAX_LABEL],
         "transport": call.transfer.transport if call.transfer else None,

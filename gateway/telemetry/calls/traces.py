@@ -254,11 +254,16 @@ def open_traces(endpoint: str, ratio: float) -> CallTraces:
 
 def _attributes(record: CallRecord, call: EndedCall) -> dict[str, Any]:
     """gen_ai.*, as far as a gateway knows it."""
+    sampling = record.request.sampling
     values: dict[str, Any] = {
         "gen_ai.operation.name": _OPERATION,
         "gen_ai.provider.name": _PROVIDER,
         "gen_ai.request.model": record.model,
-        "gen_ai.request.choice.count": record.num_samples,
+        "gen_ai.request.choice.count": record.request.options.n,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.seed": sampling.seed,
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.call_id,
         "gen_ai.response.finish_reasons": [r.finish_reason.value for r in record.results.values()],
@@ -269,13 +274,8 @@ def _attributes(record: CallRecord, call: EndedCall) -> dict[str, Any]:
     }
     if call.ttft_s is not None:
         values["gen_ai.response.time_to_first_chunk"] = call.ttft_s
-    if sampling := record.sampling:
-        values["gen_ai.request.max_tokens"] = sampling.max_tokens
-        values["gen_ai.request.temperature"] = sampling.temperature
-        values["gen_ai.request.top_p"] = sampling.top_p
-        values["gen_ai.request.seed"] = sampling.seed
-        if sampling.top_k is not None:
-            values["gen_ai.request.top_k"] = sampling.top_k
+    if sampling.top_k is not None:
+        values["gen_ai.request.top_k"] = sampling.top_k
     return values
 
 

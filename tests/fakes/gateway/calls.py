@@ -6,8 +6,9 @@ from fakes.clock import FakeClock
 
 from baton.core.errors import BatonError
 from baton.core.ports import Clock
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason, RequestOptions, SamplingParams
 from baton.core.request.timeline import Event, Stamp
+from baton.core.request.token_ids import column
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import SCOPES, Caller
@@ -17,6 +18,7 @@ from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
+from baton.gateway.validation.validation import ValidatedRequest
 
 # When a stage's end is stamped, after arrival.
 STAMPS_S = (
@@ -62,15 +64,16 @@ class PlayedCall:
         self._next_index = [0] * num_samples
         self.record = CallRecord(
             call_id=f"{id(self):032x}",
-            label="",
+            request=ValidatedRequest(
+                column(bytes(prompt_tokens)),
+                SamplingParams(max_tokens=9, temperature=0.5),
+                "",
+                RequestOptions(n=num_samples),
+            ),
             caller=Caller(tenant, SCOPES, "grpc"),
             model="demo",
-            num_samples=num_samples,
-            prompt_tokens=prompt_tokens,
             arrived_s=clock.monotonic_s(),
             arrived_unix_ns=clock.unix_ns(),
-            sampling=SamplingParams(max_tokens=9, temperature=0.5),
-            token_times=[[] for _ in range(num_samples)],
         )
         feed.call_began(self.record)
 
@@ -83,7 +86,7 @@ class PlayedCall:
 
     def finish(self, *, cached_tokens: int = 0, attempts: int = 1) -> None:
         """The last chunks, without tokens, and the end."""
-        for sample in range(self.record.num_samples):
+        for sample in range(len(self._next_index)):
             self.deliver(0, sample, self.result(sample, cached_tokens, attempts))
         self.end(None)
 

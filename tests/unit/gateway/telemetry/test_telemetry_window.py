@@ -160,7 +160,7 @@ def play(feed: CallFeed, clock: FakeClock, oracle: Oracle, happenings: list[obje
                 oracle.counts.append((now_s, "refused", 1))
             case "deliver" if calls:
                 call = calls[how[0] % len(calls)]
-                sample = how[0] % call.record.num_samples
+                sample = how[0] % len(call.record.token_times)
                 call.deliver(how[1], sample)
                 note_delivery(oracle, call, sample, now_s, how[1])
             case "end" if calls:
