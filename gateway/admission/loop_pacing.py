@@ -9,7 +9,6 @@ the one before it. Where there is nothing else to do, a turn takes no time.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 _APART = 3  # gRPC needs two turns to read a step, and the third passes it on
 
@@ -20,35 +19,19 @@ class LoopPacing:
     """
 
     def __init__(self) -> None:
-        self._new: deque[asyncio.Future[None]] = deque()
-        self._begun: deque[asyncio.Future[None]] = deque()
-        self._next = self._begun  # whose turn it is, if both wait
-        self._num_left = 0  # turns of the loop until the next may begin
+        self._turn = asyncio.Lock()  # held until the next may begin; the first of each kind wait
+        self._firsts = asyncio.Lock(), asyncio.Lock()
 
     async def take(self, *, has_begun: bool = False) -> None:
         """Wait for one's turn: none, if nobody began a moment ago. `has_begun`: it is not its
         first."""
-        if not self._num_left:
-            self._begin()
-            return
-        turn = asyncio.get_running_loop().create_future()
-        (self._begun if has_begun else self._new).append(turn)
-        await turn
+        async with self._firsts[has_begun]:
+            await self._turn.acquire()
+        self._pass(_APART - 1)  # who waits is woken a turn later
 
-    def _begin(self) -> None:
-        self._num_left = _APART
-        asyncio.get_running_loop().call_soon(self._pass)
-
-    def _pass(self) -> None:
-        """A turn of the loop is over."""
-        self._num_left -= 1
-        if self._num_left:
-            asyncio.get_running_loop().call_soon(self._pass)
-            return
-        while waiting := self._next or self._begun or self._new:
-            turn = waiting.popleft()
-            if not turn.done():  # whoever waited may be gone
-                self._next = self._new if waiting is self._begun else self._begun
-                turn.set_result(None)
-                self._begin()
-                return
+    def _pass(self, num_turns: int) -> None:
+        """Let the next begin after so many turns of the loop."""
+        if num_turns:
+            asyncio.get_running_loop().call_soon(self._pass, num_turns - 1)
+        else:
+            self._turn.release()

@@ -46,7 +46,7 @@ async def test_those_that_have_begun_and_those_that_come_go_on_by_turns() -> Non
 
     await turns.take()
     await asyncio.gather(*map(call, "abcABC"))
-    assert "".join(began) == "AaBbCc"
+    assert "".join(began) == "aAbBcC"
 
 
 async def test_who_gave_up_has_no_turn() -> None:
