@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders
 
 from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
-from .library_failures import REPLACEMENT, decode_few
+from .library_failures import REPLACEMENT
 from .stop_strings import StopMatcher
 
 
@@ -97,7 +97,7 @@ class WholeTexts(dict[int, str | None]):
             return ""
         if not self._is_byte_level or token_id in self._added_ids:
             return None  # special ones are shown or not, as a request wants
-        text = decode_few(self._library, [token_id])
+        text: str = self._library.decode([token_id])  # of bytes: it fails at none
         return text if text and REPLACEMENT not in text else None
 
 

@@ -214,6 +214,14 @@ def test_bytes_that_are_no_text_are_shown_all_along(
     assert not whole.removeprefix(text).strip("\ufffd")
 
 
+@given(st.text(max_size=8))
+def test_no_piece_is_too_odd_for_a_decoder_of_bytes(piece: str) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({piece: 0}, unk_token=piece))
+    library.decoder = decoders.ByteLevel()
+    text = WholeTexts(library, frozenset())[0]
+    assert text is None or "\ufffd" not in text
+
+
 def test_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
     """As a vocabulary of merged bytes has for scripts of three bytes a character."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2}, []))
