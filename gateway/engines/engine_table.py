@@ -6,6 +6,7 @@ Knows no grpc and no directory: cluster_view.py adds and removes engines, prompt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...core.membership import Role
 from ...core.step_cost import StepCost
@@ -106,9 +107,8 @@ class EngineTable:
         prefill = [e for e in engines if e.takes_prompts]
         decode = [e for e in engines if e.member.role is Role.DECODE]
         lens = (e.member.max_model_len for e in engines)
-        return ModelLimits(
-            model=base.model,
-            vocab_size=base.vocab_size,
+        return replace(
+            base,
             max_model_len=min(lens, default=base.max_model_len),
             max_prompt_tokens=max((e.pool_tokens for e in prefill), default=None),
             max_total_tokens=max((e.pool_tokens for e in decode), default=None),

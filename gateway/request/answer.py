@@ -4,26 +4,23 @@ what engines are asked for, behind the tokens so far."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeAlias
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
-from ...core.request.request import FinishReason, Request, TokenLogprobs
+from ...core.request.request import FinishReason, Request
 from ...core.request.timeline import TERMINAL, Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
 from .engine_link import EngineOutput, Route, TransferSummary
-from .output_chunk import ChunkSink, OutputChunk, RequestResult, UnfinishedRun
+from .output_chunk import ChunkSink, OutputChunk, OutputToken, RequestResult
 from .prompt_scores import PromptScores
 
 GATEWAY = "gateway"
 
-OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
-
 
 class Answer:
     """Of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string, or the stop
-    id, that ends them."""
+    id, that ends them; `transfer`: of their KV, once it is over."""
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class Answer:
         self._sink = sink
         self._clock = clock
         self._cached_tokens = 0
-        self._transfer: TransferSummary | None = None
+        self.transfer: TransferSummary | None = None
 
     def stamp(self, event: Event) -> None:
         self.timeline.append(Stamp(event, self._clock.unix_ns(), GATEWAY))
@@ -87,7 +84,7 @@ class Answer:
         if output.cached_tokens is not None and is_of_prefill:
             self._cached_tokens = min(output.cached_tokens, len(self.request.prompt_token_ids))
         if output.transfer is not None:
-            self._transfer = output.transfer
+            self.transfer = output.transfer
 
     def next(self, index: int, token_id: int) -> bool:
         """Send the usual token on; False: the client reads too slowly."""
@@ -137,7 +134,7 @@ class Answer:
             cached_tokens=self._cached_tokens,
             prefill_node=route.prefill.name,
             decode_node=route.decode.name if is_handed_over else None,
-            transfer=self._transfer,
+            transfer=self.transfer,
             attempts=num_attempts,
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
@@ -147,14 +144,3 @@ class Answer:
     def fail(self, error: BatonError) -> None:
         """The other end."""
         self._sink.fail(error)
-
-    def unfinished(self, route: Route, *, is_handed_over: bool) -> UnfinishedRun:
-        """What is known behind that end, of its last attempt."""
-        return UnfinishedRun(
-            route.prefill.name,
-            route.decode.name,
-            is_handed_over,
-            self._transfer,
-            len(self.output_ids),
-            tuple(self.timeline),
-        )

@@ -19,9 +19,9 @@ from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.ports import Entropy
 from ...core.request.request import FinishReason, Ticket
 from ...core.request.timeline import Event
-from .answer import Answer, OutputToken
+from .answer import Answer
 from .engine_link import EngineOutput, Route
-from .output_chunk import TokenSplice
+from .output_chunk import OutputToken, TokenSplice
 
 _DOUBT_S = 0.25
 _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
@@ -47,7 +47,7 @@ class Attempt:
         self._behind_scores: list[OutputToken] = []  # tokens that wait for them
         sampling = answer.request.sampling
         self._is_search = sampling.use_beam_search
-        self._splice: TokenSplice[OutputToken] = TokenSplice(self.base_index, sampling.max_tokens)
+        self._splice = TokenSplice(self.base_index, sampling.max_tokens)
         self._total: int | None = None
         self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
-from .answer import Answer, OutputToken
+from .answer import Answer
 from .attempt import Attempt
 from .engine_link import EngineOutput, Route
+from .output_chunk import OutputToken
 
 MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed
 LIMIT_S = 2.0  # from the first dispatch to the new engine's first token in time

@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeAlias
 
 from ...core.errors import BatonError, EngineFailed
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Stamp
 from .engine_link import TransferSummary
 
-T = TypeVar("T")
+OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 
 
 @dataclass(slots=True)
-class TokenSplice(Generic[T]):
-    """Tokens of one attempt, or whatever stands for a token, put in order by their position.
+class TokenSplice:
+    """Tokens of one attempt, put in order by their position.
 
             known already │ next_index
         0 1 2 3 4 5 6 7 8 │ 9  _  11        9 can go out; 11 is held until 10 comes
@@ -36,9 +36,9 @@ class TokenSplice(Generic[T]):
 
     next_index: int
     max_tokens: int
-    _early: dict[int, T] = field(default_factory=dict)
+    _early: dict[int, OutputToken] = field(default_factory=dict)
 
-    def add(self, first_index: int, tokens: Sequence[T]) -> list[T]:
+    def add(self, first_index: int, tokens: Sequence[OutputToken]) -> list[OutputToken]:
         """Take tokens of positions from `first_index` on; return those now in order.
 
         Raises EngineFailed for a position past `max_tokens`: no engine may send that.
@@ -53,7 +53,7 @@ class TokenSplice(Generic[T]):
         for index, token in enumerate(tokens, first_index):
             if index >= self.next_index:
                 self._early.setdefault(index, token)
-        ready: list[T] = []
+        ready: list[OutputToken] = []
         while self.next_index in self._early:
             ready.append(self._early.pop(self.next_index))
             self.next_index += 1

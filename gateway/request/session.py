@@ -33,11 +33,11 @@ from ...core.request.request import FinishReason
 from ...core.request.timeline import Event
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
-from .answer import Answer, OutputToken
+from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
-from .output_chunk import ChunkSink, OutputChunk, UnfinishedRun
+from .output_chunk import ChunkSink, OutputChunk, OutputToken, UnfinishedRun
 from .setbacks import SessionLimits, Setbacks, Suspects
 
 _TOO_SLOW = "the client reads too slowly; its stream was ended"
@@ -148,10 +148,16 @@ class Session:
     @property
     def unfinished_run(self) -> UnfinishedRun | None:
         """Of one that ended badly; None: no engine had it."""
-        last = self._last
-        if last is None:
+        if (last := self._last) is None:
             return None
-        return self.answer.unfinished(last.route, is_handed_over=last.is_handed_over)
+        return UnfinishedRun(
+            last.route.prefill.name,
+            last.route.decode.name,
+            last.is_handed_over,
+            self.answer.transfer,
+            self.num_outputs,
+            tuple(self.answer.timeline),
+        )
 
     @property
     def is_waiting(self) -> bool:
