@@ -20,11 +20,10 @@ _OF_CHANCE = ("top_p", "top_k", "min_p")
 def complete_search(
     sampling: SamplingParams, wire: common_pb2.SamplingParams, n: int
 ) -> SamplingParams:
-    """Parameters that are each in order, with `best_of` filled in. Raises InvalidRequest."""
-    width = sampling.best_of if wire.HasField("best_of") else n
+    """Of parameters that are each in order. Raises InvalidRequest."""
+    width = sampling.best_of
     if width < n:
         raise _invalid("best_of", f"best_of {width} is less than n {n}")
-    sampling = replace(sampling, best_of=width)
     if not sampling.use_beam_search:
         for name in _OF_BEAMS:
             if getattr(sampling, name) != SAMPLING[name].default:

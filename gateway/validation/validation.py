@@ -117,10 +117,8 @@ async def validated(
     check_label(wire.request_id, "request_id")
     prompt = _token_ids(wire, limits.vocab_size)
     options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
-    sampling = check_sampling(wire.sampling, limits.vocab_size)
-    if OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
-        sampling = replace(sampling, best_of=options.n)
-    else:
+    sampling = check_sampling(wire.sampling, limits.vocab_size, options.n)
+    if not OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
         sampling = complete_search(sampling, wire.sampling, options.n)
     adapter = adapters.get(wire.model)
     if adapter is not None and sampling.use_beam_search:
@@ -228,9 +226,9 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
     return min(context, total_room) - num_prompt if max_tokens is None else max_tokens
 
 
-def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
-    """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
-    checked = _checked(wire, SAMPLING, vocab_size)
+def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int, n: int = 1) -> SamplingParams:
+    """Of `n` samples. Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
+    checked = {"best_of": n} | _checked(wire, SAMPLING, vocab_size)
     constraint = constraint_from_wire(wire)
     if constraint is not None:
         check_constraint(constraint, wire)
