@@ -45,25 +45,26 @@ def divide(
     that have several shares, which are `joined`. The tiles of a slice that see the most keys come
     first: others would wait for them.
     """
-    lens, seqs = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
-    counts = -(-lens // tile_queries)
-    of = np.repeat(np.arange(len(lens)), counts)
-    first = (np.cumsum(counts)[of] - 1 - np.arange(len(of))) * tile_queries
-    ends = seqs[of] - lens[of] + np.minimum(first + tile_queries, lens[of])
-    shares, sizes = np.ones_like(ends), ends
-    room = max_shares(kv_heads) - len(of)  # of tiles that are cut, one share is shorter
-    if room > 0:
-        most = max(_LEAST_SHARE, -(-int(ends.sum()) // room))
-        shares = -(-ends // most)
-        sizes = -(-ends // shares // TILE_KEYS) * TILE_KEYS  # rounding up may leave a share over
-        shares = -(-ends // sizes)
-    tile = np.repeat(np.arange(len(of)), shares)
-    number = np.arange(len(tile)) - (np.cumsum(shares) - shares)[tile]
-    is_split = shares > 1
-    places = np.cumsum(shares * is_split) - shares * is_split
-    begin = number * sizes[tile]
-    end = np.minimum(begin + sizes[tile], ends[tile])
-    columns = (of[tile], first[tile], begin, end, places[tile] + number, shares[tile])
-    tiles = np.stack(columns, axis=1, dtype=np.int32, casting="same_kind")
-    joined = np.stack((of, first, places, shares), axis=1, dtype=np.int32, casting="same_kind")
-    return tiles, joined[is_split]
+    found = [
+        (index, first, keys - length + min(first + tile_queries, length))
+        for index, (length, keys) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for first in reversed(range(0, length, tile_queries))
+    ]
+    room = max_shares(kv_heads) - len(found)  # of tiles that are cut, one share is shorter
+    most = max(_LEAST_SHARE, -(-sum(end for *_, end in found) // room)) if room > 0 else None
+    tiles, joined, place = list[int](), list[int](), 0
+    for index, first, end in found:
+        if most is None or end <= most:
+            tiles += (index, first, 0, end, 0, 1)
+            continue
+        size = -(-end // -(-end // most) // TILE_KEYS) * TILE_KEYS
+        count = -(-end // size)  # rounding up may leave a share over
+        joined += (index, first, place, count)
+        for begin in range(0, end, size):
+            tiles += (index, first, begin, min(begin + size, end), place, count)
+            place += 1
+    return _rows(tiles, 6), _rows(joined, 4)
+
+
+def _rows(numbers: list[int], width: int) -> Int32s:
+    return np.array(numbers, np.int32).reshape(-1, width)
