@@ -98,7 +98,8 @@ class Simulation:
     """`at` plays something later; `run` moves the clock until nothing is left, or for a while.
 
     `max_queue_s`: gateways refuse what would wait longer, and count it in `num_refused`.
-    `moves_requests`: whether running ones move away from engines whose promise is broken.
+    `moves_requests`: whether running ones move away from engines whose promise is broken or
+    withdrawn.
     """
 
     moves_requests = True

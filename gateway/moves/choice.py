@@ -20,6 +20,7 @@ from ..engines.routing import ALIKE
 BROKEN = 1.05  # of the promise: what is measured is no more exact
 KEPT = 0.9  # of the new engine's, so that nothing moves to and fro
 _MOST_AT_ONCE = 4  # of one engine; each is copied while its steps go on
+_MOST_LEAVING = 16  # where all move
 
 
 class Running(NamedTuple):
@@ -34,7 +35,8 @@ class EngineSteps:
     """An engine by its last heartbeat. `promise_s`: of steps with decodes.
 
     `takes_more`: it may be given others' requests. `num_places`, `room_tokens`: for how many, and
-    for how many tokens of theirs. `ours`: this gateway's that may leave it.
+    for how many tokens of theirs. `ours`: this gateway's that may leave it. `is_withdrawn`: it
+    promises nothing to what comes.
     """
 
     incarnation: str
@@ -46,11 +48,16 @@ class EngineSteps:
     num_places: int = 0
     room_tokens: int = 0
     ours: Sequence[Running] = ()
+    is_withdrawn: bool = False
 
     @property
     def load(self) -> float:
         """A step of all that decodes, in parts of the promise."""
         return self.cost.seconds(self.decodes) / self.promise_s
+
+    @property
+    def is_left(self) -> bool:
+        return self.is_withdrawn or self.load > BROKEN
 
     def with_one(self, num_tokens: int) -> EngineSteps:
         """With one more request of so many tokens."""
@@ -84,13 +91,14 @@ class PlannedMove(NamedTuple):
 def choose_moves(engines: Iterable[EngineSteps], chance: random.Random) -> list[PlannedMove]:
     """What to move now; empty nearly always. Targets that are alike are drawn from."""
     known = {engine.incarnation: engine for engine in engines}
-    broken = sorted((e for e in known.values() if e.load > BROKEN), key=lambda e: -e.load)
+    sources = sorted((e for e in known.values() if e.is_left), key=lambda e: -e.load)
     found: list[PlannedMove] = []
-    for source in broken:
+    for source in sources:
         share = len(source.ours) / max(1, source.decodes.num_decodes)
-        enough = source.load - share * (source.load - 1)
+        enough = 0.0 if source.is_withdrawn else source.load - share * (source.load - 1)
+        most = _MOST_LEAVING if source.is_withdrawn else _MOST_AT_ONCE
         longest = sorted(source.ours, key=lambda one: -one.num_tokens)
-        for request_id, num_tokens in longest[:_MOST_AT_ONCE]:
+        for request_id, num_tokens in longest[:most]:
             if source.load <= enough:
                 break
             target = _target(known.values(), source, num_tokens, chance)

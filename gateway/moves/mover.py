@@ -4,9 +4,9 @@
                                                 session (request/move.py)
                      prompts that wait beside decodes ─► planned again, not there alone
 
-Running requests leave engines whose promise is broken. A prompt leaves one whose promise to its
-decodes has no room for it, where an engine that computes prompts alone would have it sooner than it
-has waited.
+Running requests leave engines whose promise is broken or withdrawn. A prompt leaves one whose
+promise to its decodes has no room for it, where an engine that computes prompts alone would have it
+sooner than it has waited.
 An engine that a move left or went to rests until heartbeats show what came of it. Nothing is moved
 where no link is known to pull over: to compute the context anew would take longer than the gain.
 """
@@ -69,7 +69,7 @@ class RequestMover:
         now_s = self._clock.monotonic_s()
         self._look_at_prompts(now_s)
         self._rests = {name: until_s for name, until_s in self._rests.items() if until_s > now_s}
-        if not any(map(_is_broken, self._table.engines.values())):
+        if not any(map(_may_be_left, self._table.engines.values())):
             return
         costs = self._table.step_costs()
         movable = movable_by_engine(self._sessions, now_s)
@@ -181,9 +181,9 @@ def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[S
     ]
 
 
-def _is_broken(engine: LinkedEngine) -> bool:
+def _may_be_left(engine: LinkedEngine) -> bool:
     steps = _steps_of(engine, {}, [])
-    return steps is not None and steps.load > 1
+    return steps is not None and (steps.is_left or steps.load > 1)
 
 
 def _steps_of(
@@ -212,4 +212,5 @@ def _steps_of(
             for one in ours
             if one.demand.max_output_tokens >= _LEAST_LEFT_TOKENS
         ],
+        is_withdrawn=load.is_promise_withdrawn,
     )

@@ -201,10 +201,11 @@ DECISIONS = Metric(
 )
 MOVES = Metric(
     "request_moves_total",
-    "Moves of running requests from an engine whose promise was broken: moved; or the request "
-    "stayed: refused (it would break the other engine's promise), failed, late, differs (another "
-    "token), lost (the other engine), ended (the request, meanwhile). planned_again: a prompt that "
-    "decodes left no room for, and that an engine without a promise computes now.",
+    "Moves of running requests from an engine whose promise was broken or withdrawn: moved; or "
+    "the request stayed: refused (it would break the other engine's promise), failed, late, "
+    "differs (another token), lost (the other engine), ended (the request, meanwhile). "
+    "planned_again: a prompt that decodes left no room for, and that an engine without a promise "
+    "computes now.",
     ("outcome",),
 )
 LOOKUP = Metric(

@@ -1,5 +1,5 @@
-"""Requests that outgrow their engine's promise, played: they move to another engine, once, and no
-client sees a longer gap for it."""
+"""Requests that outgrow their engine's promise, or whose engine withdraws it, played: they move to
+another engine, once, and no client sees a longer gap for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from baton.bench.played.engine import EngineSetup
 from baton.bench.played.simulation import Simulation
+from baton.bench.simulated_goodput import H200_8B
 from baton.core.membership import Role
 from baton.core.metrics import percentile
 from baton.core.step_cost import StepCost
@@ -66,3 +67,38 @@ def test_a_broken_promise_is_mended_by_a_few_moves(num_gateways: int) -> None:
     assert 1 <= outcomes["moved"] <= NUM_REQUESTS // 2, "none goes to and fro"
     longest_s = max(gap for call in moved.calls for gap in call.times.gaps_s)
     assert longest_s <= 3 * PROMISE_S
+
+
+async def play_withdrawal(*, moves: bool) -> Simulation:
+    """Sixteen requests decode on two engines when one of them is to compute prompts alone."""
+    setups = {
+        "prefill": EngineSetup(Role.PREFILL, PROMISE_S, 2048, 8192),
+        "decode": EngineSetup(Role.DECODE, PROMISE_S),
+    }
+    simulation = Simulation(H200_8B, setups)
+    simulation.moves_requests = moves
+    for index in range(16):
+        simulation.at(0.05 * index, lambda: simulation.call(256, 1200))
+    prefill = simulation.engines["prefill"]
+    simulation.at(3.0, lambda: prefill.set_promise(is_promising=False))
+    for index in range(24):
+        simulation.at(3.0 + 0.25 * index, lambda: simulation.call(8192, 1))
+    simulation.run()
+    assert all(call.is_served for call in simulation.calls)
+    return simulation
+
+
+def test_what_decodes_where_a_promise_is_withdrawn_goes_where_it_is_kept() -> None:
+    """Else it has longer steps for as long as it has tokens to come."""
+    late_s = {}
+    for moves in (False, True):
+        simulation = asyncio.run(play_withdrawal(moves=moves))
+        gaps = [
+            after - before
+            for call in simulation.calls
+            for before, after in zip(call.token_s, call.token_s[1:], strict=False)
+            if 4.0 < before < 9.0
+        ]
+        late_s[moves] = percentile(gaps, 95) or 0.0
+    assert simulation.gateways[0].table.plans.moves["moved"] > 4
+    assert late_s[True] <= PROMISE_S < 2 * PROMISE_S < late_s[False]

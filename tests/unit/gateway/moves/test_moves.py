@@ -69,6 +69,14 @@ def test_a_gateway_moves_its_share() -> None:
                       steps("b"))) == 1  # fmt: skip
 
 
+def test_all_leave_an_engine_whose_promise_was_withdrawn() -> None:
+    """However short its steps are without prompts. Others get what they keep their promise with."""
+    left = steps("a", *[10_000] * 20, is_withdrawn=True, takes_more=False)
+    assert len(chosen(left, steps("b"))) == 16, "at once"
+    assert len(chosen(left, steps("b", 820_000))) == 2
+    assert chosen(left) == chosen(left, replace(left, incarnation="b")) == []
+
+
 @given(
     st.lists(st.lists(st.integers(1000, 400_000), max_size=8), min_size=1, max_size=5),
     st.integers(0, 99),
@@ -189,6 +197,19 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
     assert world.links[source].cancelled == [0]
     (row,) = [row for row in world.table.plans.rows() if row["plan"] == MOVE]
     assert row["moves"] == {target: 0.1} and row["per_s"] == 0.1
+
+
+async def test_a_promise_that_is_withdrawn_sends_away_what_decodes_there() -> None:
+    """Its target is one for decodes that outlast it, which no step of theirs breaks."""
+    world = World()
+    (source,) = world.movable
+    target, load = "ab"[source == "a"], world.table.engines[source].load
+    assert load is not None
+    withdrawn = replace(load, is_promise_withdrawn=True, tbt_target_s=2.5 * PROMISE_S)
+    world.table.engines[source].receive_heartbeat(withdrawn)
+    world.mover.look()
+    ((request, work, *_),) = world.links[target].dispatched
+    assert work is Work.LOCAL and request.prefix_source.incarnation == source
 
 
 async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> None:

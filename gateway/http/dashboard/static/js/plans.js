@@ -6,7 +6,7 @@ import { duration, joined, rate } from "./format.js";
 const NAMES = {
   pair: ["Handed off", "a prefill and a decode engine"],
   alone: ["Whole", "one engine that promises something"],
-  move: ["Moved", "while they ran: their engine's promise was broken"],
+  move: ["Moved", "while they ran: their engine's promise was broken or withdrawn"],
 };
 const COLUMNS = ["Plan", "Chosen", "Estimated", "Next best", "Prefix from, moved to"];
 
