@@ -13,7 +13,7 @@ from .queues import Queues
 from .schedule import Schedule, step_shape
 
 # Of the promise, for decodes that outlast it: they are few, and prompts wait for what they take.
-OUTLASTING = 2.5
+OUTLASTING = 2.0
 
 
 class StepPromise:

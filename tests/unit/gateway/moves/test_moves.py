@@ -205,7 +205,7 @@ async def test_a_promise_that_is_withdrawn_sends_away_what_decodes_there() -> No
     (source,) = world.movable
     target, load = "ab"[source == "a"], world.table.engines[source].load
     assert load is not None
-    withdrawn = replace(load, is_promise_withdrawn=True, tbt_target_s=2.5 * PROMISE_S)
+    withdrawn = replace(load, is_promise_withdrawn=True, tbt_target_s=2 * PROMISE_S)
     world.table.engines[source].receive_heartbeat(withdrawn)
     world.mover.look()
     ((request, work, *_),) = world.links[target].dispatched
