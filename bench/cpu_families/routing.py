@@ -61,9 +61,7 @@ class _Gateway:
 
     def _add(self, name: str, role: Role, load: ReportedLoad) -> None:
         member = Member(name, role, name, "h:1", "demo", "fp", 1 << 17, 16, 1 << 15)
-        engine = LinkedEngine(member, _Nowhere(), max_num_seqs=256)
-        self._table.add(engine)
-        engine.receive_heartbeat(load)
+        self._table.add(LinkedEngine(member, _Nowhere(), load, max_num_seqs=256))
 
     def decide(self) -> None:
         """One request is sent, the oldest ends, and an engine sends a heartbeat."""
@@ -83,7 +81,6 @@ class _Gateway:
                 engine.cancel(request_id, 0)
         self._count += 1
         engine = self._engines[self._count % len(self._engines)]
-        assert engine.load is not None
         engine.receive_heartbeat(engine.load)
 
 

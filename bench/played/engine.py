@@ -153,6 +153,7 @@ class PlayedEngine:
                 LinkedEngine(
                     member,
                     link,
+                    self.load(),
                     clock=cluster.clock,
                     max_num_seqs=limits.max_num_seqs,
                     block_bytes=block_bytes,

@@ -65,6 +65,7 @@ class ClusterView:
     _reported_s: float = -_REPORT_S
     _report_timer: asyncio.TimerHandle | None = None
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _links: dict[str, EngineConnection] = field(default_factory=dict)  # and tries to link
     _last_reasons: dict[str, str] = field(default_factory=dict)  # why there is no link, as logged
 
     def members(self) -> list[Member]:
@@ -72,6 +73,10 @@ class ClusterView:
         linked = {i: engine.member for i, engine in self._table.engines.items()}
         every = (self._listed | linked).values()
         return sorted(every, key=lambda m: (m.role.value, m.name, m.incarnation))
+
+    def is_starting(self, incarnation: str) -> bool:
+        """Whether this engine has answered, and has not reported yet."""
+        return incarnation in self._links and self._links[incarnation].is_starting
 
     async def run(self) -> None:
         """Follow the directory."""
@@ -111,12 +116,13 @@ class ClusterView:
             await keep_running("the link with an engine", lambda: self._keep_linked(incarnation))
         finally:
             del self._keepers[incarnation]
+            self._links.pop(incarnation, None)
             self._last_reasons.pop(incarnation, None)
 
     async def _keep_linked(self, incarnation: str) -> None:
         delay_s = _RETRY_MIN_S
         while member := self._listed.get(incarnation):
-            link = EngineConnection(
+            link = self._links[incarnation] = EngineConnection(
                 member, self._secret, self, self._clock, self._silence_s, self._tls
             )
             began_s = self._clock.monotonic_s()
@@ -131,13 +137,16 @@ class ClusterView:
 
     # -- engine_connection.ConnectionEvents --------------------------------------------------------
 
-    def linked(self, link: EngineConnection, welcome: node_pb2.Welcome) -> Receive:
+    def linked(
+        self, link: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
+    ) -> Receive:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         self._last_reasons.pop(member.incarnation, None)
         engine = LinkedEngine(
             member,
             link,
+            load,
             clock=self._clock,
             max_num_seqs=welcome.max_num_seqs,
             block_bytes=welcome.block_bytes,
@@ -148,6 +157,7 @@ class ClusterView:
         )
         self._table.add(engine)
         self._adapters.linked(engine)
+        self._report(is_load_only=False)
         return engine.receive
 
     def adapter_loaded(
@@ -159,7 +169,7 @@ class ClusterView:
         engine = self._table.engines[link.member.incarnation]
         before, now_s = engine.load, self._clock.monotonic_s()
         engine.receive_heartbeat(load)
-        is_same = before is not None and _serves(before) == _serves(load)
+        is_same = _serves(before) == _serves(load)
         due_s = self._reported_s + _REPORT_S
         if not is_same or now_s >= due_s:
             self._report(is_load_only=is_same)
@@ -169,10 +179,10 @@ class ClusterView:
 
     def ended(self, link: EngineConnection) -> None:
         """What is sent there now would count as having been there when it died."""
-        self._table.engines[link.member.incarnation].load = None
+        self._table.remove(link.member.incarnation)
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
-        self._table.remove(link.member.incarnation)
+        self.ended(link)
         self._adapters.lost(link.member.incarnation)
         self._sessions.engine_lost(link.member.incarnation, has_died=has_died)
         self._changed(is_load_only=False)

@@ -1,6 +1,6 @@
 """The connection to one engine: what is sent to it and what comes, as messages of a stream.
 
-    Welcome, checked ─► `linked` ─► dispatches out, outputs and heartbeats in ─► `lost`, once
+    Welcome, checked ─► heartbeat ─► `linked` ─► dispatches out, outputs and heartbeats in ─► `lost`
 
 Owns one attempt. Of an engine whose stream ended, it is looked whether its process has ended while
 its node lives. Whoever wants another try makes another.
@@ -37,14 +37,16 @@ Receive: TypeAlias = Callable[[Sequence[EngineOutput], Sequence[PlainToken]], No
 
 
 class ConnectionEvents(Protocol):
-    """Whom a connection reports to. `lost` comes last, and only after `linked`, which returns what
-    takes the outputs. `ended`: no dispatch reaches the engine any more; `lost` follows once it is
-    known why.
+    """Whom a connection reports to. `lost` comes last, once, and only after `linked`, which returns
+    what takes the outputs. `ended`: no dispatch reaches the engine any more; `lost` follows once it
+    is known why.
 
     `has_died`: the node lives, and the engine's process has ended.
     """
 
-    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Receive: ...
+    def linked(
+        self, engine: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
+    ) -> Receive: ...
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None: ...
 
@@ -75,7 +77,13 @@ class EngineConnection:
         self._is_here = is_local(member)  # on this host
         self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
         self._has_said_why = self._has_died = False
+        self._welcome: node_pb2.Welcome | None = None
         self._receive: Receive | None = None  # while it is linked
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the engine has answered, and has not reported yet."""
+        return self._welcome is not None and self._receive is None and not self._stream.is_over
 
     def dispatch(
         self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
@@ -134,16 +142,19 @@ class EngineConnection:
         match message.WhichOneof("body"):
             case "outputs":
                 self._pass_on(message.outputs)
-            case "heartbeat":
-                if self._receive is not None:
-                    self._events.heartbeat(self, load_from_wire(message.heartbeat))
+            case "heartbeat" if self._welcome is not None:
+                load = load_from_wire(message.heartbeat)
+                if self._receive is None:  # the first: the engine counts from now on
+                    self._receive = self._events.linked(self, self._welcome, load)
+                else:
+                    self._events.heartbeat(self, load)
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
                 if self._receive is not None:
                     self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
             case "welcome":
-                self._link(message.welcome)
+                self._check(message.welcome)
             case "engine_ended":
                 error = codec.error_from_wire(message.engine_ended)
                 self._has_said_why, self._has_died = True, not isinstance(error, HostLost)
@@ -203,17 +214,16 @@ class EngineConnection:
             for event in received
         )
 
-    def _link(self, welcome: node_pb2.Welcome) -> None:
-        """Check what the directory promised; the engine counts from now on."""
+    def _check(self, welcome: node_pb2.Welcome) -> None:
+        """By what the directory promised."""
         member = self.member
         for field in ("incarnation", "role", "model", "fingerprint"):
             expected = member.role.value if field == "role" else getattr(member, field)
             if (found := getattr(welcome, field)) != expected:
                 self._stream.end(f"{field} is {found!r}, announced was {expected!r}")
                 return
-        if self._receive is None:
-            self._receive = self._events.linked(self, welcome)
-            self._stream.welcomed()
+        self._welcome = welcome
+        self._stream.welcomed()
 
 
 def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:

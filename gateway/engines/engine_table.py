@@ -22,7 +22,8 @@ from .routing import Policy
 
 
 class EngineTable:
-    """All linked engines by incarnation; what is mirrored of the prefix index is theirs.
+    """All linked engines by incarnation, from the first heartbeat to the stream's end; what is
+    mirrored of the prefix index is theirs.
 
     `policy`: how engines are chosen; without it by the least estimate, and gateways that know the
     same choose the same.
@@ -38,15 +39,15 @@ class EngineTable:
         self.released: set[int] = set()  # of all engines: see EngineAccount
 
     def add(self, engine: LinkedEngine) -> None:
-        """The engine's link is up."""
+        """The engine has reported."""
         engine.account.released, engine.account.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
         num_blocks = engine.member.num_blocks + engine.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)
 
     def remove(self, incarnation: str) -> None:
-        """The engine's link is down."""
-        del self.engines[incarnation]
+        """The engine's stream has ended, or, again, it is known why."""
+        self.engines.pop(incarnation, None)
         self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
@@ -57,29 +58,25 @@ class EngineTable:
         found: dict[str, dict[str, int]] = {}
         for name, prefix in cached.items():
             engine = self.engines.get(name)
-            if engine and engine.load is not None and name not in avoid:
+            if engine and name not in avoid:
                 size = engine.member.block_size
                 most = (num_tokens - 1) // size * size
                 found.setdefault(engine.fingerprint, {})[name] = min(prefix.lendable_tokens, most)
         if not found:
             return {}
-        rates = {
-            name: engine.load.link_gbytes_per_s
-            for name, engine in self.engines.items()
-            if engine.load is not None
-        }
+        rates = {name: engine.load.link_gbytes_per_s for name, engine in self.engines.items()}
         return {fingerprint: Holders.of(cached, rates) for fingerprint, cached in found.items()}
 
     def borrowed_costs(self) -> Mapping[str, StepCost]:
         """`step_costs`, where some engine is to borrow one."""
-        engines = [engine for engine in self.engines.values() if engine.load is not None]
-        return {} if all(engine.is_measured for engine in engines) else self.step_costs()
+        is_measured = all(engine.is_measured for engine in self.engines.values())
+        return {} if is_measured else self.step_costs()
 
     def step_costs(self) -> Mapping[str, StepCost]:
         """By fingerprint, the cost that was measured on the largest steps."""
         found: dict[str, StepCost] = {}
         for engine in self.engines.values():
-            cost = None if engine.load is None else engine.load.step_cost
+            cost = engine.load.step_cost
             best = found.get(engine.fingerprint)
             if cost is not None and (best is None or cost.max_rows > best.max_rows):
                 found[engine.fingerprint] = cost

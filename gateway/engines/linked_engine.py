@@ -6,7 +6,6 @@ and no directory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +38,7 @@ class LinkedEngine:
 
     member: Member
     outbox: EngineConnection
+    load: ReportedLoad
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
     block_bytes: int = 0
@@ -48,15 +48,15 @@ class LinkedEngine:
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
     num_dispatched: int = field(init=False, default=0)
-    # By its last heartbeat.
-    load: ReportedLoad | None = field(init=False, default=None)  # None: it takes no work
-    heard_s: float = field(init=False, default=-math.inf)  # when that came
-    is_measured: bool = field(init=False, default=False)  # its steps of prompts
-    _num_promised: int = field(init=False, default=MANY_DECODES)  # that a step may have of decodes
-    _known: tuple[object, ...] = field(init=False, default=())  # the first of an EngineState
+    # By its last heartbeat, as `load` is.
+    heard_s: float = field(init=False)  # when that came
+    is_measured: bool = field(init=False)  # its steps of prompts
+    _num_promised: int = field(init=False)  # that a step may have of decodes
+    _known: tuple[object, ...] = field(init=False)  # the first of an EngineState
 
     def __post_init__(self) -> None:
         self.account = EngineAccount(self.clock, self.max_num_seqs)
+        self.receive_heartbeat(self.load)
 
     @property
     def incarnation(self) -> str:
@@ -73,12 +73,11 @@ class LinkedEngine:
     @property
     def takes_prompts(self) -> bool:
         """Whether it computes them: for others, or for itself, beside its decodes."""
-        promises = self.load is not None and self.load.takes_whole
-        return promises or self.member.role is Role.PREFILL
+        return self.load.takes_whole or self.member.role is Role.PREFILL
 
     @property
     def is_ready(self) -> bool:
-        return self.load is not None and not self.load.is_draining
+        return not self.load.is_draining
 
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
@@ -146,13 +145,12 @@ class LinkedEngine:
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
         """Of the KV of samples of one prompt, with what each is expected to grow by."""
         size, num_growth = self.member.block_size, max_output_tokens
-        if self.load is not None and 0 < self.load.output_tokens < num_growth:
+        if 0 < self.load.output_tokens < num_growth:
             num_growth = self.load.output_tokens
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
     def state(
         self,
-        load: ReportedLoad,
         demand: Demand,
         caller_id: int,
         cached: CachedPrefix,
@@ -168,7 +166,7 @@ class LinkedEngine:
         given any. What is about prompts is left out where it takes none, and what is about decodes
         where it has none.
         """
-        account, waiting_tokens, speed = self.account, 0, None
+        load, account, waiting_tokens, speed = self.load, self.account, 0, None
         is_prefill = self.member.role is Role.PREFILL
         takes_prompt = has_place = False
         if is_prefill or load.takes_whole:
@@ -177,7 +175,7 @@ class LinkedEngine:
                 speed = load.prompt_speed_by(others_cost)
             takes_prompt = demand.is_retry or account.takes_more_of(caller_id)
         if not is_prefill or load.takes_whole:
-            has_place = self._has_place(load, demand, cached.num_tokens)
+            has_place = self._has_place(demand, cached.num_tokens)
         host_tokens = cached.host_tokens
         host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
         num_requests, num_dispatched = account.num_requests, self.num_dispatched
@@ -188,18 +186,18 @@ class LinkedEngine:
             self._known + of_now + (speed, takes_prompt, has_place) + of_prompt
         )
 
-    def _has_place(self, load: ReportedLoad, demand: Demand, cached_tokens: int) -> bool:
+    def _has_place(self, demand: Demand, cached_tokens: int) -> bool:
         num_sequences = demand.num_sequences
         num_tokens = demand.num_tokens - cached_tokens
         num_blocks = self.blocks_for(num_tokens, demand.max_output_tokens, num_sequences)
         has_place = self.account.has_place(num_sequences, num_blocks)
-        return has_place and self._keeps_promise_with(load, demand)
+        return has_place and self._keeps_promise_with(demand)
 
-    def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:
+    def _keeps_promise_with(self, demand: Demand) -> bool:
         """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
         if self.account.has_refused:
             return False
-        most = self._num_promised
+        load, most = self.load, self._num_promised
         if demand.tbt_target_s and load.tbt_target_s is not None:
             target_s = max(demand.tbt_target_s, load.tbt_target_s / 2)  # as the engine will
             most = min(most, load.decodes_within(target_s))

@@ -62,8 +62,7 @@ class PromptRouter:
         return hashes
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """See engine_link.Router. An engine counts from its first heartbeat to its stream's end;
-        one where a suspect is on trial comes after all others."""
+        """See engine_link.Router. An engine where a suspect is on trial comes after all others."""
         table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
         states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
@@ -90,7 +89,6 @@ class PromptRouter:
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
         return [
             engine.state(
-                engine.load,
                 demand,
                 request.caller_id,
                 prefix := cached.get(engine.incarnation, NOTHING),
@@ -100,8 +98,7 @@ class PromptRouter:
                 adapter,
             )
             for engine in table.engines.values()
-            if engine.load is not None
-            and engine.member.max_model_len >= total_tokens
+            if engine.member.max_model_len >= total_tokens
             and (engine.member.can_constrain or not is_constrained)
             and (engine.max_loras or not adapter)
         ]

@@ -72,6 +72,6 @@ class InferenceService(GenerateService):
             is_ready=engine is not None and engine.is_ready,
             num_blocks=member.num_blocks,
             block_size=member.block_size,
-            links=() if engine is None or engine.load is None else sorted(engine.load.links),
+            links=() if engine is None else sorted(engine.load.links),
             address=member.address,
         )

@@ -103,7 +103,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm_engine_pb2.GetServerInfoResponse(
             server_type="vllm-grpc",
             uptime_seconds=time.monotonic() - self._started_s,
-            active_requests=sum(e.load.num_running for e in engines if e.load is not None),
+            active_requests=sum(e.load.num_running for e in engines),
             data_parallel_size=1,
             block_size=max((e.member.block_size for e in engines), default=0),
         )
@@ -153,11 +153,11 @@ def _id(value: Any) -> int:
 
 
 def _load(engines: list[LinkedEngine]) -> Any:
-    decode = [e for e in engines if e.member.role is Role.DECODE and e.load is not None]
-    num_running = sum(e.load.num_running for e in decode if e.load)
-    num_waiting = sum(e.load.num_waiting for e in engines if e.load)
+    decode = [e for e in engines if e.member.role is Role.DECODE]
+    num_running = sum(e.load.num_running for e in decode)
+    num_waiting = sum(e.load.num_waiting for e in engines)
     total = sum(e.pool_tokens for e in decode)
-    free = sum(e.load.free_blocks * e.member.block_size for e in decode if e.load)
+    free = sum(e.load.free_blocks * e.member.block_size for e in decode)
     return vllm_engine_pb2.SchedulerLoad(
         num_running_reqs=num_running,
         num_waiting_reqs=num_waiting,
@@ -165,7 +165,7 @@ def _load(engines: list[LinkedEngine]) -> Any:
         num_used_tokens=max(0, total - free),
         max_total_num_tokens=total,
         token_usage=max(0, total - free) / total if total else 0.0,
-        num_waiting_uncached_tokens=sum(e.load.waiting_tokens for e in engines if e.load),
+        num_waiting_uncached_tokens=sum(e.load.waiting_tokens for e in engines),
     )
 
 

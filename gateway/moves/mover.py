@@ -86,7 +86,7 @@ class RequestMover:
     def _look_at_prompts(self, now_s: float) -> None:
         """Those that wait longer than they need to."""
         engines = self._table.engines.values()
-        sources = {name for e in engines if e.load and e.is_ready for name in e.load.links}
+        sources = {name for e in engines if e.is_ready for name in e.load.links}
         takers = [e for e in engines if e.incarnation in sources and _computes_prompts_alone(e)]
         for engine in engines if takers else ():
             others = [taker for taker in takers if taker is not engine]
@@ -133,11 +133,7 @@ class RequestMover:
         that streams does not wait for a link to be opened."""
         size = source.member.block_size
         cached = {source.incarnation: (num_tokens - 1) // size * size}
-        rates = {
-            engine.incarnation: engine.load.link_gbytes_per_s
-            for engine in (source, target)
-            if engine.load is not None
-        }
+        rates = {one.incarnation: one.load.link_gbytes_per_s for one in (source, target)}
         token_bytes = target.block_bytes / size
         holders = Holders.of(cached, rates, unmeasured=None)
         return holders.best_fetch(target.incarnation, 0, token_bytes)
@@ -162,8 +158,7 @@ def _beside_decodes_since_s(session: Session) -> float | None:
 
 
 def _computes_prompts_alone(engine: LinkedEngine) -> bool:
-    load = engine.load
-    is_free = load is not None and engine.is_ready and not load.takes_whole
+    is_free = engine.is_ready and not engine.load.takes_whole
     return is_free and engine.member.role is Role.PREFILL
 
 
@@ -191,8 +186,8 @@ def _steps_of(
 ) -> EngineSteps | None:
     """None: it promises nothing. One that has measured no step is taken for one of `costs`."""
     load = engine.load
-    cost = None if load is None else load.step_cost or costs.get(engine.fingerprint)
-    if load is None or cost is None or not load.tbt_target_s:
+    cost = load.step_cost or costs.get(engine.fingerprint)
+    if cost is None or not load.tbt_target_s:
         return None
     speed = engine.account.speed
     ahead_s = engine.account.tokens_ahead * speed.token_s if speed is not None else 0.0

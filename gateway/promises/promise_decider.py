@@ -41,8 +41,6 @@ class LoadMeter:
         """Take over their counters; who is gone is forgotten."""
         before, self._seen = self._seen, {}
         for engine in engines:
-            if engine.load is None:
-                continue
             of = engine.load.counters
             seen = before.get(engine.incarnation, deque())
             seen.append((now_s, (of.num_prompts, of.num_prompt_tokens, of.num_decode_tokens)))
@@ -65,7 +63,7 @@ class LoadMeter:
             num_prompts += last[0] - first[0]
         if not prompts or not prompt_tokens:
             return None
-        loads = [engine.load for engine in engines if engine.load is not None]
+        loads = [engine.load for engine in engines]
         waiting = queued_tokens + sum(load.waiting_tokens for load in loads)
         decodes = sum(load.decodes.num_decodes for load in loads)
         keys = sum(load.decodes.keys for load in loads)
@@ -95,7 +93,7 @@ class PromiseDecider:
     def least_epoch(self, leader: str) -> int:
         """Of which all engines would follow an order of this leader: above those of others that
         they have followed, which Redis may have given twice."""
-        loads = [e.load for e in self.table.engines.values() if e.load is not None]
+        loads = [e.load for e in self.table.engines.values()]
         epochs = (load.promise_epoch + (load.promise_leader != leader) for load in loads)
         return max(epochs, default=0)
 
@@ -105,11 +103,10 @@ class PromiseDecider:
         self._meter.look(self.table.engines.values(), now_s)
         before, self._since = self._since, {}
         for incarnation, engine in self.table.engines.items():
-            if engine.load is not None:
-                is_promising = not engine.load.is_promise_withdrawn
-                known = before.get(incarnation)
-                is_same = known is not None and known[0] == is_promising
-                self._since[incarnation] = known if is_same and known else (is_promising, now_s)
+            is_promising = not engine.load.is_promise_withdrawn
+            known = before.get(incarnation)
+            is_same = known is not None and known[0] == is_promising
+            self._since[incarnation] = known if is_same and known else (is_promising, now_s)
 
     def orders(self) -> dict[str, float | None]:
         """By incarnation, the targets of those that are to change theirs; None: no promise."""
@@ -133,7 +130,7 @@ class PromiseDecider:
                 num_others += 1
                 if not is_promising and engine.incarnation in own:
                     found[engine.incarnation] = own[engine.incarnation]
-            elif engine.incarnation in own and engine.load is not None:
+            elif engine.incarnation in own:
                 num_decodes = engine.load.decodes.num_decodes
                 movable.append(
                     EnginePromise(engine.incarnation, is_promising, since_s, num_decodes)
@@ -153,13 +150,12 @@ class PromiseDecider:
         if not num_others:
             return 0
         mix = self._meter.mix(engines, self.queued_tokens())
-        loads = [engine.load for engine in engines if engine.load is not None]
-        cost = _cost_of(loads)
+        cost = _cost_of([engine.load for engine in engines])
         if cost is None or mix is None:
             return now
         names = {engine.incarnation for engine in movable}
         movers = [e for e in engines if e.incarnation in names]
-        chunk = max((e.load.step_tokens for e in movers if e.load is not None), default=0)
+        chunk = max((e.load.step_tokens for e in movers), default=0)
         target_s = min(engine.own_target_s for engine in movers)
         target = Target(target_s, self.ttft_s, chunk or _STEP_TOKENS)
         wanted = choose_num_pure(cost, mix, target, len(movable), num_others, now)

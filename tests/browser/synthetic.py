@@ -84,7 +84,7 @@ class SyntheticGateway:
         self._random = random.Random(7)
         self._num_calls = 0
         self.num_gateways, self.is_shared = 1, True
-        roster = EngineRoster(self.table, lambda: list(self.members.values()))
+        roster = EngineRoster(self.table, lambda: [*self.members.values()], lambda _: False)
         self.feed = SnapshotFeed(self.window, roster, self._about, targets, self.clock, self._scope)
 
     def _about(self) -> dict[str, Any]:
@@ -116,14 +116,11 @@ class SyntheticGateway:
         )
         self.members[incarnation] = member
         free = self._random.randrange(4_000, 22_000)
-        engine = LinkedEngine(member, outbox=None)  # type: ignore[arg-type]  # nothing is sent
-        engine.block_bytes = 2 << 20
         is_prefill = role is Role.PREFILL
         running, waiting = (2, 1) if is_prefill else (self._random.randrange(20, 60), 0)
-        engine.receive_heartbeat(
-            ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
-        )
-        self.table.add(engine)
+        load = ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
+        engine = LinkedEngine(member, None, load, block_bytes=2 << 20)  # type: ignore[arg-type]
+        self.table.add(engine)  # nothing is sent
         self._cache(incarnation, num_blocks=self._random.randrange(800, 2_000))
         return member
 
@@ -253,7 +250,6 @@ class SyntheticGateway:
 
     def _drift(self, engine: LinkedEngine) -> None:
         load = engine.load
-        assert load is not None
         free = min(22_000, max(600, load.free_blocks + self._random.randrange(-90, 91)))
         is_prefill = engine.member.role is Role.PREFILL
         running = min(64 if not is_prefill else 4, max(1, load.num_running + self._drawn()))
@@ -280,7 +276,6 @@ class SyntheticGateway:
 
     def _promise(self, engine: LinkedEngine, before: Counters) -> None:
         """Forty steps, of which nearly all keep it."""
-        assert engine.load is not None
         counters = engine.load.counters
         counters.num_promised_steps = before.num_promised_steps + 40
         counters.num_kept_steps = before.num_kept_steps + 40 - (self._random.random() < 0.3)

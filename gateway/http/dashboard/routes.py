@@ -75,7 +75,7 @@ def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
             "is_draining": parts.door.is_draining,
         }
 
-    roster = EngineRoster(parts.table, parts.view.members)
+    roster = EngineRoster(parts.table, parts.view.members, parts.view.is_starting)
     targets = SloTargets(parts.config.slo_ttft_s, parts.config.slo_tbt_s)
     return SnapshotFeed(parts.telemetry.window, roster, about, targets, clock, parts.scope)
 

@@ -233,11 +233,13 @@ class EngineRoster:
             ▲                     │ link down
             └──────link up── unlinked ──out of the directory──► gone
     An engine that is gone stays listed until it is back under its name, or for an hour: a page must
-    never lose one silently. `_members`: every engine that is listed or linked.
+    never lose one silently. `_members`: every engine that is listed or linked; `_is_starting`:
+    whether one is that has answered, and has not reported yet.
     """
 
     _table: EngineTable
     _members: Callable[[], Sequence[Member]]
+    _is_starting: Callable[[str], bool]
     _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
 
     def look(self, now_unix_s: float) -> None:
@@ -252,7 +254,7 @@ class EngineRoster:
             engine = self._table.engines.get(incarnation)
             if engine is None:
                 seen.looks.clear()  # what it did lately is not known
-            elif engine.load is not None:
+            else:
                 counters = engine.load.counters
                 counted = {name: getattr(counters, name) for name in _COUNTED}
                 seen.looks.append(counted | {"accepted_drafts": sum(counters.accepted_drafts)})
@@ -274,9 +276,7 @@ class EngineRoster:
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)
         if engine is None:
-            return "unlinked"
-        if engine.load is None:
-            return "starting"
+            return "starting" if self._is_starting(incarnation) else "unlinked"
         return "draining" if engine.load.is_draining else "ready"
 
     def _row(self, seen: _Seen) -> dict[str, Any]:

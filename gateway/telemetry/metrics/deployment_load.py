@@ -28,15 +28,15 @@ class DeploymentLoad:
 
 def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> DeploymentLoad:
     """As the engines' last heartbeats have it; `num_queued`: at this gateway."""
-    loads = [(engine, engine.load) for engine in engines if engine.load is not None]
+    engines = [*engines]
     used: dict[object, float] = {}
-    for role in {engine.member.role for engine, _ in loads}:
-        of_role = [(e.pool_blocks, load.free_blocks) for e, load in loads if e.member.role is role]
+    for role in {engine.member.role for engine in engines}:
+        of_role = [(e.pool_blocks, e.load.free_blocks) for e in engines if e.member.role is role]
         total, free = (sum(counts) for counts in zip(*of_role, strict=True))
         used[role] = max(0.0, 1 - free / max(1, total))
     return DeploymentLoad(
-        sum(load.num_running for _, load in loads),
-        sum(load.num_waiting for _, load in loads) + num_queued,
+        sum(engine.load.num_running for engine in engines),
+        sum(engine.load.num_waiting for engine in engines) + num_queued,
         max(used.values(), default=0.0),
     )
 

@@ -21,7 +21,6 @@ from ....proto.v1.node_pb2 import Counters
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import LinkedEngine
-from ...engines.reported_load import ReportedLoad
 from . import metric_table as table
 from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
 from .metric_store import MetricStore
@@ -114,8 +113,7 @@ class Exporter:
         for name in self._last_known_s:
             self._store.set(table.NODE_UP, *name, value=0)
         for incarnation, engine in self._engines.engines.items():
-            if engine.load is not None:
-                self._count(engine, engine.load, self._read[incarnation])
+            self._count(engine, self._read[incarnation])
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
         for reason, count in self._engines.plans.decisions.items():
             self._store.set(table.DECISIONS, reason, value=count)
@@ -142,15 +140,15 @@ class Exporter:
         self._store.forget(table.LORA)
         engines = self._engines.engines.values()
         max_loras = max((engine.max_loras for engine in engines), default=0)
-        loads = [engine.load for engine in engines if engine.load is not None]
+        loads = [engine.load for engine in engines]
         running = sorted({name for load in loads for name in load.running_adapters})
         waiting = sorted({name for load in loads for name in load.waiting_adapters})
         if max_loras:
             labels = (str(max_loras), ",".join(running), ",".join(waiting))
             self._store.set(table.LORA, *labels, value=self._clock.unix_ns() / 1e9)
 
-    def _count(self, engine: LinkedEngine, load: ReportedLoad, read: _Read) -> None:
-        name = (engine.member.role.value, engine.name)
+    def _count(self, engine: LinkedEngine, read: _Read) -> None:
+        load, name = engine.load, (engine.member.role.value, engine.name)
         num_ranks, num_experts = load.expert_ranks, len(load.counters.expert_tokens)
         values: dict[Metric, float | None] = {
             metric: getattr(load, metric.source) for metric in _GAUGES if metric.source

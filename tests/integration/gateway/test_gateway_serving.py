@@ -460,8 +460,13 @@ async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() 
     await node.kill()
     await directory.announce(node.member, 5.0)
     await asyncio.sleep(0.1)
+    node.is_silent = True
     await node.start()
+    await until(lambda: view.is_starting(node.incarnation))
+    assert (table.engines, view.members()) == ({}, [node.member])
+    node.is_silent = False
     await until(lambda: bool(table.engines))
+    assert not view.is_starting(node.incarnation)
     await directory.withdraw(node.incarnation)
     await node.kill()
     await until(lambda: not table.engines)

@@ -83,7 +83,8 @@ class Events:
     is_over: bool = False
     lost_by: list[tuple[str, bool]] = field(default_factory=list)  # reason, has_died
 
-    def linked(self, engine: EngineConnection, welcome: object) -> Receive:
+    def linked(self, engine: EngineConnection, welcome: object, load: ReportedLoad) -> Receive:
+        self.load = load
         return self.receive
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:

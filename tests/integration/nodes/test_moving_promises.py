@@ -66,19 +66,19 @@ class Scene:
     def promises(self, name: str, gateway: int = 0) -> bool | None:
         """By the engine's last heartbeat."""
         engine = self.engine(name, gateway)
-        if engine is None or engine.load is None:
+        if engine is None:
             return None
         return not engine.load.is_promise_withdrawn
 
     def target_s(self, name: str) -> float | None:
         """What its decodes are kept to, be it that it is withdrawn."""
         engine = self.engine(name)
-        assert engine is not None and engine.load is not None
+        assert engine is not None
         return engine.load.tbt_target_s
 
     def epoch(self) -> int:
         engine = self.engine("prefill-0")
-        assert engine is not None and engine.load is not None
+        assert engine is not None
         return engine.load.promise_epoch
 
     def leaders(self) -> list[int]:

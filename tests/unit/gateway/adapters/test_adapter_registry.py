@@ -46,8 +46,7 @@ class World:
         member = Member(name, role, f"node {name[:2]}", "h:1", "base", "fp", 200, 4, 100)
         load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({PREFILL}))
         self.links[name] = link = FakeLink(name)
-        engine = LinkedEngine(member, link, max_loras=max_loras)
-        engine.receive_heartbeat(load)
+        engine = LinkedEngine(member, link, load, max_loras=max_loras)
         self.table.add(engine)
         return engine
 

@@ -21,6 +21,7 @@ from baton.gateway.adapters.adapter_registry import AdapterRegistry
 from baton.gateway.adapters.shared_list import Entry, SharedList
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.prefix_index.mirror import PrefixMirror
 
 ENGINE = "dd" * 16
@@ -68,7 +69,8 @@ class Gateway:
         table = EngineTable(PrefixMirror(FakeClock()))
         self.link = FakeLink(ENGINE)
         member = Member(ENGINE, Role.DECODE, "node", "h:1", "base", "fp", 200, 4, 100)
-        table.add(LinkedEngine(member, self.link))
+        load = ReportedLoad(0, 0, 0, 90, 90, False, frozenset())
+        table.add(LinkedEngine(member, self.link, load))
         self.registry = AdapterRegistry(table, "base", shared=self.shared)
 
     def load(self, name: str, digest: str = ONE, path: str = "/a") -> None:

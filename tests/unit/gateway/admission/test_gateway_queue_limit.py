@@ -51,7 +51,8 @@ class Cluster:
 
     def link(self, name: str) -> None:
         member = Member(name, Role.PREFILL, name, "", "demo", "fp", 4096, 16, 1000)
-        self.table.add(LinkedEngine(member, Outbox(), clock=self.clock))
+        load = ReportedLoad(0, 0, 0, 900, 900, False, frozenset())
+        self.table.add(LinkedEngine(member, Outbox(), load, clock=self.clock))
 
     def beat(
         self,
@@ -137,7 +138,6 @@ def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> N
     assert cluster.wait_s(500, q=496) == pytest.approx(2.0)
     cluster.table.engines["p"].block_bytes = 16_000
     load = cluster.table.engines["p"].load
-    assert load is not None
     cluster.table.engines["p"].load = replace(load, link_gbytes_per_s={"q": 1.0})
     prefixes = {"q": CachedPrefix(496, lendable_tokens=496)}
     wait_s = cluster.limit().prefill_s(ME, 500, prefixes)

@@ -64,9 +64,12 @@ class Events:
     has_died: bool | None = None  # None: it is not lost
     fails_on: int = -1  # a token's index
 
-    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Receive:
+    def linked(
+        self, engine: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
+    ) -> Receive:
         self.heard.append("linked")
         self.welcome = welcome
+        self.loads.append(load.num_running)
         return self.receive
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
@@ -199,7 +202,7 @@ async def engine(
         scene.member = replace(member, engine_address=f"{HOST}:{port}")
     if context is not None and folder is not None:
         scene.tls = tls_of(folder, "gateway")
-    scene.opening = (scene.welcome(),)
+    scene.opening = (scene.welcome(), heartbeat(0))
     try:
         yield scene
     finally:
@@ -303,8 +306,33 @@ async def test_what_comes_directly_behind_the_welcome_is_heard(scene: Scene) -> 
     scene.opening = (scene.welcome(), b"", heartbeat(5), step(0))
     async with scene.linked():
         await until(lambda: scene.events.tokens)
-        assert scene.events.heard == ["linked", "heartbeat", "outputs"]
+        assert scene.events.heard == ["linked", "outputs"]
         assert scene.events.loads == [5]
+
+
+async def test_an_engine_counts_from_its_first_heartbeat_to_its_streams_end(here: Scene) -> None:
+    here.opening = (here.welcome(), step(0))
+    connection = here.connection()
+    running = asyncio.create_task(connection.run())
+    await until(lambda: connection.is_starting)
+    assert here.events.heard == []
+    here.ends[-1].send(heartbeat(3), step(1))
+    await until(lambda: here.events.tokens)
+    assert not connection.is_starting
+    await here.die()
+    await running
+    assert not connection.is_starting
+    assert (here.events.heard, here.events.indices) == (["linked", "outputs", "lost"], [1])
+
+
+async def test_an_engine_that_ends_before_it_reports_was_never_there(here: Scene) -> None:
+    here.opening = (here.welcome(),)
+    connection = here.connection()
+    running = asyncio.create_task(connection.run())
+    await until(lambda: connection.is_starting)
+    await here.die()
+    await running
+    assert here.events.heard == [] and not here.events.has_ended and not connection.is_starting
 
 
 @pytest.mark.parametrize("name", ["incarnation", "role", "model", "fingerprint"])
@@ -464,7 +492,7 @@ async def test_certificates_that_cannot_be_read_are_the_reason(
 
 
 async def test_silence_is_an_end(scene: Scene) -> None:
-    scene.opening = (scene.welcome(), step(0))
+    scene.opening = (scene.welcome(), heartbeat(0), step(0))
     connection = scene.connection(silence_s=0.2)
     assert await connection.run() == "no heartbeat for 0.2 s"
     assert scene.events.heard == ["linked", "outputs", "lost"]
@@ -483,7 +511,7 @@ async def test_a_gateway_that_stood_still_counts_the_silence_anew(here: Scene) -
     async with here.linked(silence_s=0.4) as (_, end, running):
         time.sleep(0.8)  # noqa: ASYNC251
         end.send(heartbeat(2))
-        await until(lambda: here.events.loads == [2] or running.done())
+        await until(lambda: here.events.loads == [0, 2] or running.done())
         assert not running.done()
         assert await running == "no heartbeat for 0.4 s"
 
@@ -521,7 +549,7 @@ async def test_who_still_answers_says_who_has_died(
     certificates: Path, way: str, lives: str
 ) -> None:
     async with engine(way, certificates) as scene:
-        scene.opening = (scene.welcome(), step(0))
+        scene.opening = (scene.welcome(), heartbeat(0), step(0))
         async with scene.linked() as (_, end, running):
             await until(lambda: scene.events.tokens)
             if lives in ("node", "neither"):

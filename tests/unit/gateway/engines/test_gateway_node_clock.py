@@ -50,7 +50,7 @@ class Gateway:
 
     outputs: list[EngineOutput] = field(default_factory=list)
 
-    def linked(self, engine: EngineConnection, welcome: node_pb2.Welcome) -> Receive:
+    def linked(self, engine: EngineConnection, *_: object) -> Receive:
         return self._receive
 
     def _receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
@@ -65,6 +65,7 @@ def received(clock: FakeClock, wire: node_pb2.RequestOutput, *, is_here: bool) -
     connection = EngineConnection(member, ClusterSecret("s"), gateway, clock, 9.0)  # type: ignore[arg-type]
     welcome = node_pb2.Welcome(incarnation="e", role="prefill", model="m", fingerprint="fp")
     connection.take(node_pb2.NodeMessage(welcome=welcome))
+    connection.take(node_pb2.NodeMessage(heartbeat=node_pb2.Heartbeat()))
     connection.take(node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=[wire])))
     (output,) = gateway.outputs
     return output

@@ -273,9 +273,7 @@ LOAD = ReportedLoad(0, 0, 0, 100, 50, False, frozenset("p"))
 
 def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400) -> LinkedEngine:
     member = Member(name, role, name, "h:1", "demo", "fp", max_model_len, 16, num_blocks)
-    engine = LinkedEngine(member, FakeLink(name))
-    engine.receive_heartbeat(LOAD)
-    return engine
+    return LinkedEngine(member, FakeLink(name), LOAD)
 
 
 def route_of(table: EngineTable, num_tokens: int = 3) -> Route:
@@ -330,13 +328,6 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
     e.cancel("r", 2)
     e.cancel("r", 99)
     assert (d.account.num_requests, e.account.num_requests) == (0, 0)
-
-
-def test_an_engine_counts_from_its_first_heartbeat_on() -> None:
-    p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
-    table, d.load = table_of(p, d), None
-    with pytest.raises(Unavailable, match="no decode node is ready"):
-        route_of(table, 1)
 
 
 def test_what_an_engine_of_a_shorter_context_would_cut_short_goes_elsewhere() -> None:

@@ -20,6 +20,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
+from baton.gateway.http.dashboard.snapshot import EngineRoster
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import Fetch
@@ -30,11 +31,8 @@ LOAD = ReportedLoad(0, 0, 0, 1 << 16, 1 << 16, False, frozenset(), step_cost=COS
 
 def linked(role: Role, **load: Any) -> LinkedEngine:
     member = Member("e", role, "e", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
-    engine = LinkedEngine(
-        member, FakeLink("e"), clock=FakeClock(), max_num_seqs=64, block_bytes=2048
-    )
-    engine.receive_heartbeat(replaced(**load))
-    return engine
+    fields: Any = {"clock": FakeClock(), "max_num_seqs": 64, "block_bytes": 2048}
+    return LinkedEngine(member, FakeLink("e"), replaced(**load), **fields)
 
 
 def replaced(**fields: Any) -> ReportedLoad:
@@ -98,12 +96,12 @@ def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
     decodes = StepShape(num_decodes=4, keys=400)
     engine = linked(Role.DECODE, tbt_target_s=0.0051, num_requests=4, decodes=decodes)
     for number in range(6):
-        assert engine._keeps_promise_with(engine.load, Demand(100))
+        assert engine._keeps_promise_with(Demand(100))
         sent = Request(f"r{number}", 0, (1,) * 100, SamplingParams(max_tokens=16))
         engine.dispatch(sent, Route(OTHER, engine), None, 9.0)
-    assert not engine._keeps_promise_with(engine.load, Demand(100))
+    assert not engine._keeps_promise_with(Demand(100))
     engine.receive([EngineOutput("r0", 0, 0, (97,), FinishReason.LENGTH)], [])
-    assert engine._keeps_promise_with(engine.load, Demand(100))
+    assert engine._keeps_promise_with(Demand(100))
 
 
 def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
@@ -111,7 +109,7 @@ def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
     load = {"tbt_target_s": 0.0051, "num_stages": 2, "decodes": decodes}
     for num_requests, has_place in ((8, True), (19, True), (20, False)):
         engine = linked(Role.DECODE, num_requests=num_requests, **load)
-        assert engine._keeps_promise_with(engine.load, Demand(100)) is has_place
+        assert engine._keeps_promise_with(Demand(100)) is has_place
 
 
 def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> None:
@@ -136,8 +134,11 @@ def test_nothing_is_sent_where_a_stream_has_ended_before_it_is_known_why() -> No
     router = PromptRouter(view._table, valid())
     assert router.choose(Demand(100), avoid=Avoid(), fingerprint=None)
     view.ended(SimpleNamespace(member=engine.member))  # type: ignore[arg-type]
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="no decode node is ready"):
         router.choose(Demand(100), avoid=Avoid(), fingerprint=None)
+    roster = EngineRoster(view._table, lambda: [engine.member], view.is_starting)
+    roster.look(0.0)
+    assert [row["state"] for row in roster.rows()] == ["unlinked"]
 
 
 async def test_every_heartbeat_is_looked_at_soon() -> None:

@@ -94,8 +94,7 @@ def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) 
     for incarnation in (P, Q, D):
         role = Role.DECODE if incarnation == D else Role.PREFILL
         member = Member(incarnation, role, "name", "h:1", "demo", "fp", 1 << 17, BLOCK_SIZE, 2000)
-        table.add(engine := LinkedEngine(member, FakeLink(incarnation)))
-        engine.receive_heartbeat(LOAD)
+        table.add(LinkedEngine(member, FakeLink(incarnation), LOAD))
         cached = chain[: cached_blocks.get(incarnation, 0)]
         table.mirror.take(encode(Delta(incarnation, 1, (), tuple(cached))))
     return table
@@ -141,8 +140,7 @@ async def test_engines_of_other_kinds_and_lost_ones_do_not_count() -> None:
     table.remove(Q)
     assert await chosen(table) == (P, 0, 0)
     engine = table_with({Q: 3}).engines[Q]
-    table.add(other := LinkedEngine(replace(engine.member, fingerprint="other"), engine.outbox))
-    other.receive_heartbeat(LOAD)
+    table.add(LinkedEngine(replace(engine.member, fingerprint="other"), engine.outbox, LOAD))
     chain = block_hashes(root_hash("fp"), PROMPT, BLOCK_SIZE)
     table.mirror.take(encode(Delta(Q, 1, (), tuple(chain))))
     assert await chosen(table) == (P, 0, 0)

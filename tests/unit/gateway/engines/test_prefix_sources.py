@@ -90,14 +90,12 @@ class World:
         self.links: dict[str, FakeLink] = {}
         for name, role in ((P, Role.PREFILL), (Q, Role.PREFILL), (D, Role.DECODE)):
             member = Member(name, role, name[:2], "h:1", "m", "fp", 9999, 16, 5000)
-            self.links[name] = FakeLink(name)
-            engine = LinkedEngine(member, self.links[name], FakeClock(), block_bytes=block_bytes)
-            self.table.add(engine)
             load = LOAD
             if role is Role.DECODE:
                 rates = {P: gbytes_per_s, Q: gbytes_per_s}
                 load = replace(LOAD, links=frozenset(rates), link_gbytes_per_s=rates)
-            engine.receive_heartbeat(load)
+            link = self.links[name] = FakeLink(name)
+            self.table.add(LinkedEngine(member, link, load, FakeClock(), block_bytes=block_bytes))
 
     def route(
         self, cached: dict[str, int], num_tokens: int = 4001, *, can_lend: bool = True

@@ -70,16 +70,13 @@ def test_what_an_engine_that_is_lost_had_answered_is_forgotten_once() -> None:
 
 def table() -> EngineTable:
     table = EngineTable(PrefixMirror(FakeClock()))
-    load = ReportedLoad(0, 0, 0, 900, 900, False, frozenset(), step_cost=linear_cost(0.005, 1e-4))
+    cost = linear_cost(0.005, 1e-4)
     for name in (*SOURCES, "d" * 32):
         role = Role.DECODE if name[0] == "d" else Role.PREFILL
         member = Member(name, role, name[0], "h:1", "demo", "fp", 4096, SIZE, 1000)
-        engine = LinkedEngine(member, FakeLink(name), clock=table.mirror.clock)
-        table.add(engine)
         links = frozenset(SOURCES) if role is Role.DECODE else frozenset[str]()
-        engine.receive_heartbeat(
-            ReportedLoad(0, 0, 0, 900, 900, False, links, step_cost=load.step_cost)
-        )
+        load = ReportedLoad(0, 0, 0, 900, 900, False, links, step_cost=cost)
+        table.add(LinkedEngine(member, FakeLink(name), load, clock=table.mirror.clock))
     return table
 
 

@@ -86,8 +86,7 @@ async def test_routing_looks_where_the_engine_would() -> None:
     load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({ids[Role.PREFILL]}))
     for role, incarnation in ids.items():
         member = Member(incarnation, role, "n", "h:1", "demo", "fp", 200, BLOCK_SIZE, NUM_BLOCKS)
-        table.add(engine := LinkedEngine(member, FakeLink(incarnation)))
-        engine.receive_heartbeat(load)
+        table.add(LinkedEngine(member, FakeLink(incarnation), load))
         stored = published if role is Role.PREFILL else ()
         table.mirror.take(encode(Delta(incarnation, 1, (), stored)))
 

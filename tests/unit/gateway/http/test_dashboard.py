@@ -49,7 +49,8 @@ class Cluster:
         self.clock = FakeClock()
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: list[Member] = []
-        self.roster = EngineRoster(self.table, lambda: self.members)
+        self.starting: set[str] = set()
+        self.roster = EngineRoster(self.table, lambda: self.members, self.starting.__contains__)
         self.feed = SnapshotFeed(
             TelemetryWindow(self.clock),
             self.roster,
@@ -59,13 +60,10 @@ class Cluster:
             lambda: {"is_shared": False, "alone_since_unix_s": 0.0, "gateways": []},
         )
 
-    def join(self, name: str, incarnation: str, *, load: ReportedLoad | None = IDLE) -> None:
+    def join(self, name: str, incarnation: str, load: ReportedLoad = IDLE) -> None:
         member = Member(incarnation * 32, Role.DECODE, name, "h:1", "m", "f", 64, 16, 100)
         self.members.append(member)
-        engine = LinkedEngine(member, None)  # type: ignore[arg-type]
-        if load is not None:
-            engine.receive_heartbeat(load)
-        self.table.add(engine)
+        self.table.add(LinkedEngine(member, None, load))  # type: ignore[arg-type]
 
     def leave(self, incarnation: str) -> None:
         self.unlink(incarnation)
@@ -89,11 +87,15 @@ def cluster() -> Cluster:
 
 
 def test_an_engine_never_vanishes_silently(cluster: Cluster) -> None:
-    cluster.join("a", "1", load=None)
+    cluster.join("a", "1")
+    engine = cluster.table.engines["1" * 32]
+    cluster.unlink("1")
+    cluster.starting.add("1" * 32)
     assert cluster.states() == {"a": ("starting", 0)}
-    cluster.table.engines["1" * 32].load = IDLE
+    cluster.table.add(engine)
     assert cluster.states() == {"a": ("ready", 0)}
     cluster.unlink("1")
+    cluster.starting.clear()
     assert cluster.states() == {"a": ("unlinked", 0)}
     cluster.members.clear()
     assert cluster.states() == {"a": ("gone", 0)}

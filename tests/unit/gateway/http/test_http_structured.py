@@ -16,6 +16,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Constraint, ConstraintKind
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.http.chat.chat import FIELDS
 from baton.gateway.http.chat.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
@@ -224,7 +225,8 @@ def linked(incarnation: str, role: Role, can_constrain: bool) -> LinkedEngine:
     member = Member(
         incarnation, role, "n", "h:1", "demo", "fp", 200, 16, 100, can_constrain=can_constrain
     )
-    return LinkedEngine(member, None)  # type: ignore[arg-type]
+    load = ReportedLoad(0, 0, 0, 90, 90, False, frozenset())
+    return LinkedEngine(member, None, load)  # type: ignore[arg-type]
 
 
 def test_a_role_of_which_no_engine_takes_constraints_is_named() -> None:

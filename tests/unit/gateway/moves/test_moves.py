@@ -106,9 +106,7 @@ class World:
         self.links = {name: FakeLink(name) for name in "ab"}
         for name, link in self.links.items():
             member = Member(name, Role.DECODE, name, "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
-            self.table.add(
-                LinkedEngine(member, link, clock=self.clock, max_num_seqs=64, block_bytes=2048)
-            )
+            self._add(member, link)
         self.report(busy="")
         self.mover = RequestMover(self.table, self.sessions, self.clock, random.Random(1))
         self.running = [self.session(f"r{index}") for index in range(num_requests)]
@@ -119,6 +117,14 @@ class World:
                 output = EngineOutput(session.request_id, 0, 0, (ord("x"),))
                 self.table.engines[name].receive([output])
                 self.sessions.engine_step(name, [output])
+
+    def _add(self, member: Member, link: FakeLink) -> LinkedEngine:
+        load = ReportedLoad(0, 0, 0, 0, 0, False, frozenset())
+        engine = LinkedEngine(
+            member, link, load, clock=self.clock, max_num_seqs=64, block_bytes=2048
+        )
+        self.table.add(engine)
+        return engine
 
     @property
     def movable(self) -> dict[str, list[Session]]:
@@ -148,10 +154,8 @@ class World:
         """`p`, which both others can pull from."""
         link = self.links["p"] = FakeLink("p")
         member = Member("p", Role.PREFILL, "p", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
-        engine = LinkedEngine(member, link, clock=self.clock, max_num_seqs=64, block_bytes=2048)
-        self.table.add(engine)
+        engine = self._add(member, link)
         self.report(busy="", links=frozenset("p"), **fields)
-        assert engine.load is not None
         target_s = PROMISE_S if is_promising else None
         load = replace(engine.load, tbt_target_s=target_s, waiting_tokens=waiting_tokens)
         engine.receive_heartbeat(replace(load, decodes=StepShape(), credit_blocks=1 << 16))
@@ -332,7 +336,7 @@ async def test_an_engine_that_could_hand_it_off_does_not_get_its_prompt_back() -
     world.clock.advance(2.0)
     pure = world.links["q"] = FakeLink("q")
     member = replace(world.table.engines["p"].member, incarnation="q")
-    world.table.add(engine := LinkedEngine(member, pure, clock=world.clock, block_bytes=2048))
+    engine = world._add(member, pure)
     for name in "aq":
         load = replace(world.table.engines["p"].load, links=frozenset("pq"), tbt_target_s=None)
         world.table.engines[name].receive_heartbeat(load)
@@ -352,7 +356,6 @@ async def test_a_prompt_that_finds_no_place_then_has_not_waited_for_one_before()
     world.clock.advance(2.0)
     world.add_prefill_engine()
     full = world.table.engines["a"]
-    assert full.load is not None
     full.receive_heartbeat(replace(full.load, num_requests=64, room_blocks=0))
     world.mover.look()
     assert session.blocked is Blocked.PLACE and session.next_wakeup_s == 3.0
@@ -371,7 +374,6 @@ async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
         (session,) = world.running
         prefill = world.add_prefill_engine()
         for name, engine in world.table.engines.items():
-            assert engine.load is not None
             engine.max_loras = int(name != "p")
             engine.receive_heartbeat(replace(engine.load, links=links))
         if has_adapter:
@@ -402,7 +404,6 @@ async def test_a_prompt_does_not_leave_an_engine_for_itself() -> None:
     engine = world.table.engines[name]
     engine.member = replace(engine.member, role=Role.PREFILL)
     world.report(busy="", links=frozenset(name))
-    assert engine.load is not None
     engine.receive_heartbeat(replace(engine.load, tbt_target_s=None, decodes=StepShape()))
     world.clock.advance(60.0)
     world.mover.look()

@@ -64,9 +64,7 @@ class World:
         self.links[name] = FakeLink(name)
         load = ReportedLoad(0, 0, 0, 1 << 15, 1 << 14, False, frozenset(), step_tokens=8192)
         load = replace(load, tbt_target_s=own_target_s or None, step_cost=COST)
-        engine = LinkedEngine(member, self.links[name], own_target_s=own_target_s)
-        engine.receive_heartbeat(load)
-        self.table.add(engine)
+        self.table.add(LinkedEngine(member, self.links[name], load, own_target_s=own_target_s))
 
     def play(self, seconds: float, mix: tuple[float, float, float]) -> None:
         """So long under this load, which engines share; the leader looks all the while."""
@@ -85,14 +83,12 @@ class World:
                 num_decode_tokens=int(self.counts[2] / len(engines)),
             )
             for engine in engines.values():
-                assert engine.load is not None
                 num_decodes = int(per_s * output * 0.01)
                 decodes = StepShape(num_decodes=num_decodes, keys=num_decodes * int(prompt))
                 engine.load = replace(engine.load, counters=counters, decodes=decodes)
             await self.leader.turn()
             for name, engine in engines.items():
                 for epoch, leader, target_s in self.links[name].promises[-1:]:
-                    assert engine.load is not None
                     engine.load = replace(
                         engine.load,
                         is_promise_withdrawn=target_s is None,
@@ -123,7 +119,6 @@ def test_the_mix_changes_and_promises_follow_within_ten_seconds() -> None:
 def test_nothing_is_known_at_first_and_nothing_moves() -> None:
     world = World()
     for engine in world.table.engines.values():
-        assert engine.load is not None
         engine.load = replace(engine.load, step_cost=None)
     world.play(20, LONG)
     assert not world.orders("p0")
@@ -146,7 +141,6 @@ def test_without_a_lease_nothing_is_ordered_and_promises_stay() -> None:
 def test_an_epoch_that_another_gateway_used_will_not_do() -> None:
     world = World(num_prefill=2)
     ours, others = (world.table.engines[name] for name in ("p0", "p1"))
-    assert ours.load is not None and others.load is not None
     ours.load = replace(ours.load, promise_epoch=4, promise_leader="us")
     world.play(PERIOD_S, SHORT)
     assert world.lease.least == 4
@@ -181,7 +175,6 @@ def test_an_engine_that_comes_back_begins_with_its_promise() -> None:
 def test_a_decode_engine_that_promises_nothing_is_given_its_promise_back() -> None:
     world = World()
     engine = world.table.engines["d0"]
-    assert engine.load is not None
     engine.load = replace(engine.load, is_promise_withdrawn=True)
     world.play(1, SHORT)
     assert world.orders("d0")[:1] == [TARGET_S]

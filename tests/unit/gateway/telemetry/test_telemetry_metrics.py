@@ -76,8 +76,7 @@ class World:
         self, incarnation: str, name: str, load: ReportedLoad, role: Role = Role.DECODE
     ) -> LinkedEngine:
         member = Member(incarnation, role, name, "a:1", "demo", "f", 100, 16, 102)
-        engine = LinkedEngine(member, outbox=None)  # type: ignore[arg-type]
-        engine.receive_heartbeat(load)
+        engine = LinkedEngine(member, None, load)  # type: ignore[arg-type]
         self.table.add(engine)
         self.view.listed = [e.member for e in self.table.engines.values()]
         return engine
