@@ -185,21 +185,18 @@ class ClusterView:
         self.ended(link)
         self._adapters.lost(link.member.incarnation)
         self._sessions.engine_lost(link.member.incarnation, has_died=has_died)
-        self._changed(is_load_only=False)
+        self._report(is_load_only=False)
 
     def _report(self, *, is_load_only: bool = True) -> None:
         self._cancel_report()
         self._reported_s = self._clock.monotonic_s()
-        self._changed(is_load_only=is_load_only)
+        self._on_change()
+        self._sessions.cluster_changed(is_load_only=is_load_only)
 
     def _cancel_report(self) -> None:
         if self._report_timer is not None:
             self._report_timer.cancel()
             self._report_timer = None
-
-    def _changed(self, *, is_load_only: bool) -> None:
-        self._on_change()
-        self._sessions.cluster_changed(is_load_only=is_load_only)
 
 
 def _serves(load: ReportedLoad) -> tuple[object, ...]:

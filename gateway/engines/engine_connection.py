@@ -151,8 +151,7 @@ class EngineConnection:
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                if self._receive is not None:
-                    self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
+                self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._check(message.welcome)
             case "engine_ended":

@@ -57,8 +57,8 @@ class EngineTable:
         """By fingerprint, who could lend the prompt's full blocks; one token is always computed."""
         found: dict[str, dict[str, int]] = {}
         for name, prefix in cached.items():
-            engine = self.engines.get(name)
-            if engine and name not in avoid:
+            if name not in avoid:
+                engine = self.engines[name]
                 size = engine.member.block_size
                 most = (num_tokens - 1) // size * size
                 found.setdefault(engine.fingerprint, {})[name] = min(prefix.lendable_tokens, most)
