@@ -41,6 +41,7 @@ class DyingEngine:
         )
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, welcome)
+        self.channels.broadcast.heartbeat(node_pb2.Heartbeat())
         admission = Admission(ClusterSecret().keys_by_id(), (GATEWAY,), lambda opening, names: None)
         self.listener = ChannelListener(
             self.incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), admission
@@ -83,7 +84,7 @@ class BusyGateway:
         self.lost_by: list[tuple[str, bool]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    def linked(self, engine: EngineConnection, welcome: object) -> Receive:
+    def linked(self, engine: EngineConnection, welcome: object, load: object) -> Receive:
         self._writing = asyncio.create_task(self._write(engine))
         return self.receive
 
