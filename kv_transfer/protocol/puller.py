@@ -48,12 +48,14 @@ from .pairing import HandoffSide, Pair, PairState
 from .puller_transfer import PullerState, PullerTransfer, ReserveQueue
 
 _COMPLETED = UnknownTransfer("the transfer is over: it completed")
+RELINK_WAIT_S = 0.5  # a link that ended is dialled again at once
 
 
 class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     """All transfers into one engine.
 
-    `link_wait_s` bounds how long an intent waits for a pair that is not ready.
+    `link_wait_s` bounds how long an intent waits for a pair that is not ready; for one whose link
+    has just ended it is a moment: whoever sent the request did not know.
     """
 
     _peer = "source"
@@ -61,6 +63,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     def __init__(self, hello: Hello, clock: Clock, link_wait_s: float) -> None:
         super().__init__(hello, clock)
         self._link_wait_s = link_wait_s
+        self._ended_s: dict[str, float] = {}  # links that ended less than that ago, by source
         self._queue = ReserveQueue()
 
     def handle(self, event: PullerEvent) -> list[PullerEffect]:
@@ -120,7 +123,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             if intent.reserved is not None:
                 self._effects.append(DropReservation(transfer_id, intent.reserved))
             return
-        link_by_s = self._clock.monotonic_s() + self._link_wait_s
+        now_s, source = self._clock.monotonic_s(), intent.ticket.source_incarnation
+        has_just_ended = self._ended_s.get(source, -math.inf) > now_s - self._link_wait_s
+        link_by_s = now_s + (RELINK_WAIT_S if has_just_ended else self._link_wait_s)
         transfer = PullerTransfer(
             intent,
             PullerState.WAITING,
@@ -207,6 +212,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 raise HandoffFailed("a source sent what only pullers send")
 
     def _on_linked(self, source: str, pair: Pair) -> None:
+        self._ended_s.pop(source, None)
         self._send(source, self._hello)
 
     def _on_matched(self, source: str, pair: Pair) -> None:
@@ -267,6 +273,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 self._give_up(transfer, error, notify=False)
         if pair is not None and pair.state in (PairState.OPENING, PairState.READY):
             self._effects.append(CloseWindow(source))
+            now_s = self._clock.monotonic_s()
+            recent = {s: at for s, at in self._ended_s.items() if at > now_s - self._link_wait_s}
+            self._ended_s = recent | {source: now_s}
 
     # ---- time
 

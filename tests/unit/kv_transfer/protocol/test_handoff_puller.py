@@ -67,7 +67,7 @@ from baton.kv_transfer.protocol.messages import (
     Revoked,
 )
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
-from baton.kv_transfer.protocol.puller import Puller
+from baton.kv_transfer.protocol.puller import RELINK_WAIT_S, Puller
 from baton.kv_transfer.protocol.puller_transfer import ReserveQueue
 from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.transport import PullOutcome
@@ -345,6 +345,22 @@ def test_a_pair_that_never_becomes_ready_fails_the_intent() -> None:
     assert world.puller.next_deadline_s() == LINK_WAIT_S
     assert failure(world.wait(LINK_WAIT_S)) is NodeLost
     world.assert_over()
+
+
+def test_a_link_that_has_just_ended_is_waited_for_a_moment(world: World) -> None:
+    """Whoever sent the request did not know yet, and knows a better pair by then."""
+    world.feed(PeerLost(SOURCE))
+    world.intend(1)
+    assert world.link() == [Send(SOURCE, Attach(T))], "it came back"
+    world.feed(PeerLost(SOURCE))
+    world.intend(2)
+    assert failure(world.wait(RELINK_WAIT_S)) is NodeLost
+    world.assert_over()
+    world.link()
+    world.feed(PeerLost(SOURCE))
+    world.wait(LINK_WAIT_S)
+    world.intend(3)
+    assert world.puller.next_deadline_s() == world.clock.monotonic_s() + LINK_WAIT_S, "long ago"
 
 
 def test_a_source_out_of_reach_is_refused() -> None:
