@@ -48,7 +48,7 @@ from .pairing import HandoffSide, Pair, PairState
 from .puller_transfer import PullerState, PullerTransfer, ReserveQueue
 
 _COMPLETED = UnknownTransfer("the transfer is over: it completed")
-RELINK_WAIT_S = 0.5  # a link that ended is dialled again at once
+RELINK_WAIT_S = 0.3  # a link that ended is dialled again after 0.1 s
 
 
 class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
