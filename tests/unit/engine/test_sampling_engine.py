@@ -137,6 +137,24 @@ def hand_over(
 # -- against transformers -------------------------------------------------------------------------
 
 
+def their_tokens(models: Models, request: Request, **options: object) -> list[int]:
+    """What transformers continues the prompt with, greedily and with a penalty of 1.3."""
+    prompt = torch.tensor([request.prompt_token_ids])
+    with torch.inference_mode():
+        found = models.theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            repetition_penalty=1.3,
+            eos_token_id=EOS,
+            pad_token_id=0,
+            **options,
+        )
+    tokens: list[int] = found[0, prompt.shape[1] :].tolist()
+    return tokens
+
+
 def test_greedy_with_processors_equals_transformers(models: Models) -> None:
     sampling = dataclasses.replace(
         PLAIN,
@@ -146,20 +164,10 @@ def test_greedy_with_processors_equals_transformers(models: Models) -> None:
         min_tokens=10,
     )
     request = new_request(40, sampling)
-    with torch.inference_mode():
-        theirs = models.theirs.generate(
-            torch.tensor([request.prompt_token_ids]),
-            attention_mask=torch.ones(1, 40, dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=10,
-            do_sample=False,
-            repetition_penalty=1.3,
-            sequence_bias=[[[7], 4.0], [[EOS], 30.0]],
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
+    bias = [[[7], 4.0], [[EOS], 30.0]]
+    theirs = their_tokens(models, request, min_new_tokens=10, sequence_bias=bias)
     tokens = alone(models, request)
-    assert ids(tokens) == theirs[0, 40:].tolist()
+    assert ids(tokens) == theirs
     assert len(tokens) == 11 and tokens[-1].finish_reason is FinishReason.STOP
 
 
@@ -171,19 +179,13 @@ def test_greedy_among_few_tokens_equals_transformers(
         PLAIN, ignore_eos=False, repetition_penalty=1.3, min_tokens=4, allowed_token_ids=allowed
     )
     request = new_request(40, sampling)
-    with torch.inference_mode():
-        theirs = models.theirs.generate(
-            torch.tensor([request.prompt_token_ids]),
-            attention_mask=torch.ones(1, 40, dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=4,
-            do_sample=False,
-            repetition_penalty=1.3,
-            prefix_allowed_tokens_fn=lambda batch_id, ids: [*allowed],
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
-    assert ids(alone(models, request)) == theirs[0, 40:].tolist()
+    theirs = their_tokens(
+        models,
+        request,
+        min_new_tokens=4,
+        prefix_allowed_tokens_fn=lambda batch_id, ids: [*allowed],
+    )
+    assert ids(alone(models, request)) == theirs
 
 
 def test_logprobs_equal_transformers(models: Models) -> None:
