@@ -213,10 +213,10 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
-def prefill_sizes(most: int) -> tuple[int, ...]:
-    """Tokens to capture of steps with prompts, up to `most`.
+def prefill_sizes(most: int, more: Sequence[int] = ()) -> tuple[int, ...]:
+    """Tokens to capture of steps with prompts, up to `most`, and `more` sizes.
 
     576 is among them: a chunk of 512 and a few decodes. Padded to 640 it takes 5 % longer.
     """
-    steps = [*range(64, 640, 64), *range(640, most, 128)]
+    steps = sorted({*range(64, 640, 64), *range(640, most, 128), *more})
     return (*(size for size in steps if size < most), most)
