@@ -176,7 +176,7 @@ def _launch_norm(
         HAS_SCALES=scales is not None,
         SUMMANDS=summands,
         BLOCK=block,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 256)),
         **launch_options(x.device),
     )
     return out
