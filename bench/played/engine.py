@@ -7,11 +7,13 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from baton.core.errors import PromiseRefused
 from baton.core.membership import Member, Role
 from baton.core.request.request import PrefixSource, Request, Ticket
+from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.core.step_cost import StepCost
 from baton.engine.engine import Engine
@@ -294,6 +296,7 @@ class PlayedEngine:
             return
         self._device.now_s = began_s = self._cluster.clock.now_s
         output = self.engine.step()
+        self._report_started(output)
         self._note_cache()
         if self._device.now_s == began_s and self._wait_for_copies():
             return
@@ -314,6 +317,20 @@ class PlayedEngine:
     def _note_cache(self) -> None:
         if (cache := self.cache) and (due_s := cache.due_s(self._device.now_s)) is not None:
             self._cluster.at(due_s, lambda: self._cluster.publish(cache))
+
+    def _report_started(self, output: StepOutput) -> None:
+        """Decodes that were handed over begin with this step."""
+        if self.engine.promise.tbt_target_s is None:
+            return
+        for key in output.started:
+            if key in self._tickets or (gateway := self._gateway_of.get(key)) is None:
+                continue
+            request_id, _, attempt = key.partition("/")
+            stamp = Stamp(Event.DECODE_STARTED, 0, self.name)
+            begun = EngineOutput(request_id, int(attempt), stamps=(stamp,))
+            self._cluster.at(
+                self._cluster.clock.now_s, partial(gateway.received, self.name, [begun])
+            )
 
     def _step_ended(self, output: StepOutput) -> None:
         self._is_busy = False

@@ -72,7 +72,8 @@ class PromptRouter:
             raise
         at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
         pair = table.engines[prefill], table.engines[decode]
-        route = Route(*pair, (at_prefill, at_decode), fetch)
+        holds_first = pair[1].own_target_s > 0
+        route = Route(*pair, (at_prefill, at_decode), fetch, holds_first)
         prefix_from = "" if fetch is None else table.engines[fetch.source].name
         is_retry = demand.is_retry or bool(avoid)
         table.plans.note(states, num_tokens, route, prefix_from, is_retry=is_retry)

@@ -44,7 +44,7 @@ class Attempt:
         self.base_index = len(answer.output_ids)  # tokens that were streamed before it
         self._answer = answer
         self._scores = answer.scores_of_search
-        self._behind_scores: list[OutputToken] = []  # tokens that wait for them
+        self._held: list[OutputToken] = []  # tokens that wait for them, or for the decode engine
         sampling = answer.request.sampling
         self._is_search = sampling.use_beam_search
         self._splice = TokenSplice(self.base_index, sampling.max_tokens)
@@ -88,6 +88,11 @@ class Attempt:
         return self._scores is not None and not self._scores.is_complete
 
     @property
+    def _holds_first(self) -> bool:
+        """Until the decode engine goes on, or nothing is to follow."""
+        return self.route.holds_first and not self.is_handed_over and self._total is None
+
+    @property
     def has_tokens(self) -> bool:
         """Whether it has brought any: a search's come at its end."""
         return self._splice.next_index > self.base_index
@@ -123,10 +128,10 @@ class Attempt:
             if not self.is_complete:
                 what = "a score" if self._lacks_scores else f"token {self._splice.next_index}"
                 self._begin_doubt(EngineFailed(f"{what} never came"), now_s)
-        if self._lacks_scores:
-            self._behind_scores += tokens
+        if self._lacks_scores or self._holds_first:
+            self._held += tokens
             return []
-        held, self._behind_scores = self._behind_scores, []
+        held, self._held = self._held, []
         return held + tokens
 
     def takes_next(self, incarnation: str, number: int, index: int) -> bool:

@@ -81,12 +81,14 @@ class EngineLink(Protocol):
 class Route:
     """Who computes the prompt and who goes on: perhaps one engine alone. `cached_tokens`: of the
     request, by the prefix index, at each of the two; `fetch`: what is to come from another engine's
-    cache before the prompt is computed."""
+    cache before the prompt is computed. `holds_first`: the first token is streamed when the decode
+    engine goes on, which promises its gaps: until then some steps may pass."""
 
     prefill: EngineLink
     decode: EngineLink
     cached_tokens: tuple[int, int] = (0, 0)
     fetch: Fetch | None = None
+    holds_first: bool = False
 
 
 # Engines, and (prefill, decode) pairs of them, that failed a request a moment ago: incarnations.

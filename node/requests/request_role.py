@@ -164,6 +164,8 @@ class EngineRole(ABC, Generic[H]):
             if entry := self._requests.get(key):
                 if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
                     self._requests.stamp_started(entry, Event.DECODE_STARTED)
+                    if self._engine.promise.tbt_target_s is not None:
+                        self._requests.emit_progress(entry)  # its first token waits for that
                     continue
                 self._prompt_started(entry, cached_tokens)
                 for fork in entry.request.forks if entry.ticket is not None else ():
@@ -192,9 +194,10 @@ class EngineRole(ABC, Generic[H]):
         entry = self._requests.get(token.key)
         if entry is None:
             return
-        if token.index == len(entry.request.output_token_ids):
+        num_known = len(entry.request.output_token_ids)
+        if token.index == num_known:
             self._requests.stamp(entry, Event.FIRST_TOKEN)
-        elif entry.stamps and entry.stamps[-1].event == Event.DECODE_STARTED.value:
+        elif token.index == num_known + 1 and entry.ticket is not None:
             self._requests.stamp(entry, Event.FIRST_DECODE_ENDED)
         self._requests.emit(entry, token)
         if token.finish_reason is not None:

@@ -67,6 +67,7 @@ class FakeRouter:
     decode: list[FakeLink]
     blocked: Blocked | None = None
     demands: list[Demand] = field(default_factory=list)
+    holds_first: bool = False
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
         self.demands.append(demand)
@@ -77,7 +78,7 @@ class FakeRouter:
                 if not is_bad and fingerprint in (None, prefill.fingerprint):
                     if self.blocked is not None:
                         raise MustWait(self.blocked)
-                    return Route(prefill, decode)
+                    return Route(prefill, decode, holds_first=self.holds_first)
         raise Unavailable("no such engines")
 
 

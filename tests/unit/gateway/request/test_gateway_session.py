@@ -92,6 +92,46 @@ class Rig:
         return [stamp.event for stamp in self.session.answer.timeline]
 
 
+def holding() -> Rig:
+    """Of engines that decode by a promise."""
+    rig = Rig()
+    rig.router.holds_first = True
+    return rig.started()
+
+
+def test_a_first_token_waits_until_its_decode_engine_goes_on() -> None:
+    rig = holding()
+    rig.send("p1", 0, "a")
+    assert rig.sink.text == ""
+    rig.send("d1", stamps=(Stamp(Event.DECODE_STARTED, rig.clock.unix_ns(), "d"),))
+    assert rig.sink.text == "a"
+    rig.send("d1", 1, "bcde", finish_reason=LENGTH)
+    assert rig.sink.text == "abcde" and rig.session.is_over
+
+
+def test_a_first_token_that_waited_comes_with_the_second_at_the_latest() -> None:
+    rig = holding()
+    rig.send("d1", 1, "b")
+    assert rig.sink.text == ""
+    rig.send("p1", 0, "a")
+    assert rig.sink.text == "ab"
+
+
+def test_a_first_token_that_is_the_last_waits_for_nobody() -> None:
+    rig = holding()
+    rig.send("p1", 0, "a", finish_reason=LENGTH)
+    assert rig.sink.text == "a" and rig.session.is_over
+
+
+def test_a_first_token_that_waits_is_computed_again_where_the_decode_engine_is_lost() -> None:
+    rig = holding()
+    rig.send("p1", 0, "a")
+    rig.lose("d1")
+    rig.session.try_dispatch()
+    (again, *_) = rig.links["p1"].dispatched[-1]
+    assert (again.attempt, again.output_token_ids, rig.sink.text) == (1, (), "")
+
+
 def test_the_usual_way() -> None:
     rig = Rig().started()
     (request, work, ticket, remaining_s) = rig.links["p1"].dispatched[0]

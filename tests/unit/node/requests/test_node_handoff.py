@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from effort import examples
 from fakes.gateway.step_outputs import outputs_of
-from fakes.node.node_world import BLOCK_SIZE, LEASE_S, NodeWorld, request
+from fakes.node.node_world import BLOCK_SIZE, LEASE_S, NodeWorld, Received, request
 from fakes.runner import expected_tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +73,22 @@ def test_handoff_gives_the_reference_tokens(world: NodeWorld) -> None:
     assert puller.transfer.cached_tokens == 0
     assert puller.transfer.transport == "memory"
     assert_clean(world)
+
+
+def test_an_engine_with_a_promise_tells_of_a_decode_before_its_token() -> None:
+    world, one = linked_world(), request(1, 19)
+    world.decode.runner.runs_ahead = True
+    world.decode.engine.promise.tbt_target_s = 0.02
+    world.hand_off(one)
+    told = world.decode.received[one.key] = Received()
+    while "decode_started" not in told.events:
+        world.turn(world.prefill)
+        world.turn(world.decode)
+        world.pull()
+    assert not told.tokens and told.transfer is not None
+    world.settle()
+    assert world.tokens(one) == reference(one)
+    assert told.events[-2:] == ["decode_started", "first_decode_ended"]
 
 
 def test_cached_blocks_do_not_move_again(world: NodeWorld) -> None:
