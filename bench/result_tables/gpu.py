@@ -237,5 +237,19 @@ def products() -> str:
     return table(("us", "floor", "cuBLAS", "streamed"), rows) + "\n" + source("products")
 
 
+def prompts_attention() -> str:
+    """Attention of a step's prompts, by how many tokens there are behind how many."""
+    rows = []
+    for name, figure in figures("prefill_attention").items():
+        case, _, whose = name.partition(": ")
+        medians = [number(figure["floor"]), number(figure["median"])]
+        if whose == "FA3":
+            rows[-1] += (medians[1],)
+        else:
+            rows.append((case, *medians))
+    rows = [(*row, "")[:4] for row in rows]
+    return table(("us", "floor", "ours", "FA3"), rows) + "\n" + source("prefill_attention")
+
+
 def _median(figure: dict[str, Any]) -> float:
     return float(figure["median"])

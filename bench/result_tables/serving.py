@@ -5,9 +5,14 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .results import Row, load, number, pair, source, table
+from .results import Row, figure_table, figures, load, number, pair, source, table
 
 _LENGTHS = {"1k": "1024", "8k": "8192", "32k": "32768"}
+
+
+def moves() -> str:
+    """What a client sees of a running request that moves."""
+    return figure_table(figures("moves").values()) + "\n" + source("moves")
 
 
 def idle() -> str:
