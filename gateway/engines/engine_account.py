@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 from ...core.errors import PromiseRefused
 from ...core.ports import Clock
 from ...core.step_cost import PromptSpeed, pairs_of
-from ..request.engine_link import EngineOutput, PlainToken
+from ..request.engine_link import EngineOutput
 from .prompts_in_flight import PromptsInFlight, SentPrompt
 from .reported_load import ReportedLoad
 
@@ -150,12 +150,8 @@ class EngineAccount:
         self._decodes |= dict.fromkeys(keys, _Decode(caller_id, self._clock.monotonic_s()))
         self._room_blocks -= num_blocks
 
-    def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
-        """Take note of what a step's outputs answer or end."""
-        if self._prompts:
-            for key in self._prompts.keys() & {token[:2] for token in tokens}:
-                if (prompt := self._prompts.get(key)) is not None:  # not answered by a sibling
-                    self._close_prompt(prompt, is_computed=True)
+    def settle(self, outputs: Iterable[EngineOutput]) -> None:
+        """Take note of what a step's outputs answer or end; its plain tokens do neither."""
         for output in outputs:
             key, error = (output.request_id, output.attempt), output.error
             self.has_refused |= isinstance(error, PromiseRefused)

@@ -138,7 +138,7 @@ class LinkedEngine:
 
     def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken] = ()) -> None:
         """What a step brought: for its sessions, behind what it answers or ends here."""
-        self.account.settle(outputs, tokens)
+        self.account.settle(outputs)
         if self.sessions is not None:
             self.sessions.engine_step(self.incarnation, outputs, tokens)
 

@@ -47,7 +47,7 @@ class EngineOutput(NamedTuple):
 
 
 # One token of one attempt and nothing else: request id, attempt, index, token id. Nearly all that
-# steps bring is that.
+# steps bring is that; a request's first token is not, which has a stamp, nor its last.
 PlainToken: TypeAlias = tuple[str, int, int, int]
 
 

@@ -94,7 +94,7 @@ def test_what_decodes_does_not_keep_its_prompt() -> None:
     one.sent_prompt([key(0)], 7, num_tokens=20, cached_tokens=0, in_flight=sent)
     one.sent_decodes([key(0)], 7, 1)
     del sent
-    one.settle([], [(*key(0), 0, 5)])
+    one.settle([EngineOutput(*key(0), token_ids=(5,))])
     clock.advance(LINGER_S)
     assert not one.prompts.common_blocks("fp", "", array("I", range(20)), 4)
     assert one.num_requests == 1 and packed() is None
@@ -110,7 +110,7 @@ def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> N
         assert (one.prompts.num_index_hits, one.prompts.num_stale_hits) == (1 - number, 1 - number)
     assert (one.tokens_ahead, one.num_requests) == (0, 2) and one.released == {7}
     one.released.clear()
-    one.settle([], [(*key(0), 0, 5), (*key(1), 0, 5)])
+    one.settle([EngineOutput(*key(number), token_ids=(5,)) for number in (0, 1)])
     assert not one.released, "it was answered already"
     one.settle([EngineOutput(*key(0), 1, (5,), FinishReason.STOP)])
     assert one.num_requests == 1 and one.released == {7}

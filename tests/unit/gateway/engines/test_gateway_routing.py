@@ -372,7 +372,7 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.prefill.dispatch(request, route, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)
-    d.receive([], [("r", 0, 0, 5)])
+    d.receive([EngineOutput("r", 0, 0, (5,))])
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 0)
     d.receive([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
     assert d.account.num_requests == 0
