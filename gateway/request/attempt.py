@@ -13,7 +13,10 @@ next message of the other, or, after a fixed time, the attempt counts as failed.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from dataclasses import replace
+from itertools import repeat
+from operator import attrgetter
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.ports import Entropy
@@ -21,15 +24,23 @@ from ...core.request.request import FinishReason, Ticket
 from ...core.request.timeline import Event
 from .answer import Answer
 from .engine_link import EngineOutput, Route
-from .output_chunk import OutputToken, TokenSplice
+from .output_chunk import OutputToken
 
 _DOUBT_S = 0.25
 _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
 
 
 class Attempt:
-    """Owned by its session: it goes on where the answer is. Of a search, of beams, all tokens come
-    from the decode engine, at the end, behind the prompt's scores if these are wanted."""
+    """Owned by its session: it goes on where the answer is. Tokens are put in order by position:
+
+            known already │ next_index
+        0 1 2 3 4 5 6 7 8 │ 9  _  11        9 can go out; what has 11 is held until 10 comes
+        └ doubles: dropped ┘
+    `next_index` is the position that must come next. Two streams race: the decode engine's first
+    token may overtake the prefill engine's. Of a search, of beams, all tokens come from the decode
+    engine, at the end, and are held likewise until the prompt's scores are here, if it wants these;
+    where `route.holds_first`, a first token until its decode engine goes on.
+    """
 
     def __init__(self, number: int, route: Route, answer: Answer, began_s: float) -> None:
         self.number = number
@@ -41,13 +52,13 @@ class Attempt:
         self.finish_reason: FinishReason | None = None
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
-        self.base_index = len(answer.output_ids)  # tokens that were streamed before it
+        self.base_index = self.next_index = len(answer.output_ids)  # streamed before it
         self._answer = answer
         self._scores = answer.scores_of_search
-        self._held: list[OutputToken] = []  # tokens that wait for them, or for the decode engine
         sampling = answer.request.sampling
         self._is_search = sampling.use_beam_search
-        self._splice = TokenSplice(self.base_index, sampling.max_tokens)
+        self._max_tokens = sampling.max_tokens
+        self._held: list[EngineOutput] = []  # with tokens that are not due, by position
         self._total: int | None = None
         self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
 
@@ -80,7 +91,7 @@ class Attempt:
     @property
     def is_complete(self) -> bool:
         """The last position is known and all up to it is here, in order."""
-        has_all = self._total is not None and self._splice.next_index >= self._total
+        has_all = self._total is not None and self.next_index >= self._total
         return has_all and not self._lacks_scores
 
     @property
@@ -95,7 +106,12 @@ class Attempt:
     @property
     def has_tokens(self) -> bool:
         """Whether it has brought any: a search's come at its end."""
-        return self._splice.next_index > self.base_index
+        return self.next_index > self.base_index or self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether what comes next is here."""
+        return bool(self._held) and self._held[0].first_index <= self.next_index
 
     @property
     def _has_first_token(self) -> bool:
@@ -117,35 +133,40 @@ class Attempt:
             if (scores := self._answer.prompt_scores) is None:
                 raise EngineFailed("an engine sent log-probabilities that were not requested")
             scores.add(output.first_prompt_index, output.prompt_logprobs)
-        logprobs = output.logprobs or (None,) * len(output.token_ids)
-        if len(logprobs) != len(output.token_ids):
+        token_ids, end = output.token_ids, output.first_index + len(output.token_ids)
+        if output.logprobs and len(output.logprobs) != len(token_ids):
             raise EngineFailed("an engine sent tokens and log-probabilities that do not match")
-        pairs = [*zip(output.token_ids, logprobs)]  # noqa: B905 (just checked)
-        tokens = self._splice.add(output.first_index, pairs)
-        if output.finish_reason is not None and self._total is None:
-            self.finish_reason = output.finish_reason
-            self._total = output.first_index + len(output.token_ids)
-            if not self.is_complete:
-                what = "a score" if self._lacks_scores else f"token {self._splice.next_index}"
-                self._begin_doubt(EngineFailed(f"{what} never came"), now_s)
-        if self._lacks_scores or self._holds_first:
-            self._held += tokens
-            return []
-        held, self._held = self._held, []
-        return held + tokens
+        if token_ids:
+            if end > self._max_tokens:
+                raise EngineFailed(f"an engine sent token {end - 1} of at most {self._max_tokens}")
+            insort(self._held, output, key=attrgetter("first_index"))
+        ends = output.finish_reason is not None and self._total is None
+        if ends:
+            self.finish_reason, self._total = output.finish_reason, end
+        tokens: list[OutputToken] = []
+        must_wait = self._lacks_scores or self._holds_first
+        while self._is_due and not must_wait:
+            due = self._held.pop(0)
+            pairs = [*zip(due.token_ids, due.logprobs or repeat(None), strict=False)]
+            tokens += pairs[self.next_index - due.first_index :]
+            self.next_index = max(self.next_index, due.first_index + len(pairs))
+        if ends and not self.is_complete:
+            what = "a score" if self._lacks_scores else f"token {self.next_index}"
+            self._begin_doubt(EngineFailed(f"{what} never came"), now_s)
+        return tokens
 
     def takes_next(self, incarnation: str, number: int, index: int) -> bool:
         """Whether this is the usual token: in order, of the engine that decodes, not the last.
 
         Then it counts as taken.
         """
-        return (
-            number == self.number
-            and self.is_handed_over
-            and incarnation == self.pair[1]
-            and self._total is None
-            and self._splice.take_next(index)
-        )
+        is_its = number == self.number and incarnation == self.pair[1] and self.is_handed_over
+        if not is_its or index != self.next_index or index >= self._max_tokens:
+            return False
+        if self._held or self._total is not None:
+            return False
+        self.next_index += 1
+        return True
 
     def _note_decode_progress(self, output: EngineOutput) -> None:
         """The decode engine's first sign of having all KV ends the prefill engine's part."""

@@ -1,5 +1,5 @@
-"""Tokens on their way through a session to its client: put in order by their position, then in
-pieces, in a queue of those that its stream has not taken yet, bounded by tokens.
+"""Tokens on their way from a session to its client: in pieces, in a queue of those that its stream
+has not taken yet, bounded by tokens.
 
     Session.emit ──► [chunk chunk chunk] ──► next(): a sample's that wait, as one chunk ──► stream
               └── nothing waits, and the front can write at once ──► push(chunk) ─────────────┘
@@ -10,61 +10,16 @@ ones; one that falls `max_tokens` behind gets no more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ...core.errors import BatonError, EngineFailed
+from ...core.errors import BatonError
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Stamp
 from .engine_link import TransferSummary
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
-
-
-@dataclass(slots=True)
-class TokenSplice:
-    """Tokens of one attempt, put in order by their position.
-
-            known already │ next_index
-        0 1 2 3 4 5 6 7 8 │ 9  _  11        9 can go out; 11 is held until 10 comes
-        └ doubles: dropped ┘
-    Two streams race: the decode node's first token may overtake the prefill node's. The first value
-    seen for a position stays; streamed tokens never change. `next_index` is the position that must
-    come next; `max_tokens` bounds all positions.
-    """
-
-    next_index: int
-    max_tokens: int
-    _early: dict[int, OutputToken] = field(default_factory=dict)
-
-    def add(self, first_index: int, tokens: Sequence[OutputToken]) -> list[OutputToken]:
-        """Take tokens of positions from `first_index` on; return those now in order.
-
-        Raises EngineFailed for a position past `max_tokens`: no engine may send that.
-        """
-        if tokens and first_index + len(tokens) > self.max_tokens:
-            raise EngineFailed(
-                f"an engine sent token {first_index + len(tokens) - 1} of at most {self.max_tokens}"
-            )
-        if first_index == self.next_index and not self._early:  # nearly always
-            self.next_index += len(tokens)
-            return list(tokens)
-        for index, token in enumerate(tokens, first_index):
-            if index >= self.next_index:
-                self._early.setdefault(index, token)
-        ready: list[OutputToken] = []
-        while self.next_index in self._early:
-            ready.append(self._early.pop(self.next_index))
-            self.next_index += 1
-        return ready
-
-    def take_next(self, index: int) -> bool:
-        """Whether a token of this position can go out at once, as nearly always; it is then out."""
-        if index != self.next_index or self._early or index >= self.max_tokens:
-            return False
-        self.next_index += 1
-        return True
 
 
 MAX_TOKENS_BEHIND = 256

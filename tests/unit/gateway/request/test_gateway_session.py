@@ -11,6 +11,8 @@ import pytest
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters, Work
 from fakes.gateway.step_outputs import give
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core.errors import (
     BatonError,
@@ -282,6 +284,18 @@ def test_doubles_are_dropped_and_never_change_a_token() -> None:
     rig.send("d1", 0, "yb")
     rig.send("d1", 1, "zc")
     assert rig.sink.text == "abc"
+
+
+@given(st.permutations(range(12)), st.integers(1, 4), st.booleans())
+def test_tokens_in_any_order_are_put_in_order(order: list[int], width: int, is_one: bool) -> None:
+    rig = Rig(max_tokens=20)
+    rig.links["d1"].incarnation = "p1" if is_one else "d1"
+    rig.started()
+    letters = "abcdefghijklmnop"
+    for index in order:
+        link = "p1" if index == 0 else rig.links["d1"].incarnation
+        rig.send(link, index, letters[index : index + width])
+    assert rig.sink.text == letters[: 11 + width]
 
 
 def test_a_request_that_the_prefill_node_ends() -> None:

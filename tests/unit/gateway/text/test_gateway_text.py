@@ -17,8 +17,7 @@ from patience import SOON_S
 from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
-from baton.core.errors import EngineFailed, StartupFailed
-from baton.gateway.request.output_chunk import TokenSplice
+from baton.core.errors import StartupFailed
 from baton.gateway.text.stop_strings import StopMatcher
 from baton.gateway.text.text_stream import TextStream, WholeTexts
 from baton.gateway.text.tokenizer import Tokenizer
@@ -88,24 +87,6 @@ def test_the_token_of_a_stop_id_is_not_shown(stops: tuple[str, ...], includes: b
     assert pieces[-1].matched_stop == matched
     text = "".join(piece.text for piece in pieces) + stream.flush()
     assert text == ("abc" if includes else "ab")
-
-
-@given(st.permutations(range(12)), st.integers(0, 3), st.integers(1, 4))
-def test_splice_puts_any_order_in_order(order: list[int], base: int, width: int) -> None:
-    splice = TokenSplice(base, max_tokens=20)
-    out: list[int] = []
-    for index in order:
-        out += splice.add(index, range(index * 10, (index + width) * 10, 10))
-    assert out == [index * 10 for index in range(base, 11 + width)]
-    assert splice.next_index == 11 + width
-
-
-def test_splice_refuses_what_was_not_asked_for() -> None:
-    splice = TokenSplice(0, max_tokens=2)
-    assert splice.add(2, ()) == []
-    with pytest.raises(EngineFailed):
-        splice.add(1, (5, 6))
-    assert splice.add(0, (5, 6)) == [5, 6]
 
 
 @pytest.fixture(scope="module")
