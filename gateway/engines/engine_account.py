@@ -213,7 +213,7 @@ class EngineAccount:
 
     @property
     def has_no_prompt(self) -> bool:
-        """Whether nobody's wait there, as far as we know: `fair_tokens_ahead` is 0."""
+        """Whether nobody's wait there, as far as we know: `tokens_ahead` is 0."""
         return not (self._own_tokens or self._others or self._others_unlisted)
 
     @property
@@ -247,31 +247,23 @@ class EngineAccount:
     def fair_tokens_ahead(
         self, caller_id: int, num_tokens: int, held: Mapping[int, float]
     ) -> float:
-        """What is computed before a new prompt of this caller, in an order fair between callers.
+        """What of `tokens_ahead` is computed before a new prompt of this caller, in an order fair
+        between callers, and of what is `held`: tokens by caller that come here before it is sent.
 
         Of each other caller at most as much as of this one: what it has waiting and the prompt's
-        own `num_tokens`. `held`: tokens by caller that are to come here before the prompt is sent.
-        0 only where nothing at all is ahead. What they see counts as in `tokens_ahead`, for each
-        token as much as for the mean of those there.
+        own `num_tokens`.
         """
-        waiting = dict(held)
-        for part in (self._own_tokens, self._others):
-            for other, tokens in part.items():
-                waiting[other] = waiting.get(other, 0.0) + tokens
+        waiting = Counter[int](held)
+        waiting.update(self._own_tokens)
+        waiting.update(self._others)
         mine = waiting.pop(caller_id, 0.0)
         share = mine + num_tokens
-        ahead = mine + sum(min(tokens, share) for tokens in waiting.values())
-        others = sum(self._others.values()) + self._others_unlisted
+        whole = mine + sum(waiting.values()) + self._others_unlisted
+        fair = mine + sum(min(tokens, share) for tokens in waiting.values())
         if self._others_unlisted:  # of callers with less each than the least that is listed
             least = self._least_listed
-            ahead += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
-        now_s = self._clock.monotonic_s()
-        tokens, pairs = max(
-            (self._waiting_tokens, self._waiting_pairs), (self._num_own_tokens, self._num_own_pairs)
-        )
-        times = self._with_pairs(tokens, pairs) / tokens if tokens else 1.0
-        computed = min(others, self._computed_in(now_s - self._step_began_s) / times)
-        return times * max(0.0, ahead - max(computed, self._own_computed(now_s)[0]))
+            fair += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
+        return (self.tokens_ahead + sum(held.values())) * fair / whole if whole else 0.0
 
     def _own_computed(self, now_s: float) -> tuple[int, int]:
         """Of our first prompt there, tokens and pairs that should be computed by now."""

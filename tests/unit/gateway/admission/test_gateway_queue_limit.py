@@ -178,6 +178,14 @@ def test_of_others_no_more_is_ahead_than_one_has_waiting_oneself() -> None:
         cluster.limit(0.1).check(BULK, 0, {}, 60.0)  # before anything of it was looked at
 
 
+def test_what_is_computed_of_a_long_prompt_leaves_as_much_of_it_ahead() -> None:
+    cluster = Cluster(p=1000)
+    cluster.beat("p", 100_000, by_caller={BULK: 100_000})
+    for _ in range(2):
+        assert cluster.wait_s(500) == pytest.approx(1.0, abs=0.01)
+        cluster.clock.advance(1.0)
+
+
 def test_callers_that_are_not_listed_have_less_than_those_that_are() -> None:
     cluster = Cluster(p=1000)
     cluster.beat("p", 5000, by_caller={3: 1000, 4: 1000})
