@@ -162,13 +162,12 @@ class PromptSpeed:
     pair_s: float = 0.0
     steady_token_s: float = 0.0
 
-    def seconds_of(self, num_tokens: float) -> float:
-        """Of many prompts' tokens, whatever their contexts."""
-        return max(self.step_s + num_tokens * self.token_s, num_tokens * self.steady_token_s)
-
-    def prompt_seconds(self, num_tokens: int, context: int) -> float:
-        """Of one prompt with `num_tokens` to compute, behind `context`."""
-        return self.seconds_of(num_tokens) + self.pair_s * pairs_of(num_tokens, context)
+    def prompt_seconds(self, num_tokens: int, context: int, ahead: float = 0.0) -> float:
+        """Of one prompt with `num_tokens` to compute, behind `context`, and of the tokens `ahead`
+        of it, of other prompts, whatever their contexts."""
+        tokens = ahead + num_tokens
+        tokens_s = max(self.step_s + tokens * self.token_s, tokens * self.steady_token_s)
+        return tokens_s + self.pair_s * pairs_of(num_tokens, context)
 
     def tokens_like(self, pairs: int) -> float:
         """How many tokens take as long as so many (query, key) pairs."""

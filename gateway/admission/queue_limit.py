@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping
 
 from ...core.errors import DeadlineExceeded, Overloaded
-from ...core.step_cost import pairs_of
 from ...prefix_index.prefix_sources import NOTHING, CachedPrefix
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
@@ -80,8 +79,7 @@ class QueueLimit:
             speed = engine.account.speed
             if not ahead or speed is None:
                 return 0.0
-            pairs_s = speed.pair_s * pairs_of(own, num_tokens - own)
-            return speed.seconds_of(ahead + own) + pairs_s
+            return speed.prompt_seconds(own, num_tokens - own, ahead)
 
         waits_s = []
         for engine in prefill:

@@ -238,11 +238,9 @@ class EngineAccount:
 
     def seconds_until(self, num_tokens: int) -> float:
         """Until it had computed a prompt of so many more; `inf` while its speed is not known."""
-        speed = self.speed
-        if speed is None:
+        if self.speed is None:
             return math.inf
-        pairs_s = speed.pair_s * pairs_of(num_tokens, 0)
-        return speed.seconds_of(self.tokens_ahead + num_tokens) + pairs_s
+        return self.speed.prompt_seconds(num_tokens, 0, self.tokens_ahead)
 
     def fair_tokens_ahead(
         self, caller_id: int, num_tokens: int, held: Mapping[int, float]

@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeAlias
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.step_cost import PromptSpeed, pairs_of
+from ...core.step_cost import PromptSpeed
 from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Avoid, Blocked, MustWait
 
@@ -122,8 +122,7 @@ class EngineState(NamedTuple):
     def _seconds_behind(self, cached_tokens: int, num_tokens: int) -> float:
         speed = self.speed or _UNMEASURED
         num_left = max(1, num_tokens - cached_tokens)
-        pairs_s = speed.pair_s * pairs_of(num_left, num_tokens - num_left)
-        computed_s = speed.seconds_of(self.waiting_tokens + num_left) + pairs_s
+        computed_s = speed.prompt_seconds(num_left, num_tokens - num_left, self.waiting_tokens)
         if self.in_flight_tokens > cached_tokens:
             computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
         return computed_s

@@ -103,7 +103,7 @@ def test_what_waits_takes_as_long_as_its_chunks(chunk: int) -> None:
     """Each of them has the part that no step is without."""
     speed = GPU.prompt_speed(chunk, StepShape(), None)
     whole_s = 16 * GPU.seconds(StepShape(num_prompt_tokens=chunk))
-    assert speed.seconds_of(16 * chunk) == pytest.approx(whole_s, rel=0.06)
+    assert speed.prompt_seconds(0, 0, 16 * chunk) == pytest.approx(whole_s, rel=0.06)
 
 
 @pytest.mark.parametrize("part", [-1.0, math.nan, math.inf, 1e300])
