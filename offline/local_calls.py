@@ -155,14 +155,16 @@ class LocalCalls:
         """Check and tokenise; `special_at`: see Tokenizer.encode. Raises ModelNotFound,
         InvalidRequest kin."""
         _OURS.check_model(wire.model, self.model.limits.model)
-        return await validated(
+        request = await validated(
             wire,
             self.limits,
             self.model.tokenizer,
-            self.model.constraints.check,
             drawn_seed=self._entropy.new_seed(),
             special_at=special_at,
         )
+        if (form := request.sampling.constraint) is not None:
+            await self.model.constraints.check(form)
+        return request
 
     @contextmanager
     def running(self, request: ValidatedRequest, caller: Caller = _OURS) -> Iterator[LocalCall]:

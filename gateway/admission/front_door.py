@@ -265,11 +265,12 @@ class FrontDoor:
             wire,
             self.limits,
             self.model.tokenizer,
-            lambda form: self.model.constraints.check(form, self.constraint_refusal),
             drawn_seed=self._entropy.new_seed(),
             adapters=self.adapters.adapters,
             special_at=special_at,
         )
+        if (form := request.sampling.constraint) is not None:
+            await self.model.constraints.check(form, self.constraint_refusal)
         if admission is not None:
             num_outputs = max(request.options.n, request.sampling.best_of)
             max_output_tokens = num_outputs * request.sampling.max_tokens

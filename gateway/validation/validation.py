@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -30,7 +30,6 @@ from ...core.request.request import (
     OPTIONS,
     SAMPLING,
     Adapter,
-    Constraint,
     RequestOptions,
     SamplingParams,
 )
@@ -100,19 +99,18 @@ async def validated(
     wire: inference_pb2.GenerateRequest,
     limits: ModelLimits,
     tokenizer: Tokenizer | NoTokenizer,
-    check_form: Callable[[Constraint], Awaitable[None]],
     *,
     drawn_seed: int,
     adapters: Adapters = _NO_ADAPTERS,
     special_at: Spans | None = None,
 ) -> ValidatedRequest:
     """Check every field, tokenise the text, and fill in the defaults of what `wire` does not have;
-    what model a caller may name is Caller's. `check_form`: raises for a form of the output that
-    cannot be had; `special_at`: see Tokenizer.encode.
+    what model a caller may name is Caller's, and which forms of the output can be had
+    ConstraintCheck's. `special_at`: see Tokenizer.encode.
 
     `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
     is smaller. Raises InvalidRequest, also where it needs a tokenizer that is not there,
-    ContextLengthExceeded, PromptTooLarge, and what `check_form` does.
+    ContextLengthExceeded, PromptTooLarge.
     """
     check_label(wire.request_id, "request_id")
     prompt = _token_ids(wire, limits.vocab_size)
@@ -127,8 +125,6 @@ async def validated(
             "use_beam_search",
             "unsupported_parameter",
         )
-    if sampling.constraint is not None:
-        await check_form(sampling.constraint)
     if sampling.stop and isinstance(tokenizer, NoTokenizer):
         raise no_text("stop")
     if wire.text:

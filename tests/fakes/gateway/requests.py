@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from baton.core.request.request import Adapter, Constraint, RequestOptions, SamplingParams
+from baton.core.request.request import Adapter, RequestOptions, SamplingParams
 from baton.core.request.token_ids import column
 from baton.gateway.validation.validation import ModelLimits, ValidatedRequest, validated
 from baton.proto.v1 import inference_pb2
@@ -33,16 +33,14 @@ def validated_at_once(
     *,
     drawn_seed: int = 1,
 ) -> ValidatedRequest:
-    """By a tokenizer that makes nobody wait, where every form of the output can be had."""
+    """By a tokenizer that makes nobody wait, whatever the form of the output."""
 
     async def encoded(text: str, **_: object) -> Sequence[int]:
         return encode(text)
 
-    async def is_fine(_: Constraint) -> None: ...
-
     tokenizer: Any = SimpleNamespace(encode=encoded)
     try:
-        validated(wire, limits, tokenizer, is_fine, drawn_seed=drawn_seed).send(None)
+        validated(wire, limits, tokenizer, drawn_seed=drawn_seed).send(None)
     except StopIteration as done:
         request: ValidatedRequest = done.value
         return request

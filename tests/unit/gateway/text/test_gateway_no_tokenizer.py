@@ -27,8 +27,7 @@ def model(tmp_path: Path) -> ServedModel:
 async def request_of(model: ServedModel, stop: str = "", **prompt: object) -> ValidatedRequest:
     wire = inference_pb2.GenerateRequest(**prompt)
     wire.sampling.stop.extend([stop] if stop else [])
-    check_form = model.constraints.check
-    return await validated(wire, model.limits, model.tokenizer, check_form, drawn_seed=1)
+    return await validated(wire, model.limits, model.tokenizer, drawn_seed=1)
 
 
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
