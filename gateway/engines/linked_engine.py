@@ -47,7 +47,6 @@ class LinkedEngine:
     max_loras: int = 0
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
-    num_dispatched: int = field(init=False, default=0)
     # By its last heartbeat, as `load` is.
     heard_s: float = field(init=False)  # when that came
     is_measured: bool = field(init=False)  # its steps of prompts
@@ -96,7 +95,6 @@ class LinkedEngine:
         self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         """See EngineLink: a fetch is for who computes the prompt."""
-        self.num_dispatched += 1
         num_tokens, caller_id = request.num_known_tokens, request.caller_id
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
@@ -178,8 +176,7 @@ class LinkedEngine:
             has_place = self._has_place(demand, cached.num_tokens)
         host_tokens = cached.host_tokens
         host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
-        num_requests, num_dispatched = account.num_requests, self.num_dispatched
-        of_now = (num_requests, num_dispatched, waiting_tokens, cached.num_tokens)
+        of_now = (account.num_requests, waiting_tokens, cached.num_tokens)
         adapter_s = READ_ADAPTER_S if adapter and adapter not in load.adapters else 0.0
         of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, adapter_s)
         return EngineState._make(

@@ -58,10 +58,9 @@ class EngineState(NamedTuple):
     """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
 
     `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
-    `num_requests`: on a decode engine, of all gateways; `num_dispatched`: all we ever sent (ties go
-    to the one that was asked less). `link_gbytes_per_s`: what a decode engine's links gave when
-    they were opened, by source. `speed`: at which it computes prompts now; None: not known.
-    `keeps_promise`: it takes whole requests, whatever its role.
+    `num_requests`: on a decode engine, of all gateways. `link_gbytes_per_s`: what a decode engine's
+    links gave when they were opened, by source. `speed`: at which it computes prompts now; None:
+    not known. `keeps_promise`: it takes whole requests, whatever its role.
     Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
     more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
     memory alone, and `host_s` until they are copied back; `in_flight_tokens`: that some engine is
@@ -81,7 +80,6 @@ class EngineState(NamedTuple):
     keeps_promise: bool = False
     # What is above changes with heartbeats alone.
     num_requests: int = 0
-    num_dispatched: int = 0
     waiting_tokens: int = 0
     cached_tokens: int = 0
     speed: PromptSpeed | None = None
@@ -142,18 +140,18 @@ class Plan(NamedTuple):
 
 
 # Plain tuples, in the order of what is better: there are hundreds in a choice.
-# lacks credit, seconds, num_dispatched, incarnation, cached tokens: a prefill engine's part.
-_Source: TypeAlias = tuple[bool, float, int, str, int]
-# lacks blocks, seconds, has a slow link, -free_blocks, num_dispatched, engine: a decode engine's.
-_Puller: TypeAlias = tuple[bool, float, bool, int, int, EngineState]
-# lacks blocks, seconds, num_dispatched, incarnation, cached tokens, seconds of the prompt: a plan.
-_Alone: TypeAlias = tuple[bool, float, int, str, int, float]
+# lacks credit, seconds, incarnation, cached tokens: a prefill engine's part.
+_Source: TypeAlias = tuple[bool, float, str, int]
+# lacks blocks, seconds, has a slow link, -free_blocks, engine: a decode engine's.
+_Puller: TypeAlias = tuple[bool, float, bool, int, EngineState]
+# lacks blocks, seconds, incarnation, cached tokens, seconds of the prompt: a plan.
+_Alone: TypeAlias = tuple[bool, float, str, int, float]
 
 
 def _puller(engine: EngineState, num_tokens: int) -> _Puller:
     free, seconds = engine.free_blocks, engine.decode_seconds(num_tokens)
     lacks_blocks = free < -(-num_tokens // engine.block_size)
-    return lacks_blocks, seconds, False, -free, engine.num_dispatched, engine
+    return lacks_blocks, seconds, False, -free, engine
 
 
 def _prompt_parts(
@@ -165,17 +163,16 @@ def _prompt_parts(
     for engine in engines:
         if not engine.takes_prompt:
             continue
-        name, num_dispatched = engine.incarnation, engine.num_dispatched
-        num_cached = engine.cached_tokens
+        name, num_cached = engine.incarnation, engine.cached_tokens
         num_blocks = -(-num_tokens // engine.block_size)
         prompt_s = engine.prompt_seconds(num_tokens)
         if engine.role is Role.PREFILL:
             lacks_credit = engine.credit_blocks < num_blocks
-            sources.append((lacks_credit, prompt_s, num_dispatched, name, num_cached))
+            sources.append((lacks_credit, prompt_s, name, num_cached))
         if engine.keeps_promise and engine.has_place:
             seconds = prompt_s + engine.num_requests * REQUEST_S
             lacks_blocks = engine.free_blocks < num_blocks
-            ones.append((lacks_blocks, seconds, num_dispatched, name, num_cached, prompt_s))
+            ones.append((lacks_blocks, seconds, name, num_cached, prompt_s))
     return sources, ones
 
 
@@ -220,9 +217,9 @@ def choose_plan(
     if chance is not None:
         return _draw(pairs, pair, ones, one, chance)
     if one is not None and (pair is None or one[:2] <= pair.rank):
-        return Plan(one[3], one[3])
+        return Plan(one[2], one[2])
     assert pair is not None
-    return Plan(pair.source[3], pair.puller[5].incarnation)
+    return Plan(pair.source[2], pair.puller[4].incarnation)
 
 
 class Policy:
@@ -278,7 +275,7 @@ class _Pairs:
                     not lacks_blocks and source[1] + least_s >= seconds
                 ):
                     break
-            if linked := self._linked(source[3]):
+            if linked := self._linked(source[2]):
                 pair = _Pair(source, min(linked))
                 if best is None or pair.rank < best.rank:
                     best = pair
@@ -286,25 +283,25 @@ class _Pairs:
 
     def alike_sources(self, best: _Pair, most_s: float) -> list[_Source]:
         """Those as good as the best pair's, with as much of the prompt, but for the seconds."""
-        kind = best.source[0], best.source[4]
-        return [one for one in self._sources if one[1] <= most_s and (one[0], one[4]) == kind]
+        kind = best.source[0], best.source[3]
+        return [one for one in self._sources if one[1] <= most_s and (one[0], one[3]) == kind]
 
     def alike_pullers(self, source: str, best: _Pair, most_s: float) -> list[EngineState]:
         """The same, of those that are linked to the source; none if none is as good."""
         lacks_blocks, _, is_slow, *_, decode = best.puller
         kind = lacks_blocks, is_slow, decode.cached_tokens
         return [
-            one[5]
+            one[4]
             for one in self._linked(source)
-            if one[1] <= most_s and (one[0], one[2], one[5].cached_tokens) == kind
+            if one[1] <= most_s and (one[0], one[2], one[4].cached_tokens) == kind
         ]
 
     def _linked(self, source: str) -> list[_Puller]:
         """Those that are linked to the source, with what kind of link that is."""
-        linked = [puller for puller in self._pullers if source in puller[5].links]
+        linked = [puller for puller in self._pullers if source in puller[4].links]
         if self._avoided:
-            linked = [p for p in linked if (source, p[5].incarnation) not in self._avoided]
-        rates = [puller[5].link_gbytes_per_s.get(source, 0.0) for puller in linked]
+            linked = [p for p in linked if (source, p[4].incarnation) not in self._avoided]
+        rates = [puller[4].link_gbytes_per_s.get(source, 0.0) for puller in linked]
         least = SLOW_LINK_SHARE * max(rates, default=0.0)
         if min(rates, default=0.0) >= least:
             return linked
@@ -323,21 +320,21 @@ def _draw(
     would hide any number of decodes."""
     is_one = one is not None and (pair is None or one[:2] <= pair.rank)
     if one is not None and is_one:
-        lacks_blocks, num_cached, prompt_s, rest_s = one[0], one[4], one[5], one[1] - one[5]
+        lacks_blocks, num_cached, prompt_s, rest_s = one[0], one[3], one[4], one[1] - one[4]
     else:
         assert pair is not None
-        lacks_blocks, num_cached = pair.puller[0], pair.source[4]
+        lacks_blocks, num_cached = pair.puller[0], pair.source[3]
         prompt_s, rest_s = pair.source[1], pair.puller[1]
     kind, most_prompt_s, most_rest_s = (lacks_blocks, num_cached), prompt_s * ALIKE, rest_s * ALIKE
     drawn = [  # who computes the prompt, and whether it goes on
         (name, True)
-        for lacks, seconds, _, name, cached, prompt_s in ones
+        for lacks, seconds, name, cached, prompt_s in ones
         if prompt_s <= most_prompt_s
         and seconds - prompt_s <= most_rest_s
         and (lacks, cached) == kind
     ]
-    if pair is not None and (pair.puller[0], pair.source[4]) == kind:
-        drawn += [(source[3], False) for source in pairs.alike_sources(pair, most_prompt_s)]
+    if pair is not None and (pair.puller[0], pair.source[3]) == kind:
+        drawn += [(source[2], False) for source in pairs.alike_sources(pair, most_prompt_s)]
     while True:
         name, is_alone = drawn.pop(chance.randrange(len(drawn)))
         if is_alone:

@@ -65,7 +65,6 @@ def decode(name: str, links: str = "p q", **fields: object) -> EngineState:
         ),
         ([prefill("p"), decode("d", free_blocks=50), decode("e")], ("p", "e")),
         ([prefill("p"), decode("d", free_blocks=1), decode("e", num_requests=9)], ("p", "e")),
-        ([prefill("p"), decode("d", num_dispatched=1), decode("e")], ("p", "e")),
         (
             [prefill("p", takes_prompt=False), prefill("q", waiting_tokens=9), decode("d")],
             ("q", "d"),
@@ -98,7 +97,7 @@ def test_what_is_missing_is_named(engines: list[EngineState], message: str) -> N
         ((370.0, 12.0), (0, 0), "d"),
         ((12.0, 370.0), (0, 0), "e"),
         ((12.0, 370.0), (0, 1), "d"),  # load counts for more
-        ((370.0, 351.0), (0, 0), "e"),  # the same kind of link: it was asked less
+        ((370.0, 351.0), (0, 0), "e"),  # the same kind of link: it has more blocks
         ((0.0, 0.0), (0, 0), "e"),  # nobody has measured
     ],
 )
@@ -111,7 +110,7 @@ def test_at_equal_load_the_faster_link_is_taken(
             "p",
             link_gbytes_per_s={"p": rate},
             num_requests=load,
-            num_dispatched=5 * (name == "d"),
+            free_blocks=900 + (name == "e"),
         )
         for name, rate, load in zip("de", rates, loads, strict=True)
     ]

@@ -51,7 +51,6 @@ def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[Engin
                 frozenset()
             ),
             link_gbytes_per_s=st.dictionaries(st.sampled_from(SOURCES), st.sampled_from([10, 300])),
-            num_dispatched=st.integers(0, 3),
             cached_tokens=st.sampled_from([0, 512, 1000]),
             speed=st.none() | speeds,
             keeps_promise=st.booleans(),

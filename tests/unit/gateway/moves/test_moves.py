@@ -270,7 +270,8 @@ async def test_a_prompt_leaves_decodes_that_leave_it_no_room() -> None:
     world.mover.look()
     ((request, work, *_),) = prefill.dispatched
     assert work is Work.PREFILL and request.attempt == 1 and source.cancelled == [0]
-    assert [work for _, work, *_ in other.dispatched] == [Work.DECODE]
+    works = [work for link in (source, other) for _, work, *_ in link.dispatched]
+    assert works == [Work.LOCAL, Work.DECODE]
     assert world.table.plans.moves == {"planned_again": 1} and session.was_dispatched
     world.clock.advance(10.0)
     world.mover.look()
