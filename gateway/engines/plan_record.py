@@ -1,20 +1,20 @@
-"""Where requests went and why, and, of the last seconds, what their plans and the next best were
-estimated to take: for people who look. Decides nothing."""
+"""Where requests went and why, and how many in the last seconds: for people who look. Decides
+nothing."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...core.membership import Role
 from ...core.ports import Clock
 from ..request.engine_link import Route
-from .routing import REQUEST_S, EngineState
+from .routing import EngineState, Plan
+from .sampled_plan import SampledPlan
 
 SPAN_S = 10
-_ESTIMATE_EVERY_S = 0.05  # to estimate the next best takes about as long as to choose
+_SAMPLE_EVERY_S = 0.25
 PAIR, ALONE, MOVE = "pair", "alone", "move"
 _MOVED = "moved"
 
@@ -30,7 +30,7 @@ class PlanRecord:
     decisions: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
     _seconds: deque[tuple[int, _Sums]] = field(default_factory=deque)
-    _estimated_s: float = -1.0
+    _samples: deque[SampledPlan] = field(default_factory=deque)
 
     def note(
         self,
@@ -57,14 +57,9 @@ class PlanRecord:
         sums[kind, "plans"] += 1
         if prefix_from:
             sums[kind, "prefixes_from", prefix_from] += 1
-        if now_s >= self._estimated_s + _ESTIMATE_EVERY_S:
-            self._estimated_s = now_s
-            pair = route.prefill.incarnation, route.decode.incarnation
-            chosen_s, next_s = estimates(engines, num_tokens, *pair)
-            for what, seconds in (("chosen_s", chosen_s), ("next_s", next_s)):
-                if seconds is not None:
-                    sums[kind, what] += seconds
-                    sums[kind, what, "number"] += 1
+        if not self._samples or now_s >= self._samples[-1].at_s + _SAMPLE_EVERY_S:
+            plan = Plan(route.prefill.incarnation, route.decode.incarnation)
+            self._samples.append(SampledPlan(now_s, kind, engines, num_tokens, plan))
 
     def note_move(self, to: str, how: str) -> None:
         """A running request's move to the engine of that name ended: see request/move.py."""
@@ -92,9 +87,10 @@ class PlanRecord:
             for key, value in sums.items():
                 total[key] += value
 
-        def mean(kind: str, what: str) -> float | None:
-            number = total.get((kind, what, "number"))
-            return total[kind, what] / number if number else None
+        estimates = {
+            kind: [sample.seconds for sample in self._samples if sample.kind == kind]
+            for kind in (PAIR, ALONE, MOVE)
+        }
 
         def per_s(kind: str, what: str) -> dict[str, float]:
             return {key[2]: num / span_s for key, num in total.items() if key[:2] == (kind, what)}
@@ -103,50 +99,21 @@ class PlanRecord:
             {
                 "plan": kind,
                 "per_s": total.get((kind, "plans"), 0.0) / span_s,
-                "chosen_s": mean(kind, "chosen_s"),
-                "next_s": mean(kind, "next_s"),
+                "chosen_s": _mean(chosen_s for chosen_s, _ in seconds),
+                "next_s": _mean(next_s for _, next_s in seconds),
                 "prefixes_from": per_s(kind, "prefixes_from"),
                 "moves": per_s(kind, "moves"),
             }
-            for kind in (PAIR, ALONE, MOVE)
+            for kind, seconds in estimates.items()
         ]
 
     def _forget(self, now_s: float) -> None:
         while self._seconds and self._seconds[0][0] <= now_s - SPAN_S - 1:
             self._seconds.popleft()
+        while self._samples and self._samples[0].at_s <= now_s - SPAN_S:
+            self._samples.popleft()
 
 
-def estimates(
-    engines: Sequence[EngineState], num_tokens: int, prefill: str, decode: str
-) -> tuple[float, float | None]:
-    """Seconds of the plan that was chosen, and of the best other one that could have been; None:
-    there is none."""
-    plans: dict[tuple[str, str], float] = {}
-    sources: list[tuple[float, EngineState]] = []
-    pullers: list[tuple[float, EngineState]] = []
-    for engine in engines:
-        is_chosen = engine.incarnation in (prefill, decode)
-        if engine.is_draining and not is_chosen:
-            continue
-        prompt_s = engine.prompt_seconds(num_tokens)
-        if engine.role is Role.PREFILL and (engine.takes_prompt or is_chosen):
-            sources.append((prompt_s, engine))
-        if engine.role is Role.DECODE and (engine.has_place or is_chosen):
-            pullers.append((engine.decode_seconds(num_tokens), engine))
-        may_both = engine.keeps_promise and engine.takes_prompt and engine.has_place
-        if may_both or prefill == decode == engine.incarnation:
-            alone_s = prompt_s + engine.num_requests * REQUEST_S
-            plans[engine.incarnation, engine.incarnation] = alone_s
-    for source_s, source in _best(sources, prefill):
-        for puller_s, puller in _best(pullers, decode):
-            if source.incarnation in puller.links:
-                plans[source.incarnation, puller.incarnation] = source_s + puller_s
-    chosen_s = plans.pop((prefill, decode), 0.0)
-    return chosen_s, min(plans.values(), default=None)
-
-
-def _best(parts: list[tuple[float, EngineState]], chosen: str) -> list[tuple[float, EngineState]]:
-    """The two best, and the one that was chosen: the next best plan has one of them on each
-    side, wherever the links are all there."""
-    ordered = sorted(parts, key=lambda part: part[0])
-    return ordered[:2] + [part for part in ordered[2:] if part[1].incarnation == chosen]
+def _mean(numbers: Iterable[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if known else None

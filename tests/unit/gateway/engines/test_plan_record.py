@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
-from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, SPAN_S, PlanRecord, estimates
+from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, SPAN_S, PlanRecord
 from baton.gateway.engines.routing import REQUEST_S, EngineState, choose_plan
+from baton.gateway.engines.sampled_plan import estimates
 from baton.gateway.request.engine_link import Route
 
 NUM_TOKENS = 2000
