@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
 from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, SPAN_S, PlanRecord
-from baton.gateway.engines.routing import REQUEST_S, EngineState, choose_plan
+from baton.gateway.engines.routing import REQUEST_S, EngineState, Plan, choose_plan
 from baton.gateway.engines.sampled_plan import estimates
 from baton.gateway.request.engine_link import Route
 
@@ -55,7 +55,7 @@ def all_plans(engines: list[EngineState]) -> dict[tuple[str, str], float]:
 def test_the_chosen_and_the_next_best_of_all_plans(engines: list[EngineState]) -> None:
     plan = choose_plan(engines, NUM_TOKENS)
     plans = all_plans(engines)
-    chosen_s, next_s = estimates(engines, NUM_TOKENS, plan.prefill, plan.decode)
+    chosen_s, next_s = estimates(engines, NUM_TOKENS, plan)
     assert chosen_s == plans.pop((plan.prefill, plan.decode))
     assert next_s == min(plans.values(), default=None)
 
@@ -105,7 +105,7 @@ def test_why_requests_went_where_they_went() -> None:
 
 def test_nothing_but_what_was_chosen() -> None:
     engines = [engine("d", Role.DECODE, 0, 0, True)]
-    chosen_s, next_s = estimates(engines, NUM_TOKENS, "d", "d")
+    chosen_s, next_s = estimates(engines, NUM_TOKENS, Plan("d", "d"))
     assert (round(chosen_s, 9), next_s) == (0.044, None)
 
 
