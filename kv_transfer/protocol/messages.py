@@ -19,7 +19,7 @@ from ...engine.execution.batch import SampledToken
 from ...engine.kv.block_pool import BlockRefs
 from ..window.network_address import PoolAccess
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
 MAX_RENEWALS = 16_384
 MAX_BLOCKS = 1 << 20  # of a prompt, in one manifest too: 28 MiB
@@ -66,13 +66,8 @@ class Renew(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """Puller to source: I have everything, the blocks are yours again."""
-
-    transfer_id: _Id
-
-
-class CancelTransfer(_Message, frozen=True):
-    """Puller to source: I will not take this, do not compute it for me."""
+    """Puller to source: I need no more of it, be it that I have everything. The blocks are yours
+    again, and what is not computed yet need not be for me."""
 
     transfer_id: _Id
 
@@ -117,7 +112,7 @@ class Refused(_Message, frozen=True):
     error: BatonError
 
 
-Message: TypeAlias = Hello | Attach | Renew | Release | CancelTransfer | Manifest | Revoked
+Message: TypeAlias = Hello | Attach | Renew | Release | Manifest | Revoked
 
 
 def encode(message: Message | Refused) -> bytes:

@@ -43,7 +43,7 @@ from .events import (
     WindowFailed,
     WindowOpened,
 )
-from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
+from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import HandoffSide, Pair, PairState
 from .puller_transfer import PullerState, PullerTransfer, ReserveQueue
 
@@ -324,7 +324,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         if error is not None:
             self._effects.append(Failed(transfer_id, transfer.intent.key, error))
         if notify and not transfer.is_orphaned and transfer.state is not PullerState.WAITING:
-            self._send(transfer.source, CancelTransfer(transfer_id))
+            self._send(transfer.source, Release(transfer_id))
         if transfer.in_flight:
             self._effects.append(CancelPull(transfer_id))
         self._forget(transfer_id, error or Cancelled("the request was cancelled"))

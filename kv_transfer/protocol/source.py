@@ -27,10 +27,11 @@ from ...core.ports import Clock
 from ...core.request.request import Ticket
 from ..window.network_address import PoolAccess
 from .events import Chunk, Offered, OfferEvent, PinPrefix, ReleaseBlocks, Withdrawn
-from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
+from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import HandoffSide, Pair
 
 _RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
+_UNWANTED = Cancelled("the puller cancelled the transfer")
 # The same text whether or not somebody else has it: a puller learns nothing of others.
 _NOT_YOURS = UnknownTransfer("no such transfer here")
 
@@ -46,8 +47,8 @@ class SourceState(enum.Enum):
                   │          │                       │
                   └──────────┴───────────────────────┴──► over: `_end` leaves a tombstone
 
-    Withdrawn, CancelTransfer and PeerLost end every state; Release and a lease that ran out end
-    HELD; one lease without an offer ends AWAITED.
+    Withdrawn, Release and PeerLost end every state, a lease that ran out ends HELD, one lease
+    without an offer AWAITED.
     """
 
     AWAITED = "awaited"  # its puller has attached, its prompt has not come
@@ -175,8 +176,6 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
                         self._renew(transfer)
             case Release(transfer_id):
                 self._on_release(puller, transfer_id)
-            case CancelTransfer(transfer_id):
-                self._on_cancel(puller, transfer_id)
             case _:
                 raise HandoffFailed("a puller sent what only sources send")
 
@@ -212,21 +211,11 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             self._effects.append(PinPrefix(ticket, attach.block_hashes))
 
     def _on_release(self, puller: str, transfer_id: str) -> None:
-        transfer = self._owned(puller, transfer_id)
-        if transfer is None:
-            return  # a double, or it ended here first
-        if transfer.state is SourceState.HELD and not transfer.unsent:
-            self._end(transfer_id, None, notify=False)
-        else:
-            error = HandoffFailed("the puller released what was not computed yet")
-            self._end(transfer_id, error, notify=True)
-
-    def _on_cancel(self, puller: str, transfer_id: str) -> None:
-        error = Cancelled("the puller cancelled the transfer")
-        if self._owned(puller, transfer_id) is not None:
-            self._end(transfer_id, error, notify=False)
+        if (transfer := self._owned(puller, transfer_id)) is not None:
+            is_whole = transfer.state is SourceState.HELD and not transfer.unsent
+            self._end(transfer_id, None if is_whole else _UNWANTED, notify=False)
         elif transfer_id not in self._transfers:
-            self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
+            self._tombstones.add(transfer_id, _UNWANTED, self._clock.monotonic_s())
 
     def _owned(self, puller: str, transfer_id: str) -> _Transfer | None:
         """The transfer, if it is this puller's."""

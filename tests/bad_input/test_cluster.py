@@ -20,7 +20,6 @@ from baton.core.request.token_ids import BlockHash
 from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.messages import (
     Attach,
-    CancelTransfer,
     HandoffState,
     Hello,
     Manifest,
@@ -67,7 +66,6 @@ def _peer_frame(rng: random.Random, number: int) -> bytes:
             Attach(transfer_id),
             Renew((transfer_id,) * 3),
             Release(transfer_id),
-            CancelTransfer(transfer_id),
             Revoked(transfer_id, StaleBlocks("")),
             Hello(SOURCE, {}, protocol=999),
             Manifest(

@@ -141,7 +141,8 @@ class Moves:
     def _at_source(self, state: State, *call: Any) -> State:
         move = self._move(state.source, state.now_s, call)
         for _, attempt in move.done:
-            assert attempt in state.completed, "released what the puller has not got"
+            is_over = attempt in state.completed or self.puller(state).gave_up(attempt)
+            assert is_over, "released what the puller has not got"
         incarnation = self.source(state).incarnation
         state = state._replace(source=move.side)
         return self._carry(state, move, incarnation, self.puller(state).incarnation)

@@ -57,7 +57,6 @@ from baton.kv_transfer.protocol.events import (
 )
 from baton.kv_transfer.protocol.messages import (
     Attach,
-    CancelTransfer,
     HandoffState,
     Hello,
     Manifest,
@@ -297,6 +296,10 @@ class PullerSide(_Side):
         self.feed(Intended(attempt.ticket, attempt.key, _HASHES, NUM_CHUNKS, DEADLINE_S))
         assert self.ends[transfer_id] is not None or not must_refuse, "waits for another's KV"
 
+    def gave_up(self, number: int) -> bool:
+        """Whether nothing of the attempt is to come here any more."""
+        return self.ends.get(f"{number:032x}") in ("failed", "cancelled")
+
     def cancel(self, attempt: Attempt) -> None:
         """The gateway gave the attempt up; not answered."""
         if self.ends.get(attempt.transfer_id) is None:
@@ -470,7 +473,6 @@ def _every_message(transfer_id: str) -> list[Message]:
         Attach(transfer_id, sees_steps=True),
         Renew((transfer_id,)),
         Release(transfer_id),
-        CancelTransfer(transfer_id),
         Manifest(transfer_id, 0, blocks, BLOCK_SIZE, LEASE_S),
         Manifest(transfer_id, 0, blocks, BLOCK_SIZE, LEASE_S, HandoffState(1, 7), 3),
         Revoked(transfer_id, error),

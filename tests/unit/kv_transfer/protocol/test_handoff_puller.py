@@ -57,7 +57,6 @@ from baton.kv_transfer.protocol.events import (
 )
 from baton.kv_transfer.protocol.messages import (
     Attach,
-    CancelTransfer,
     HandoffState,
     Hello,
     Manifest,
@@ -266,7 +265,7 @@ def test_memory_granted_to_who_gave_up_is_dropped(world: World) -> None:
     world.intend(2)
     world.manifest(0, 0, 3, number=1)
     world.manifest(0, 0, 3, number=2)
-    assert world.feed(IntentCancelled(T)) == [Send(SOURCE, CancelTransfer(T))]
+    assert world.feed(IntentCancelled(T)) == [Send(SOURCE, Release(T))]
     assert world.reserve(number=1) == [DropReservation(T, reservation()), Reserve(T2, "key2")]
 
 
@@ -278,7 +277,7 @@ def test_a_bad_copy_fails_the_transfer_and_fences_its_memory(
     world.manifest(1, 2, 3)
     effects = world.end_pull(0, outcome)
     assert failure(effects) is (StaleBlocks if outcome is STALE else HandoffFailed)
-    assert sent(effects) == [CancelTransfer(T)]
+    assert sent(effects) == [Release(T)]
     assert CancelPull(T) in effects
     assert world.end_pull(1, OK) == [DropReservation(T, reservation())]
     world.assert_over()
@@ -286,7 +285,7 @@ def test_a_bad_copy_fails_the_transfer_and_fences_its_memory(
 
 def test_cancel_is_silent_and_waits_for_the_copies(world: World) -> None:
     world.pull_one_chunk()
-    assert world.feed(IntentCancelled(T)) == [Send(SOURCE, CancelTransfer(T)), CancelPull(T)]
+    assert world.feed(IntentCancelled(T)) == [Send(SOURCE, Release(T)), CancelPull(T)]
     assert world.feed(IntentCancelled(T)) == []
     assert world.manifest(1, 2, 3) == []
     assert world.wait(DEADLINE_S) == []
@@ -488,7 +487,7 @@ def test_a_manifest_that_breaks_the_protocol_fails_the_transfer(
     world.pull_one_chunk()
     effects = world.hear(bad)
     assert failure(effects) is HandoffFailed
-    assert sent(effects) == [CancelTransfer(T)]
+    assert sent(effects) == [Release(T)]
 
 
 def test_another_prompts_blocks_are_never_pulled(world: World) -> None:
@@ -562,7 +561,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
 
 @pytest.mark.parametrize(
     "message",
-    [Attach(T), Renew((T,)), Release(T), CancelTransfer(T), Hello(SOURCE, {})],
+    [Attach(T), Renew((T,)), Release(T), Hello(SOURCE, {})],
     ids=lambda m: type(m).__name__,
 )
 def test_closes_a_source_that_speaks_out_of_turn(world: World, message: Message) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed
 from baton.core.request.request import FinishReason, Request
 from baton.engine.kv.block_pool import BlockRefs
-from baton.kv_transfer.protocol.messages import CancelTransfer, Manifest, Message, Revoked
+from baton.kv_transfer.protocol.messages import Manifest, Message, Release, Revoked
 from baton.node.channels.links import Kind
 from baton.proto.v1 import node_pb2
 
@@ -183,7 +183,7 @@ def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str
         node.loop.turn(0.0)
     outputs, told = node.sent
     assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
-    assert isinstance(told, Revoked if name == "prefill" else CancelTransfer)
+    assert isinstance(told, Revoked if name == "prefill" else Release)
 
 
 def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
