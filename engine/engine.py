@@ -309,39 +309,34 @@ class Engine(LiveSequences):
             schedule = self._scheduler.schedule()
             if schedule.is_empty and not schedule.failed:
                 return None
+            self._follow_grammars(schedule)
             for sequence, error in schedule.failed:
                 self._fail(sequence, error, output)
-            self._mask(schedule, output)
-            if output.failed:
+            if schedule.failed:
                 schedule.drop_preempted()
             if not schedule.is_empty:
                 return schedule
             # All have failed: there may be room for others, which waited for them.
 
-    def _mask(self, schedule: Schedule, output: StepOutput) -> None:
-        """Find its `masks`. What cannot go on ends here, and drafts that a grammar cannot be
-        followed behind are left out."""
-        found = schedule.masks
-        sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
-        masked = [one for one in sampled if one.is_masked]
-        for one in masked:
-            if one.allowed is not None:
-                found[one] = [one.allowed] * (1 + len(one.draft_token_ids))
-        samples = [(one, one.constrained) for one in masked if one.constrained is not None]
+    def _follow_grammars(self, schedule: Schedule) -> None:
+        """Find the masks of those that sample. Those that cannot go on have failed, and drafts that
+        a grammar cannot be followed behind are left out."""
+        sampling = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
+        samples = [(one, one.constrained) for one in sampling if one.constrained is not None]
         if self._constraints is None or not samples:
             return
-        masks = self._constraints.masks(
+        found = self._constraints.masks(
             [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
         )
-        for (sequence, _), mask in zip(samples, masks, strict=True):
-            if sequence.allowed is not None and not isinstance(mask, InvalidRequest):
-                mask = within(mask, sequence.allowed)
-            if isinstance(mask, InvalidRequest):
-                self._fail(sequence, mask, output)
+        for (sequence, _), masks in zip(samples, found, strict=True):
+            if sequence.allowed is not None and not isinstance(masks, InvalidRequest):
+                masks = within(masks, sequence.allowed)
+            if isinstance(masks, InvalidRequest):
+                schedule.failed.append((sequence, masks))
                 continue
-            found[sequence] = mask
-            if len(mask) <= len(sequence.draft_token_ids):
-                sequence.draft_token_ids = sequence.draft_token_ids[: len(mask) - 1]
+            sequence.masks = masks
+            if len(masks) <= len(sequence.draft_token_ids):
+                sequence.draft_token_ids = sequence.draft_token_ids[: len(masks) - 1]
                 schedule.fit_drafts()
 
     def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:

@@ -21,7 +21,7 @@ import numpy as np
 from ..core.request.request import key_at, token_key
 from ..kernels.sampling.sample_spec import SampleSpec
 from .execution.batch import NO_DECODES, DecodeColumns, Int64s, SequenceSlice, StepBatch
-from .execution.constraints import Mask, without
+from .execution.constraints import without
 from .scheduling.schedule import Schedule
 from .scheduling.sequence import Sequence
 
@@ -53,16 +53,13 @@ class InputBatch:
         `previous` has the slices of the step in flight: a token that is not known yet comes from
         there.
         """
-        decodes, masks = self._launch_clear(schedule, previous), schedule.masks
-        others = [
-            self._launch_slice(one, num_tokens, previous, masks.get(one, ()))
-            for one, num_tokens in schedule.others
-        ]
-        return StepBatch(decodes, others)
+        decodes = self._launch_clear(schedule.clear, previous)
+        return StepBatch(decodes, [self._launch_slice(*one, previous) for one in schedule.others])
 
-    def _launch_clear(self, schedule: Schedule, previous: Mapping[Sequence, int]) -> DecodeColumns:
-        """The next token of each that is clear."""
-        sequences, masks = schedule.clear, schedule.masks
+    def _launch_clear(
+        self, sequences: list[Sequence], previous: Mapping[Sequence, int]
+    ) -> DecodeColumns:
+        """The next token of each, which are clear."""
         is_same = sequences == self._sequences
         if not is_same:
             self._change_to(sequences)
@@ -73,7 +70,7 @@ class InputBatch:
             for row in np.flatnonzero(follows < 0).tolist():
                 token_ids[row] = sequences[row].token_ids[starts[row]]
         adding = [(row, sequences[row], int(starts[row]) + 1) for row in self._adding]
-        specs = {row: self._spec(one, end, masks.get(one, ())) for row, one, end in adding}
+        specs = {row: self._spec(one, end) for row, one, end in adding}
         for one in sequences:
             one.num_launched_tokens += 1
             one.num_awaited_tokens += 1
@@ -117,14 +114,10 @@ class InputBatch:
         )
 
     def _launch_slice(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        previous: Mapping[Sequence, int],
-        masks: Row[Mask],
+        self, sequence: Sequence, num_tokens: int, previous: Mapping[Sequence, int]
     ) -> SequenceSlice:
         if sequence.draft_token_ids:
-            return self._launch_drafts(sequence, masks)
+            return self._launch_drafts(sequence)
         start, num_known = sequence.num_launched_tokens, len(sequence.token_ids)
         end = start + num_tokens
         is_prompt = start < sequence.num_prefill_tokens
@@ -133,7 +126,7 @@ class InputBatch:
         follows = previous[sequence] if is_awaited else None
         sample = next_token_id = None
         if end == num_known + sequence.num_awaited_tokens:
-            sample = self._spec(sequence, end, masks)
+            sample = self._spec(sequence, end)
             sequence.num_awaited_tokens += sequence.awaits_tokens
         elif end < num_known:
             next_token_id = sequence.token_ids[end]
@@ -159,12 +152,12 @@ class InputBatch:
             next_token_id=next_token_id,
         )
 
-    def _launch_drafts(self, sequence: Sequence, masks: Row[Mask]) -> SequenceSlice:
+    def _launch_drafts(self, sequence: Sequence) -> SequenceSlice:
         """Its last token and its drafts, with what is sampled behind each of them."""
         start, drafts = sequence.num_launched_tokens, sequence.draft_token_ids
         assert start == sequence.num_tokens - 1, "drafts follow a token that is known"
         specs = [
-            self._spec(sequence, start + 1 + place, masks, drafts[:place])
+            self._spec(sequence, start + 1 + place, drafts[:place])
             for place in range(len(drafts) + 1)
         ]
         sequence.num_awaited_tokens += 1
@@ -178,9 +171,7 @@ class InputBatch:
             draft_samples=specs,
         )
 
-    def _spec(
-        self, sequence: Sequence, position: int, masks: Row[Mask], drafts: Row[int] = ()
-    ) -> SampleSpec:
+    def _spec(self, sequence: Sequence, position: int, drafts: Row[int] = ()) -> SampleSpec:
         """How to sample the token at `position`, which comes behind so many `drafts`; for its forks
         too, if it is their first."""
         request = sequence.request
@@ -188,9 +179,9 @@ class InputBatch:
         key = 0 if sequence.sample_key is None else key_at(sequence.sample_key, position)
         is_too_early = position < len(request.prompt_token_ids) + params.min_tokens
         forbidden = (*self._eos_token_ids, *params.stop_token_ids) if is_too_early else ()
-        allowed = None
-        if masks:
-            allowed, forbidden = without(masks[len(drafts)], forbidden), ()
+        allowed = sequence.masks[len(drafts)] if sequence.masks else sequence.allowed
+        if allowed is not None:
+            allowed, forbidden = without(allowed, forbidden), ()
         counts = sequence.counts()
         if counts is not None and drafts:
             counts = counts.behind(drafts)

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from ...core.errors import BatonError
 from ...core.step_cost import StepShape, pairs_of
-from ..execution.constraints import Mask
 from .sequence import Sequence, SequenceState
 
 
@@ -42,14 +41,13 @@ class ScheduledSequence(NamedTuple):
 @dataclass(slots=True)
 class Schedule:
     """One step: a token of each that is `clear`, and behind them the `others`. `failed` sequences
-    can never go on: they are out of the scheduler already.
+    can never go on.
 
     The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
     in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
     `num_last_tokens` for its last step, unless in a queue it can end in this one. Prompts of up
     to `num_small_tokens` share their step with no much longer one of another caller.
 
-    `masks` have the tokens that may be sampled, if not all may, behind each draft too.
     `most_context`: of a prompt that has as many tokens as there is room for, how much is computed
     at most; None: however much.
     """
@@ -65,7 +63,6 @@ class Schedule:
     clear: list[Sequence] = field(default_factory=list)
     others: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
-    masks: dict[Sequence, Row[Mask]] = field(default_factory=dict)
 
     def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
         """Take as many of a prompt's unlaunched tokens as there is room for."""

@@ -79,7 +79,8 @@ class Sequence:
     sampled by steps that have been launched, but not collected; a held sequence awaits none.
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
-    for; the first token has none. `constrained` is its place in its grammar, if it has one;
+    for; the first token has none. `constrained` is its place in its grammar, if it has one,
+    and `masks` what that lets come next, and behind each draft, in the step that is planned;
     `adapter_slot` where the runner has its LoRA adapter. `draft_token_ids` are guesses at what
     follows its tokens, which the next step verifies or the one in flight: their KV comes behind
     theirs, and none of what counts tokens counts them. `drafted` is for the draft model, if there
@@ -105,7 +106,6 @@ class Sequence:
     most_tokens: int = field(init=False)  # by its request
     needs_history: bool = field(init=False)  # for each token, of the tokens before it
     allowed: Mask | None = field(init=False)  # its request's allowed_token_ids
-    is_masked: bool = field(init=False)  # by these, or a grammar
     adds_to_specs: bool = field(init=False)  # to parameters and keys: history, or tokens left out
     sample_key: int | None = field(init=False)  # of its tokens' keys; None: none is drawn
     state: SequenceState = SequenceState.WAITING
@@ -122,6 +122,7 @@ class Sequence:
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None
+    masks: Row[Mask] = ()
     adapter_slot: int | None = None
     draft_token_ids: Row[int] = ()
     drafted: tuple[int, Row[int]] | None = None
@@ -139,9 +140,8 @@ class Sequence:
         self.most_tokens = self.num_prompt_tokens + params.max_tokens
         self.needs_history = params.needs_history
         self.allowed = mask_of(params.allowed_token_ids) if params.allowed_token_ids else None
-        self.is_masked = self.allowed is not None or params.constraint is not None
-        leaves_out = self.is_masked or params.min_tokens > 0
-        self.adds_to_specs = params.needs_history or leaves_out
+        is_masked = self.allowed is not None or params.constraint is not None
+        self.adds_to_specs = params.needs_history or is_masked or params.min_tokens > 0
         self.sample_key = None
         if not params.is_greedy:
             self.sample_key = sample_key(params.seed, self.request.sample_index)
