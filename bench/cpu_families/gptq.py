@@ -87,7 +87,8 @@ def quantise(model: Decoder, ops: RecordingOps, run: Callable[[], object]) -> di
         run()
         for part in parts:
             hessian = ops.hessians.pop(id(part.weight))
-            for name, target in part.targets():
+            for name in (f"{one.name}.weight" for one in part.outputs):
+                target = model.targets[name]
                 assert isinstance(target.tensor, Tensor)
                 numbers, scale = round_by(target.tensor, hessian)
                 each = scale.repeat_interleave(GROUP, dim=1)

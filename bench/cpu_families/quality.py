@@ -68,7 +68,7 @@ def load(
         stays_quantised=stays_quantised,
     )
     model = Decoder(config, placement)
-    load_weights(folder, dict(model.targets()))
+    load_weights(folder, model.targets)
     return config, model
 
 

@@ -33,7 +33,7 @@ def write_checkpoint(folder: Path, model: Decoder) -> int:
     weight_map: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     num_bytes = 0
-    targets = [*model.targets()]
+    targets = [*model.targets.items()]
     for (name, target), following in zip(targets, [*targets[1:], None], strict=True):
         tensors[name] = target.tensor.cpu()
         weight_map[name] = f"part-{_part(name)}.safetensors"

@@ -42,16 +42,16 @@ def load_model(
     """
     begin_s, is_dummy = time.perf_counter(), config.load_format == "dummy"
     try:
-        is_merged = not is_dummy and any(map(is_merged_name, tensor_names(model_dir)))
-        ignored = _check(model_dir, model_config, placement, is_dummy, is_merged)
+        if not is_dummy:
+            placement = _as_checkpoint(placement, model_dir)
+        ignored = _check(model_dir, model_config, placement, is_dummy)
         if len(layers) < model_config.num_layers and not is_dummy:
             ignored |= tensor_names(model_dir)  # those of the other stages
         loads = _expert_loads(config, model_config, placement)
         model = Decoder(model_config, placement, loads, layers)
-        targets = dict(model.targets(has_merged_experts=is_merged))
         if is_dummy:
             fill_dummy_weights(
-                targets,
+                model.targets,
                 std=model_config.initializer_range,
                 seed=config.seed,
                 stds=_DUMMY_STDS if model_config.experts else {},
@@ -59,7 +59,7 @@ def load_model(
             )
             identity = f"dummy:{config.seed}"
         else:
-            load_weights(model_dir, targets, ignored=ignored, on_progress=on_progress)
+            load_weights(model_dir, model.targets, ignored=ignored, on_progress=on_progress)
             identity = weights_identity(model_dir)
     except torch.OutOfMemoryError as error:
         raise StartupFailed(
@@ -68,7 +68,7 @@ def load_model(
         ) from error
     if placement.device.type == "cuda":
         torch.cuda.synchronize()
-    num_bytes = sum(target.nbytes for target in targets.values())
+    num_bytes = sum(target.nbytes for target in model.targets.values())
     seconds = time.perf_counter() - begin_s
     notes.append(
         f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
@@ -88,29 +88,29 @@ def check_checkpoint(model_dir: Path, model_config: ModelConfig) -> None:
     placement = Placement(
         torch.device("meta"), torch.float32, quantization=model_config.quantization
     )
+    _check(model_dir, model_config, _as_checkpoint(placement, model_dir), False)
+
+
+def _as_checkpoint(placement: Placement, model_dir: Path) -> Placement:
+    """For weights of the names that the checkpoint has."""
     is_merged = any(map(is_merged_name, tensor_names(model_dir)))
-    _check(model_dir, model_config, placement, False, is_merged)
+    return dataclasses.replace(placement, has_merged_experts=is_merged)
 
 
 def _check(
-    model_dir: Path,
-    model_config: ModelConfig,
-    placement: Placement,
-    is_dummy: bool,
-    is_merged: bool,
+    model_dir: Path, model_config: ModelConfig, placement: Placement, is_dummy: bool
 ) -> frozenset[str]:
     """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
     tensors that it may have besides."""
     model = Decoder(model_config, dataclasses.replace(placement, device=torch.device("meta")))
-    targets = dict(model.targets(has_merged_experts=is_merged))
     ignored = frozenset({"lm_head.weight"} if model_config.has_tied_embeddings else ())
     if (prefix := ARCHITECTURES[model_config.architecture].mtp_prefix) and not is_dummy:
         ignored |= {name for name in tensor_names(model_dir) if name.startswith(f"{prefix}.")}
     if quantization := model_config.quantization:
-        names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
+        names = [name.removesuffix(".weight") for name, t in model.targets.items() if t.quantised]
         ignored |= quantization.ignored(names)
     if not is_dummy:
-        check_weights(model_dir, targets, ignored=ignored)
+        check_weights(model_dir, model.targets, ignored=ignored)
     return ignored
 
 

@@ -22,7 +22,6 @@ from .model_config import ModelConfig
 from .sharding import Heads, heads_of_rank
 from .stages import LayerRange
 from .weights.placement import Placement
-from .weights.targets import Targets
 
 
 class Attention:
@@ -86,12 +85,6 @@ class Attention:
         """See DecoderLayer."""
         return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.alone)]
 
-    def targets(self) -> Targets:
-        yield from self.qkv.targets()
-        yield from self.out.targets()
-        for norm in self.head_norms:
-            yield from norm.targets()
-
 
 def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs]:
     dim = config.head_dim
@@ -150,14 +143,6 @@ class DecoderLayer:
         """The products of inputs with weights, as pairs of how many inputs and the product."""
         return [*self.attention.products(), *self.mlp.products()]
 
-    def targets(self, *, has_merged_experts: bool = False) -> Targets:
-        for part in (self.input_norm, self.attention, self.post_attention_norm):
-            yield from part.targets()
-        if has_merged_experts and isinstance(self.mlp, Experts):
-            yield from self.mlp.merged_targets()
-        else:
-            yield from self.mlp.targets()
-
 
 def _make_mlp(
     index: int, prefix: str, config: ModelConfig, placement: Placement, loads: ExpertLoads | None
@@ -172,7 +157,7 @@ def _make_mlp(
 
 class Decoder:
     """The decoder, or one stage of it. Its weights are uninitialised until a loader filled
-    `targets()`.
+    `targets`: every tensor that a checkpoint must have.
 
     `loads` counts what experts are chosen, if the model has any; `layers`: those of this stage, all
     unless given. The first stage has the embedding, the last one the norm and the LM head.
@@ -187,6 +172,8 @@ class Decoder:
         loads: ExpertLoads | None = None,
         layers: LayerRange | None = None,
     ) -> None:
+        placement = placement.of_model()
+        self.targets = placement.targets
         self.loads = loads
         self.range = layers or LayerRange(0, config.num_layers, config.num_layers)
         self._is_first_stage, self._is_last_stage = self.range.is_first, self.range.is_last
@@ -301,17 +288,3 @@ class Decoder:
         KV heads as this model or a multiple: then each of its heads is there several times."""
         for layer in self.layers:
             layer.attention.store_behind(num_layers, num_kv_heads)
-
-    def targets(self, *, has_merged_experts: bool = False) -> Targets:
-        """Every tensor a checkpoint must have, and where it goes.
-
-        `has_merged_experts`: all experts of a layer are one tensor, as transformers holds them.
-        """
-        if self._embed is not None:
-            yield from self._embed.targets()
-        for layer in self.layers:
-            yield from layer.targets(has_merged_experts=has_merged_experts)
-        if self._norm is not None:
-            yield from self._norm.targets()
-        if self._lm_head is not None and self._lm_head is not self._embed:
-            yield from self._lm_head.targets()

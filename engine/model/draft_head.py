@@ -29,7 +29,6 @@ from .decoder import Attention, DecoderLayer
 from .layers import MLP, Embedding, Linear, Outputs, RMSNorm, RotaryEmbedding
 from .model_config import ModelConfig
 from .weights.placement import Placement
-from .weights.targets import Targets
 
 
 class DraftHead(Protocol):
@@ -55,7 +54,8 @@ class DraftHead(Protocol):
 
 class Eagle3Head:
     """`config`: the head's own. Its `lm_head` has `num_drafted` ids; id i means the model's
-    i + offsets[i], which are to be filled. What is not given of the model's is its own."""
+    i + offsets[i], which are to be filled. What is not given of the model's is its own.
+    `targets`: every tensor of floats that a checkpoint must have."""
 
     def __init__(
         self,
@@ -71,14 +71,12 @@ class Eagle3Head:
         self.hidden_size = hidden = config.hidden_size
         eps = config.rms_norm_eps
         self._vocab_size, self._has_normed_residual = config.vocab_size, has_normed_residual
-        self._own: list[Embedding] = []
-        if embed is None:
-            embed = Embedding("embed_tokens", config.vocab_size, hidden, placement)
-            self._own.append(embed)
-        if lm_head is None:
-            lm_head = Embedding("lm_head", num_drafted, hidden, placement, is_head=True)
-            self._own.append(lm_head)
-        self._embed, self._lm_head = embed, lm_head
+        placement = placement.of_model()
+        self.targets = placement.targets
+        self._embed = embed or Embedding("embed_tokens", config.vocab_size, hidden, placement)
+        self._lm_head = lm_head or Embedding(
+            "lm_head", num_drafted, hidden, placement, is_head=True
+        )
         self._fc = Linear([Outputs.whole("fc", hidden)], num_features, placement)
 
         def norm(name: str) -> RMSNorm:
@@ -124,20 +122,10 @@ class Eagle3Head:
             1, ids, drafted
         )
 
-    def targets(self) -> Targets:
-        """Every tensor of floats that a checkpoint must have."""
-        for embedding in self._own:
-            yield from embedding.targets()
-        norms = (self._input_norm, self._hidden_norm, self._post_attention_norm, self._norm)
-        for norm in norms:
-            yield from norm.targets()
-        yield from self._fc.targets()
-        yield from self.attention.targets()
-        yield from self._mlp.targets()
-
 
 class MtpHead:
-    """`prefix`: of its weights. The embedding and the LM head are the model's."""
+    """`prefix`: of its weights. The embedding and the LM head are the model's. `targets`: every
+    tensor that a checkpoint must have beside the model's."""
 
     def __init__(
         self,
@@ -149,7 +137,8 @@ class MtpHead:
         lm_head: Embedding,
     ) -> None:
         self.hidden_size = hidden = config.hidden_size
-        eps = config.rms_norm_eps
+        eps, placement = config.rms_norm_eps, placement.of_model()
+        self.targets = placement.targets
         self._embed, self._lm_head = embed, lm_head
         self._token_norm, self._hidden_norm, self._final_norm = (
             RMSNorm(f"{prefix}.{name}_layernorm", hidden, eps, placement)
@@ -182,13 +171,6 @@ class MtpHead:
     def logits(self, states: Tensor) -> Tensor:
         """See DraftHead."""
         return self._lm_head.project(states)
-
-    def targets(self) -> Targets:
-        """Every tensor that a checkpoint must have beside the model's."""
-        for norm in (self._token_norm, self._hidden_norm, self._final_norm):
-            yield from norm.targets()
-        yield from self._input.targets()
-        yield from self._layer.targets()
 
 
 Head = Eagle3Head | MtpHead

@@ -21,7 +21,7 @@ from .communicator import Summand
 from .layers import MLP, FloatLinear, Outputs, Product
 from .model_config import ExpertsConfig
 from .weights.placement import Placement
-from .weights.targets import Cut, Targets
+from .weights.targets import Cut
 
 _MERGED_PART = "mlp"
 _MERGED_GATE_UP, _MERGED_DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -44,9 +44,8 @@ class Experts:
         loads: LayerLoads | None,
     ) -> None:
         self._layer, self._config = layer, config
-        self._placement, self._ops = placement, placement.ops
-        self._loads = loads
-        ranks = placement.communicator
+        self._ops, self._loads = placement.ops, loads
+        self._communicator = ranks = placement.communicator
         self._first, self._count = 0, config.num_experts
         self._inner, self._first_inner = config.intermediate_size, 0
         if placement.has_expert_parallel:
@@ -55,9 +54,9 @@ class Experts:
         else:
             self._inner //= ranks.size
             self._first_inner = ranks.rank * self._inner
-        prefix = f"{layer}.{config.part}"
+        prefix, of_all = f"{layer}.{config.part}", placement.of_model()  # but the many experts
         self.router = FloatLinear(
-            [Outputs.whole(f"{prefix}.gate", config.num_experts)], hidden, placement
+            [Outputs.whole(f"{prefix}.gate", config.num_experts)], hidden, of_all
         )
         gate_up, down = placement.expert_weights(
             self._names(0) + self._names(1), self._names(2), self._count, hidden, self._inner
@@ -73,14 +72,21 @@ class Experts:
         self.shared: MLP | None = None
         if config.shared_intermediate_size is not None:
             inner = config.shared_intermediate_size
-            self.shared = MLP(f"{prefix}.shared_expert", hidden, inner, placement)
+            self.shared = MLP(f"{prefix}.shared_expert", hidden, inner, of_all)
             gate = Outputs.whole(f"{prefix}.shared_expert_gate", 1)
-            self.shared_gate = FloatLinear([gate], hidden, placement)
+            self.shared_gate = FloatLinear([gate], hidden, of_all)
+        named = f"{layer}.{_MERGED_PART}" if placement.has_merged_experts else prefix
+        for name, target in of_all.targets.items():
+            placement.targets[f"{named}{name.removeprefix(prefix)}"] = target
+        if placement.has_merged_experts:
+            self._name_merged(placement)
+        else:
+            self._name_published(placement)
 
     def __call__(self, x: Activations) -> Summand:
         """[tokens, hidden] -> this rank's summand of the same shape, for the next RMSNorm.add."""
         assert isinstance(x, Tensor), "more than one weight reads it"
-        if self.shared is None and self._placement.communicator.size == 1:
+        if self.shared is None and self._communicator.size == 1:
             return self._ops.experts_summand(x, self.mixture, self._loads)
         out = self._ops.experts(x, self.mixture, self._loads)
         if self.shared is not None:
@@ -100,9 +106,8 @@ class Experts:
         part, name = f"{self._layer}.{self._config.part}", self._config.projections[projection]
         return [f"{part}.experts.{expert}.{name}" for expert in range(self._config.num_experts)]
 
-    def targets(self) -> Targets:
-        """Under the names of published checkpoints: three matrices of each expert."""
-        yield from self._targets_of_all(f"{self._layer}.{self._config.part}")
+    def _name_published(self, placement: Placement) -> None:
+        """Three matrices of each expert."""
         inner, first, full = self._inner, self._first_inner, self._config.intermediate_size
         rows, columns = Cut(0, first, full), Cut(1, first, full)
         for expert, names in enumerate(zip(*map(self._names, range(3)), strict=True)):
@@ -115,13 +120,11 @@ class Experts:
                 num_rows = inner if weight is gate_up else len(down)
                 if not is_mine:  # another rank's, of which nothing is read
                     cut, start, num_rows = Cut(0, 0, num_rows), 0, 0
-                target = self._placement.target(name, weight, cut, start, num_rows)
-                yield f"{name}.weight", target
+                target = placement.target(name, weight, cut, start, num_rows)
+                placement.targets[f"{name}.weight"] = target
 
-    def merged_targets(self) -> Targets:
-        """Under the names of transformers 5: two tensors of all experts."""
-        prefix = f"{self._layer}.{_MERGED_PART}"
-        yield from self._targets_of_all(prefix)
+    def _name_merged(self, placement: Placement) -> None:
+        """Two tensors of all experts."""
         first, full = self._first_inner, self._config.intermediate_size
         gate_up_cut, down_cut = Cut(1, first, 2 * full, pieces=2), Cut(2, first, full)
         if self._count < self._config.num_experts:
@@ -130,14 +133,5 @@ class Experts:
             (_MERGED_GATE_UP, self._names(0), self.mixture.gate_up, gate_up_cut),
             (_MERGED_DOWN, self._names(2), self.mixture.down, down_cut),
         ):
-            yield f"{prefix}.{name}", self._placement.merged_target(names, weights, cut)
-
-    def _targets_of_all(self, prefix: str) -> Targets:
-        """What is no expert of the many."""
-        parts = [self.router.targets()]
-        if self.shared is not None:
-            parts += [self.shared.targets(), self.shared_gate.targets()]
-        published = f"{self._layer}.{self._config.part}."
-        for part in parts:
-            for name, target in part:
-                yield f"{prefix}.{name.removeprefix(published)}", target
+            target = placement.merged_target(names, weights, cut)
+            placement.targets[f"{self._layer}.{_MERGED_PART}.{name}"] = target

@@ -1,7 +1,7 @@
 """The building blocks of the models: products with weights, norms, embeddings of tokens and of
 positions.
 
-Each block names its weights as checkpoints do, by `targets()`. Where several ranks share a model:
+Each block names its weights as checkpoints do, in its placement's targets. Of several ranks:
 
     Linear      each rank has some of the outputs        x whole -> y in parts
     RowLinear   each rank has some of the inputs         x in parts -> a summand of y on each rank
@@ -28,7 +28,7 @@ from .communicator import Communicator, Summand
 from .rope_config import DynamicScaling, RopeConfig, YarnScaling
 from .rotary import dynamic_inv_freq, inv_freq
 from .weights.placement import Placement
-from .weights.targets import Cut, Target, Targets
+from .weights.targets import Cut, Target
 
 
 class StepAdapters(Protocol):
@@ -87,8 +87,7 @@ class LinearBase:
         *,
         has_bias: bool = False,
     ) -> None:
-        self._placement, self._ops = placement, placement.ops
-        self._communicator = placement.communicator
+        self._ops, self._communicator = placement.ops, placement.communicator
         rank, size = self._communicator.rank, self._communicator.size
         rank, size = (rank, size) if self.divides_inputs else (0, 1)
         width = num_inputs // size
@@ -97,6 +96,20 @@ class LinearBase:
         self.weight: Weight = placement.weight(names, num_outputs, width)
         self.bias = placement.vector(num_outputs) if has_bias else None
         self._added_bias = None if rank else self.bias  # of summands it is added once
+        self._name_weights(placement)
+
+    def _name_weights(self, placement: Placement) -> None:
+        first, (num_inputs, *inputs_at) = 0, self.inputs
+        for part in self.outputs:
+            cut = of_weight = Cut(0, part.first, part.full)
+            if num_inputs < inputs_at[1]:
+                of_weight = Cut(1, *inputs_at)
+            target = placement.target(part.name, self.weight, of_weight, first, part.count)
+            placement.targets[f"{part.name}.weight"] = target
+            if self.bias is not None:
+                bias = Target(self.bias[first : first + part.count], cut)
+                placement.targets[f"{part.name}.bias"] = bias
+            first += part.count
 
     @property
     def fp8_weight(self) -> Fp8Weight | None:
@@ -110,19 +123,6 @@ class LinearBase:
 
     def _linear(self, x: Activations) -> Tensor:
         return self._ops.linear(x, self.weight, self._added_bias)
-
-    def targets(self) -> Targets:
-        first, (num_inputs, *inputs_at) = 0, self.inputs
-        for part in self.outputs:
-            rows = slice(first, first + part.count)
-            cut = of_weight = Cut(0, part.first, part.full)
-            if num_inputs < inputs_at[1]:
-                of_weight = Cut(1, *inputs_at)
-            target = self._placement.target(part.name, self.weight, of_weight, first, part.count)
-            yield f"{part.name}.weight", target
-            if self.bias is not None:
-                yield f"{part.name}.bias", Target(self.bias[rows], cut)
-            first += part.count
 
 
 class Linear(LinearBase):
@@ -194,20 +194,15 @@ class MLP:
             (self.down.weight.shape[1], self.down.alone),
         ]
 
-    def targets(self) -> Targets:
-        yield from self.gate_up.targets()
-        yield from self.down.targets()
-
 
 class RMSNorm:
     """Root mean square norm with a weight."""
 
     def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
-        self._name = name
         self._eps = eps
-        self._ops = placement.ops
-        self._communicator = placement.communicator
+        self._ops, self._communicator = placement.ops, placement.communicator
         self.weight = placement.vector(size)
+        placement.targets[f"{name}.weight"] = Target(self.weight)
 
     def __call__(self, x: Tensor, reader: Fp8Weight | None = None) -> Activations:
         """`reader`: see Ops."""
@@ -217,9 +212,6 @@ class RMSNorm:
         """Add all ranks' x to `residual` in place; the norm of the sum."""
         weight, eps = self.weight, self._eps
         return self._communicator.add_rms_norm(self._ops, x, residual, weight, eps, reader)
-
-    def targets(self) -> Targets:
-        yield f"{self._name}.weight", Target(self.weight)
 
 
 class Embedding:
@@ -237,9 +229,7 @@ class Embedding:
         *,
         is_head: bool = False,
     ) -> None:
-        self._name = name
-        self._is_head = is_head
-        self._placement, self._ops = placement, placement.ops
+        self._ops = placement.ops
         self._communicator = communicator = placement.communicator
         self._vocab_size = vocab_size
         num_rows = -(-vocab_size // communicator.size)
@@ -247,6 +237,12 @@ class Embedding:
         self._num_ids = min(num_rows, vocab_size - self._first)
         self.weight = placement.matrix(num_rows, size)
         self.weight[self._num_ids :] = 0  # what is no token's must be a number all the same
+        cut = Cut(0, self._first, vocab_size)
+        if is_head:
+            target = placement.target(name, self.weight, cut, 0, self._num_ids)
+        else:
+            target = Target(self.weight[: self._num_ids], cut)
+        placement.targets[f"{name}.weight"] = target
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self._communicator.size == 1:
@@ -267,16 +263,6 @@ class Embedding:
     def gather(self, parts: Tensor) -> Tensor:
         """What `project` gives, of rows of all ranks' `project_part`."""
         return self._communicator.all_gather(parts)[:, : self._vocab_size]
-
-    def targets(self) -> Targets:
-        cut = Cut(0, self._first, self._vocab_size)
-        if self._is_head:
-            yield (
-                f"{self._name}.weight",
-                self._placement.target(self._name, self.weight, cut, 0, self._num_ids),
-            )
-        else:
-            yield f"{self._name}.weight", Target(self.weight[: self._num_ids], cut)
 
 
 class RotaryEmbedding:

@@ -111,9 +111,9 @@ class HeadModel(DraftModel):
 
         ignored = frozenset((_IDS, _OF_THE_MODEL))
         on_meta = head(dataclasses.replace(self._placement, device=META))
-        check_weights(self._dir, dict(on_meta.targets()), ignored=ignored)
+        check_weights(self._dir, on_meta.targets, ignored=ignored)
         found = head(self._placement)
-        load_weights(self._dir, dict(found.targets()), ignored=ignored)
+        load_weights(self._dir, found.targets, ignored=ignored)
         if _IDS in names or not is_whole:
             found.offsets.copy_(self._read_offsets())
         found.attention.store_behind(*self._behind)
@@ -159,11 +159,11 @@ class MtpModel(HeadModel):
             return MtpHead(self.config, placement, self._prefix, **shared)
 
         names = tensor_names(self._dir)
-        on_meta = dict(head(dataclasses.replace(self._placement, device=META)).targets())
+        on_meta = head(dataclasses.replace(self._placement, device=META)).targets
         others = frozenset(name for name in names if not name.startswith(f"{self._prefix}."))
         check_weights(self._dir, on_meta, ignored=others)
         found = head(self._placement)
-        load_weights(self._dir, dict(found.targets()), ignored=others)
+        load_weights(self._dir, found.targets, ignored=others)
         found.attention.store_behind(*self._behind)
         return found, {"draft_model": model_hash(self.config, weights_identity(self._dir))}
 

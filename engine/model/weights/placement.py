@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,11 @@ from .targets import Cut, Quantised, Target
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights lie, of what type they are, what computes with them, and with which ranks."""
+    """Where weights lie, of what type they are, what computes with them, and with which ranks.
+
+    `targets`: what a checkpoint has to fill of all that was made here. `has_merged_experts`: it has
+    those of a layer as one tensor, as transformers 5 writes them.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -29,6 +33,12 @@ class Placement:
     has_expert_parallel: bool = False  # each rank has some experts whole
     quantization: Quantization | None = None
     stays_quantised: bool = False  # else quantised weights become `dtype` as they are loaded
+    has_merged_experts: bool = False
+    targets: dict[str, Target] = field(default_factory=dict)
+
+    def of_model(self) -> Placement:
+        """The same, with targets of its own."""
+        return replace(self, targets={})
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)

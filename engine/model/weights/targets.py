@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go: a model's `targets()` are pairs of a name and a view to fill.
+"""Where a checkpoint's tensors go: a model's `targets` are views to fill, by name.
 
 Merged projections hand out views into one matrix, so the loader knows nothing of merging.
 """
@@ -90,6 +90,3 @@ class Target:
     def nbytes(self) -> int:
         scale = None if self.quantised is None else self.quantised.scale
         return self.tensor.nbytes + (0 if scale is None else scale.nbytes)
-
-
-Targets = Iterator[tuple[str, Target]]

@@ -267,7 +267,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
                 stays_quantised=True,
             )
             model = Decoder(config, placement)
-            load_weights(tmp_path, dict(model.targets()))
+            load_weights(tmp_path, model.targets)
             assert model.layers[0].mlp.down.fp8_weight is not None
             pool = torch.zeros(4, 2, 2, 2, 16, 64, device=DEVICE)
             attention = TorchAttention(pool, [None, None])

@@ -55,13 +55,13 @@ def placement_of(folder: Path, quantization: str | None = None, **changes: Any) 
 
 
 def loaded(folder: Path, placement: Placement) -> Decoder:
-    model = Decoder(read_model_config(folder), placement)
     is_merged = any(map(is_merged_name, tensor_names(folder)))
-    targets = dict(model.targets(has_merged_experts=is_merged))
-    quantised = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
+    placement = dataclasses.replace(placement, has_merged_experts=is_merged)
+    model = Decoder(read_model_config(folder), placement)
+    quantised = [name.removesuffix(".weight") for name, t in model.targets.items() if t.quantised]
     assert placement.quantization is not None
     ignored = placement.quantization.ignored(quantised)
-    load_weights(folder, targets, ignored=ignored)
+    load_weights(folder, model.targets, ignored=ignored)
     return model
 
 
@@ -173,7 +173,7 @@ def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None
     del model
     with LiveBytes() as live:
         loaded_model = loaded(tmp_path, placement_of(tmp_path, "fp8", dtype=torch.bfloat16))
-        num_bytes = sum(target.nbytes for _, target in loaded_model.targets())
+        num_bytes = sum(target.nbytes for target in loaded_model.targets.values())
     assert num_bytes < live.most < num_bytes + layer_bytes
     assert 3 * layer_bytes > 1.8 * (num_bytes - loaded_model.embed.weight.nbytes * 2)
 
@@ -186,7 +186,7 @@ def test_dummy_weights_are_the_same_with_or_without_fp8(tmp_path: Path, name: st
         model = Decoder(
             read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=stays_quantised)
         )
-        fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
+        fill_dummy_weights(model.targets, std=0.02, seed=3)
         found.append(weights_of(model))
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
     assert found[0]["0.qkv"].std().item() == pytest.approx(0.02, rel=0.05)
@@ -327,13 +327,13 @@ def test_a_tensor_parallel_size_that_cuts_blocks_is_refused(tmp_path: Path) -> N
 
 def test_ranks_cut_blocks_where_they_are_dequantised(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
-    whole = dict(loaded(tmp_path, placement_of(tmp_path, stays_quantised=False)).targets())
+    whole = loaded(tmp_path, placement_of(tmp_path, stays_quantised=False)).targets
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
         config = config_of(tmp_path, tensor_parallel_size=2)
         runner = ModelRunner(config, None, communicator)
-        parts = dict(runner.model.targets())
+        parts = runner.model.targets
         assert parts.keys() == whole.keys()
         for name, part in parts.items():
             expected = whole[name].tensor
@@ -356,7 +356,7 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(tmp_path: Path, nam
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     placement = placement_of(tmp_path, dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path), placement)
-    num_bytes = sum(target.nbytes for _, target in model.targets())
+    num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
     dummy = dataclasses.replace(config, load_format="dummy")
@@ -369,7 +369,7 @@ def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None
     write_checkpoint(tmp_path, **ALIGNED)
     placement = placement_of(tmp_path, "fp8", dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path, "fp8"), placement)
-    num_bytes = sum(target.nbytes for _, target in model.targets())
+    num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization="fp8")
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
     dummy = dataclasses.replace(config, load_format="dummy")
@@ -378,7 +378,7 @@ def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None
 
 def _floats_bytes(folder: Path) -> int:
     model = Decoder(read_model_config(folder), placement_of(folder, stays_quantised=False))
-    return sum(target.nbytes for _, target in model.targets())
+    return sum(target.nbytes for target in model.targets.values())
 
 
 MIXTURE = VARIANTS["qwen3-moe, a dense layer"] | {
@@ -487,9 +487,9 @@ def test_ranks_quantise_their_experts_alike(
 
 def test_experts_in_one_tensor_of_fp8_are_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **MIXTURE)
-    model = Decoder(read_model_config(tmp_path), placement_of(tmp_path))
+    placement = placement_of(tmp_path, has_merged_experts=True)
     with pytest.raises(StartupFailed, match=r"experts\.0\.gate_proj and others are one tensor"):
-        dict(model.targets(has_merged_experts=True))
+        Decoder(read_model_config(tmp_path), placement)
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])
@@ -518,7 +518,7 @@ def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None) -> Non
         write_fp8_checkpoint(tmp_path, name, **MIXTURE)
     placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path, quantization), placement)
-    num_bytes = sum(target.nbytes for _, target in model.targets())
+    num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
     dummy = dataclasses.replace(config, load_format="dummy")

@@ -63,9 +63,10 @@ def rank_of(rank: int, size: int) -> Communicator:
 
 
 def loaded(folder: Path, placement: Placement) -> Decoder:
-    model = Decoder(read_model_config(folder), placement)
     is_merged = any(map(is_merged_name, tensor_names(folder)))
-    load_weights(folder, dict(model.targets(has_merged_experts=is_merged)))
+    placement = dataclasses.replace(placement, has_merged_experts=is_merged)
+    model = Decoder(read_model_config(folder), placement)
+    load_weights(folder, model.targets)
     return model
 
 
@@ -243,8 +244,8 @@ def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) 
     with LiveBytes() as live:
         placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
         model = Decoder(read_model_config(tmp_path, quantization), placement)
-        load_weights(tmp_path, dict(model.targets()))
-        num_bytes = sum(target.nbytes for _, target in model.targets())
+        load_weights(tmp_path, model.targets)
+        num_bytes = sum(target.nbytes for target in model.targets.values())
     assert num_bytes < live.most < num_bytes + layer_bytes
     assert 3 * layer_bytes > 3 * (num_bytes - model.embed.weight.nbytes * 2)
 
@@ -255,7 +256,7 @@ def test_dummy_weights_are_the_same_packed_or_not(tmp_path: Path) -> None:
     for stays_quantised in (False, True):
         placement = placement_of(tmp_path, stays_quantised=stays_quantised)
         model = Decoder(read_model_config(tmp_path), placement)
-        fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
+        fill_dummy_weights(model.targets, std=0.02, seed=3)
         found.append(weights_of(model))
     torch.testing.assert_close(found[0], found[1], rtol=2**-15, atol=0)
     assert found[0]["0.qkv"].std().item() == pytest.approx(0.02, rel=0.05)
@@ -429,13 +430,13 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(
         write_int4_checkpoint(tmp_path, name, **ALIGNED)
     placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path, quantization), placement)
-    num_bytes = sum(target.nbytes for _, target in model.targets())
+    num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
     dummy = dataclasses.replace(config, load_format="dummy")
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
     assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
     floats = Decoder(read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=False))
-    num_bytes = sum(target.nbytes for _, target in floats.targets())
+    num_bytes = sum(target.nbytes for target in floats.targets.values())
     in_floats = dataclasses.replace(config, dtype="float32")
     assert weights_bytes(in_floats) == pytest.approx(num_bytes, rel=2e-2)
 
@@ -554,11 +555,11 @@ def test_loading_experts_holds_the_result_and_a_layer(tmp_path: Path, name: str 
     layer_bytes = 2 * 16 * 3 * 256 * 512  # in bfloat16
     quantization = "int4" if name is None else None
     with LiveBytes() as live:
-        placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
+        changes = {"dtype": torch.bfloat16, "has_merged_experts": name is None}
+        placement = placement_of(tmp_path, quantization, **changes)
         model = Decoder(read_model_config(tmp_path, quantization), placement)
-        targets = dict(model.targets(has_merged_experts=name is None))
-        load_weights(tmp_path, targets)
-        num_bytes = sum(target.nbytes for target in targets.values())
+        load_weights(tmp_path, model.targets)
+        num_bytes = sum(target.nbytes for target in model.targets.values())
     assert num_bytes < live.most < num_bytes + layer_bytes
 
 
@@ -568,7 +569,7 @@ def test_dummy_experts_are_the_same_packed_or_not(tmp_path: Path) -> None:
     for changes in ({"stays_quantised": False}, {}, {"communicator": rank_of(1, 2)}):
         placement = placement_of(tmp_path, "int4", has_expert_parallel=True, **changes)
         model = Decoder(read_model_config(tmp_path, "int4"), placement)
-        fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
+        fill_dummy_weights(model.targets, std=0.02, seed=3)
         found.append(experts_of(model))
     for plain, packed, of_rank in zip(*found, strict=True):
         torch.testing.assert_close(packed, plain, rtol=2**-15, atol=0)
@@ -595,7 +596,7 @@ def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None, inner:
         write_int4_checkpoint(tmp_path, name, **sizes)
     placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path, quantization), placement)
-    num_bytes = sum(target.nbytes for _, target in model.targets())
+    num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
     dummy = dataclasses.replace(config, load_format="dummy")
@@ -610,7 +611,7 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     weight = "model.layers.0.mlp.experts.3.down_proj.weight"
     expected = quantised(plain[weight], FORMATS[name]).meant
-    assert torch.equal(dict(model.targets())[weight].tensor, expected)
+    assert torch.equal(model.targets[weight].tensor, expected)
     assert torch.equal(model.layers[0].mlp.router.weight, plain["model.layers.0.mlp.gate.weight"])
 
 
