@@ -24,6 +24,7 @@ from ...engines.linked_engine import LinkedEngine
 from ...telemetry.calls.slo import SloTargets
 from ...telemetry.window.snapshot import window_snapshot
 from ...telemetry.window.window import TelemetryWindow
+from .plan_rates import PlanRates
 
 MAX_RECENT = 25  # of a whole snapshot; a page that stays gathers more
 _ROWS_AGAIN = 4  # of an update: another gateway's share of a second may come late
@@ -241,9 +242,14 @@ class EngineRoster:
     _members: Callable[[], Sequence[Member]]
     _is_starting: Callable[[str], bool]
     _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
+    _plans: PlanRates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._plans = PlanRates(self._table.plans)
 
     def look(self, now_unix_s: float) -> None:
-        """Take over the state of the directory and the links."""
+        """Take over the state of the directory and the links, and what was planned."""
+        self._plans.look()
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
             self._seen.setdefault(incarnation, _Seen(member, "", now_unix_s))
@@ -270,8 +276,8 @@ class EngineRoster:
         return [self._row(seen) for seen in order]
 
     def plans(self) -> list[dict[str, Any]]:
-        """Which plans were chosen lately, and why."""
-        return self._table.plans.rows()
+        """Which plans were chosen lately, and what they were estimated to take."""
+        return self._plans.rows()
 
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
-from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, SPAN_S, PlanRecord
+from baton.gateway.engines.plan_record import PlanRecord
 from baton.gateway.engines.routing import REQUEST_S, EngineState, Plan, choose_plan
 from baton.gateway.engines.sampled_plan import estimates
 from baton.gateway.request.engine_link import Route
@@ -60,36 +59,6 @@ def test_the_chosen_and_the_next_best_of_all_plans(engines: list[EngineState]) -
     assert next_s == min(plans.values(), default=None)
 
 
-def test_counts_and_means_of_the_last_seconds() -> None:
-    clock = FakeClock()
-    record = PlanRecord(clock)
-    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    empty = {"per_s": 0.0, "chosen_s": None, "next_s": None, "prefixes_from": {}, "moves": {}}
-    assert record.rows() == [{"plan": plan} | empty for plan in (PAIR, ALONE, MOVE)]
-    for _ in range(40):
-        clock.advance(0.1)
-        record.note(engines, NUM_TOKENS, Route(P, P))
-    pair, alone, _ = record.rows()
-    assert alone["per_s"] == 4.0 and pair["per_s"] == 0.0
-    assert abs(float(str(alone["chosen_s"])) - 0.044) < 1e-9
-    assert float(str(alone["next_s"])) > 0.044
-    clock.advance(SPAN_S + 2.0)
-    assert record.rows()[1] == {"plan": ALONE} | empty
-
-
-def test_prefixes_are_counted_by_the_engine_that_they_come_from() -> None:
-    clock = FakeClock()
-    record = PlanRecord(clock)
-    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    for number in range(SPAN_S):
-        clock.advance(1.0)
-        record.note(engines, NUM_TOKENS, Route(P, D), "decode-0")
-        record.note(engines, NUM_TOKENS, Route(P, D), "decode-1" if number % 2 else "")
-    pair, alone, _ = record.rows()
-    assert pair["prefixes_from"] == pytest.approx({"decode-0": 1.0, "decode-1": 0.5})
-    assert alone["prefixes_from"] == {}
-
-
 def test_why_requests_went_where_they_went() -> None:
     record = PlanRecord(FakeClock())
     engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
@@ -107,15 +76,3 @@ def test_nothing_but_what_was_chosen() -> None:
     engines = [engine("d", Role.DECODE, 0, 0, True)]
     chosen_s, next_s = estimates(engines, NUM_TOKENS, Plan("d", "d"))
     assert (round(chosen_s, 9), next_s) == (0.044, None)
-
-
-def test_a_steady_rate_is_shown_as_it_is() -> None:
-    """Whatever part of a second has passed."""
-    clock = FakeClock()
-    record = PlanRecord(clock)
-    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    for step in range(300):
-        clock.advance(0.1)
-        record.note(engines, NUM_TOKENS, Route(P, P))
-        if step > 120:
-            assert record.rows()[1]["per_s"] == pytest.approx(10.0, abs=0.2)

@@ -14,6 +14,7 @@ from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.plan_record import PAIR
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.engines.routing_policies import make_policy
@@ -122,7 +123,7 @@ def test_a_prefix_is_fetched_where_the_link_is_faster_than_the_computation() -> 
     source = prefill.prefix_source
     assert source is not None and (source.incarnation, source.num_blocks) == (D, 250)
     assert decode.prefix_source is None, "who decodes pulls from who has computed it"
-    assert world.table.plans.rows()[0]["prefixes_from"] == {"dd": pytest.approx(0.1)}
+    assert world.table.plans.lately[PAIR, "prefixes_from", "dd"] == 1
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "random", "session_affinity"])

@@ -199,8 +199,8 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
     world.sessions.engine_step(target, [output])
     assert world.table.plans.moves == {"moved": 1}
     assert world.links[source].cancelled == [0]
-    (row,) = [row for row in world.table.plans.rows() if row["plan"] == MOVE]
-    assert row["moves"] == {target: 0.1} and row["per_s"] == 0.1
+    lately = world.table.plans.lately
+    assert lately[MOVE, "plans"] == lately[MOVE, "moves", target] == 1
 
 
 async def test_a_promise_that_is_withdrawn_sends_away_what_decodes_there() -> None:
