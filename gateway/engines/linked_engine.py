@@ -106,13 +106,15 @@ class LinkedEngine:
                 num_blocks = found_tokens // self.member.block_size
                 source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
                 request = replace(request, prefix_source=source)
-            in_flight = self.account.prompts.sent(
-                self.incarnation,
-                self.fingerprint,
-                salted(request.cache_salt, request.adapter_digest),
-                request.prompt_token_ids,
-                self.member.block_size,
-            )
+            in_flight = None
+            if len(request.prompt_token_ids) >= self.member.block_size:  # else it is in no cache
+                in_flight = self.account.prompts.sent(
+                    self.incarnation,
+                    self.fingerprint,
+                    salted(request.cache_salt, request.adapter_digest),
+                    request.prompt_token_ids,
+                    self.member.block_size,
+                )
             self.account.sent_prompt(keys, caller_id, num_tokens, found_tokens, in_flight)
         if route.decode is self:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)

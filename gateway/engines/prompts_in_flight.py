@@ -26,7 +26,7 @@ _Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: what prompts m
 
 @dataclass(slots=True, eq=False)
 class SentPrompt:
-    """One of them, of a block at least, at the engine of this incarnation."""
+    """One of them, at the engine of this incarnation."""
 
     engine: str
     kind: _Kind
@@ -49,11 +49,9 @@ class PromptsInFlight:
 
     def sent(
         self, engine: str, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
-    ) -> SentPrompt | None:
-        """A prompt goes to an engine to be computed. None: one without a block is no matter."""
+    ) -> SentPrompt:
+        """A prompt, of a block at least, goes to an engine to be computed."""
         self._forget_old()
-        if len(token_ids) < block_size:
-            return None
         packed = memoryview(pack(token_ids))
         kind = (fingerprint, salt, bytes(packed[: NUM_BYTES * block_size]))
         prompt = SentPrompt(engine, kind, packed)

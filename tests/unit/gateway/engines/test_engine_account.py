@@ -89,7 +89,6 @@ def test_what_decodes_does_not_keep_its_prompt() -> None:
     clock = FakeClock()
     one = EngineAccount(clock, max_num_seqs=8)
     sent = one.prompts.sent("p", "fp", "", array("I", range(20)), 4)
-    assert sent is not None
     packed = weakref.ref(sent.packed)
     one.sent_prompt([key(0)], 7, num_tokens=20, cached_tokens=0, in_flight=sent)
     one.sent_decodes([key(0)], 7, 1)

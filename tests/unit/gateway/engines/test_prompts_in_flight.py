@@ -28,7 +28,8 @@ SOURCES = ("p" * 32, "q" * 32, "r" * 32)
 @given(st.lists(st.integers(1, 3), max_size=40), st.lists(st.integers(1, 3), max_size=40))
 def test_common_blocks_are_those_that_are_the_same(one: list[int], other: list[int]) -> None:
     prompts = PromptsInFlight(FakeClock())
-    prompts.sent("p", "fp", "", one, SIZE)
+    if len(one) >= SIZE:
+        prompts.sent("p", "fp", "", one, SIZE)
     most = min(len(one), len(other)) // SIZE
     expected = next(
         (i for i in range(most) if one[: (i + 1) * SIZE] != other[: (i + 1) * SIZE]), most
@@ -42,8 +43,6 @@ def test_what_ends_is_forgotten() -> None:
     clock = FakeClock()
     prompts, ids = PromptsInFlight(clock), array("I", range(20))
     first, second, _ = (prompts.sent(name, "fp", "", ids, SIZE) for name in "ppq")
-    assert first is not None and second is not None
-    assert prompts.sent("p", "fp", "", ids[:3], SIZE) is None, "it has no block"
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"p": 5, "q": 5}
     prompts.ended(first, is_computed=True)
     prompts.ended(second, is_computed=False)
@@ -58,7 +57,6 @@ def test_what_an_engine_that_is_lost_had_answered_is_forgotten_once() -> None:
     clock = FakeClock()
     prompts, ids = PromptsInFlight(clock), array("I", range(20))
     sent = prompts.sent("p", "fp", "", ids, SIZE)
-    assert sent is not None
     prompts.ended(sent, is_computed=True)
     prompts.engine_lost("p")
     assert prompts.common_blocks("fp", "", ids, SIZE) == {}
