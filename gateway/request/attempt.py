@@ -49,6 +49,7 @@ class Attempt:
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_local = self.pair[0] == self.pair[1]  # no KV is handed off
         self.is_handed_over = self.is_local
+        self.trial_side: int | None = None  # of the pair, where it is on trial
         self.finish_reason: FinishReason | None = None
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
@@ -69,13 +70,12 @@ class Attempt:
         fork_ids: tuple[str, ...] = (),
         *,
         may_refuse: bool,
-        trial_side: int | None = None,
     ) -> None:
-        """To its two engines, or to the one. `trial_side`: of the pair, where it is on trial."""
+        """To its two engines, or to the one."""
         asked = self._answer.rest(self.number, fork_ids, may_refuse=may_refuse)
         ticket = None if self.is_local else Ticket(entropy.new_id(), *self.pair)
         for side, link in enumerate(self._holders.values()):
-            is_on_trial = trial_side is not None and (self.is_local or side == trial_side)
+            is_on_trial = side == self.trial_side or (self.is_local and self.trial_side is not None)
             request = replace(asked, is_on_trial=True) if is_on_trial else asked
             link.dispatch(request, self.route, ticket, deadline_remaining_s)
 

@@ -69,8 +69,10 @@ class MovingSession(Protocol):
     def dispatch_beside(self, route: Route) -> Attempt:
         """One more attempt, from these tokens on."""
 
-    def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
-        """In place of the attempt that it had, with these tokens."""
+    def switch_to(self, attempt: Attempt) -> None: ...
+
+    def advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
+        """Stream these tokens of it, which come next."""
 
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None: ...
 
@@ -172,7 +174,10 @@ class Moves:
         elif not num_behind:
             self.now, self._tried = None, ()
             move.on_over("moved")
-            self._session.go_on_with(move.target, tokens[len(known) :])
+            if (left := self._session.attempt) is not None and left is not move.target:
+                left.cancel()
+            self._session.switch_to(move.target)
+            self._session.advance(move.target, tokens[len(known) :])
         elif move.target.is_complete:
             self._fail(move, "differs")
         elif move.is_catching_up or not move.has_source:

@@ -84,7 +84,7 @@ class Session:
         self._suspects = suspects or Suspects()
         self.blocked: Blocked | None = None  # why the last try to dispatch did not
         self._queue_until_s = clock.monotonic_s() + limits.max_queue_s
-        self._engine_until_s: float | None = None  # while no engine can take it
+        self._engine_until_s = math.inf  # while no engine can take it
         self._setbacks: Setbacks | None = None  # from the first attempt on that came to nothing
         self.moves: Moves | None = None  # from its first move on
         self.attempt: Attempt | None = None
@@ -111,7 +111,7 @@ class Session:
         except EngineFailed as error:
             self._setback().fail_attempt(attempt, error, blamed=incarnation)
         else:
-            self._advance(attempt, tokens)
+            self.advance(attempt, tokens)
 
     def next_token(self, incarnation: str, attempt_number: int, index: int, token_id: int) -> bool:
         """The usual case of `engine_output`: the next token, of the engine that decodes.
@@ -222,9 +222,7 @@ class Session:
         if self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE:
             return self._queue_until_s, self._give_up_waiting
         until_s = math.inf if self._setbacks is None else self._setbacks.until_s
-        if self._engine_until_s is not None:
-            until_s = min(until_s, self._engine_until_s)
-        return until_s, self.try_dispatch
+        return min(until_s, self._engine_until_s), self.try_dispatch
 
     def _give_up_doubtful(self) -> None:
         if (attempt := self.attempt) is not None:
@@ -260,13 +258,12 @@ class Session:
             self._deadline_s - self._clock.monotonic_s(),
             fork_ids,
             may_refuse=may_refuse,
-            trial_side=None if self._setbacks is None else self._setbacks.suspect_side,
         )
 
     def _find_engines(self) -> Route | None:
         """None: none now. Raises what ends the request: no engine came in time, or its call has
         killed too many."""
-        now_s, setbacks, avoid = self._clock.monotonic_s(), self._setbacks, Avoid()
+        setbacks, avoid = self._setbacks, Avoid()
         if setbacks is not None:
             if not setbacks.may_try():
                 self.blocked = None
@@ -275,20 +272,26 @@ class Session:
         try:
             route = self._router.choose(self.demand, avoid=avoid, fingerprint=self.fingerprint)
         except MustWait as wait:
-            self.blocked, self._engine_until_s = wait.reason, None
+            self.block(wait.reason)
             return None
         except Unavailable:
             if setbacks is not None and setbacks.waits_for_trials():
-                self.blocked = self._engine_until_s = None
-                return None
-            self.blocked = Blocked.ENGINE
-            if self._engine_until_s is None:
-                self._engine_until_s = now_s + self._limits.recovery_wait_s
-            elif now_s >= self._engine_until_s:
+                self.block(None)
+            elif self._clock.monotonic_s() >= self._engine_until_s:
                 raise
+            else:
+                self.block(Blocked.ENGINE)
             return None
-        self.blocked = self._engine_until_s = None
+        self.block(None)
         return route
+
+    def block(self, reason: Blocked | None) -> None:
+        """Why it was not dispatched; it waits for any engine as long as there is none."""
+        self.blocked = reason
+        if reason is not Blocked.ENGINE:
+            self._engine_until_s = math.inf
+        elif self._engine_until_s == math.inf:
+            self._engine_until_s = self._clock.monotonic_s() + self._limits.recovery_wait_s
 
     def _begin_attempt(self, route: Route) -> Attempt:
         attempt = self._new_attempt(route)
@@ -302,10 +305,6 @@ class Session:
 
     def switch_to(self, attempt: Attempt) -> None:
         self.attempt = self._last = attempt
-
-    def wait_for_place(self) -> None:
-        """In the queue, as if it had never been dispatched."""
-        self.blocked, self._engine_until_s = Blocked.PLACE, None
 
     def dispatch_beside(self, route: Route) -> Attempt:
         """See MovingSession."""
@@ -346,14 +345,7 @@ class Session:
             self._queue_until_s = self._clock.monotonic_s() + self._limits.max_queue_s
             self._setback().plan_again(attempt, avoid)
 
-    def go_on_with(self, attempt: Attempt, fresh: list[OutputToken]) -> None:
-        """See MovingSession."""
-        if self.attempt is not None and self.attempt is not attempt:
-            self.attempt.cancel()
-        self.switch_to(attempt)
-        self._advance(attempt, fresh)
-
-    def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
+    def advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
         chunk = self.answer.add(tokens)
         if chunk.token_ids and self.fingerprint is None:

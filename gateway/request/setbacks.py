@@ -34,7 +34,7 @@ from ...core.ports import Clock
 from ...core.request.request import FinishReason
 from .answer import Answer
 from .attempt import Attempt
-from .engine_link import Avoid, EngineLink
+from .engine_link import Avoid, Blocked, EngineLink
 from .move import Moves
 from .output_chunk import OutputChunk
 
@@ -102,7 +102,7 @@ class FailingSession(Protocol):
 
     def try_dispatch(self) -> None: ...
 
-    def wait_for_place(self) -> None: ...
+    def block(self, reason: Blocked | None) -> None: ...
 
     def switch_to(self, attempt: Attempt) -> None: ...
 
@@ -200,6 +200,7 @@ class Setbacks:
     def attempt_began(self, attempt: Attempt) -> None:
         """A suspect's is its trial."""
         if self.suspect_side is not None:
+            attempt.trial_side = self.suspect_side
             engine = attempt.pair[self.suspect_side]
             self._suspects.trials[self._request_id] = (self._call_id, engine)
             # The next token is the prefill engine's, the one behind it the decode engine's.
@@ -265,7 +266,7 @@ class Setbacks:
             session.try_dispatch()
             self._avoid, self._avoid_until_s = before
         if session.is_waiting:
-            session.wait_for_place()
+            session.block(Blocked.PLACE)
 
     def _give_up(self, attempt: Attempt, how: str) -> None:
         attempt.cancel()
