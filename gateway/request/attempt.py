@@ -21,13 +21,11 @@ from operator import attrgetter
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.ports import Entropy
 from ...core.request.request import FinishReason, Ticket
-from ...core.request.timeline import Event
 from .answer import Answer
 from .engine_link import EngineOutput, Route
 from .output_chunk import OutputToken
 
 _DOUBT_S = 0.25
-_AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
 
 
 class Attempt:
@@ -122,8 +120,11 @@ class Attempt:
     def note(self, incarnation: str, output: EngineOutput) -> None:
         """Take note of what an output says beside its tokens."""
         self._answer.note(output, is_of_prefill=incarnation == self.pair[0])
-        if not self.is_handed_over and incarnation == self.pair[1]:
-            self._note_decode_progress(output)
+        if not self.is_handed_over and incarnation == self.pair[1] and output.error is None:
+            # The decode engine, which is silent until it has all KV: the other's part is over.
+            self.is_handed_over = True
+            self.close(self.pair[0])
+            self.doubt, self.doubt_until_s = None, math.inf
         if output.finish_reason is not None:
             self.close(incarnation)
 
@@ -167,14 +168,6 @@ class Attempt:
             return False
         self.next_index += 1
         return True
-
-    def _note_decode_progress(self, output: EngineOutput) -> None:
-        """The decode engine's first sign of having all KV ends the prefill engine's part."""
-        has_kv = bool(output.token_ids) or output.finish_reason is not None
-        if has_kv or any(stamp.event in _AFTER_HANDOFF for stamp in output.stamps):
-            self.is_handed_over = True
-            self._holders.pop(self.route.prefill.incarnation, None)
-            self.doubt, self.doubt_until_s = None, math.inf
 
     def survives(self, incarnation: str, error: BatonError, *, now_s: float) -> bool:
         """Whether the attempt can go on without this engine, perhaps in doubt."""
