@@ -35,8 +35,8 @@ class Answer:
         self.output_ids: list[int] = []
         self.matched_stop: int | str | None = None
         self.text = text
-        self.prompt_scores: PromptScores | None = None  # unless they were requested
-        if request.sampling.prompt_logprobs is not None:
+        self.prompt_scores: PromptScores | None = None  # the first sample has them, if requested
+        if request.sampling.prompt_logprobs is not None and not sample_index:
             self.prompt_scores = PromptScores(len(request.prompt_token_ids))
         self.timeline = [Stamp(Event.ARRIVED, arrived_unix_ns, GATEWAY)]
         self.request_id = request_id
@@ -51,17 +51,15 @@ class Answer:
         self.timeline.append(Stamp(event, self._clock.unix_ns(), GATEWAY))
 
     @property
-    def scores_of_search(self) -> PromptScores | None:
-        """Those of the prompt, where they go in front of a search's tokens."""
-        is_search = self.request.sampling.use_beam_search
-        return self.prompt_scores if is_search and not self.sample_index else None
+    def lacks_scores(self) -> bool:
+        """Of the prompt: they go in front of the tokens."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
     def rest(self, attempt: int, fork_ids: tuple[str, ...], *, may_refuse: bool) -> Request:
         """What this attempt's engines are to do: to go on behind `output_ids`, without the scores
         that are known already, or another sample's to ask for."""
         request, sampling = self.request, self.request.sampling
-        scores = self.prompt_scores
-        if scores is not None and (self.sample_index or scores.is_complete):
+        if sampling.prompt_logprobs is not None and not self.lacks_scores:
             sampling = replace(sampling, prompt_logprobs=None)
         return Request(
             request_id=self.request_id,

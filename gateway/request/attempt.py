@@ -36,8 +36,8 @@ class Attempt:
         └ doubles: dropped ┘
     `next_index` is the position that must come next. Two streams race: the decode engine's first
     token may overtake the prefill engine's. Of a search, of beams, all tokens come from the decode
-    engine, at the end, and are held likewise until the prompt's scores are here, if it wants these;
-    where `route.holds_first`, a first token until its decode engine goes on.
+    engine, at the end. What overtakes the prompt's scores, if these are wanted, is held likewise,
+    and where `route.holds_first` a first token until its decode engine goes on.
     """
 
     def __init__(self, number: int, route: Route, answer: Answer, began_s: float) -> None:
@@ -53,7 +53,6 @@ class Attempt:
         self.doubt_until_s = math.inf
         self.base_index = self.next_index = len(answer.output_ids)  # streamed before it
         self._answer = answer
-        self._scores = answer.scores_of_search
         sampling = answer.request.sampling
         self._is_search = sampling.use_beam_search
         self._max_tokens = sampling.max_tokens
@@ -90,11 +89,7 @@ class Attempt:
     def is_complete(self) -> bool:
         """The last position is known and all up to it is here, in order."""
         has_all = self._total is not None and self.next_index >= self._total
-        return has_all and not self._lacks_scores
-
-    @property
-    def _lacks_scores(self) -> bool:
-        return self._scores is not None and not self._scores.is_complete
+        return has_all and not self._answer.lacks_scores
 
     @property
     def _holds_first(self) -> bool:
@@ -114,7 +109,7 @@ class Attempt:
     @property
     def _has_first_token(self) -> bool:
         if self._is_search:
-            return self.is_handed_over and not self._lacks_scores
+            return self.is_handed_over and not self._answer.lacks_scores
         return self.has_tokens
 
     def note(self, incarnation: str, output: EngineOutput) -> None:
@@ -145,14 +140,14 @@ class Attempt:
         if ends:
             self.finish_reason, self._total = output.finish_reason, end
         tokens: list[OutputToken] = []
-        must_wait = self._lacks_scores or self._holds_first
+        must_wait = self._answer.lacks_scores or self._holds_first
         while self._is_due and not must_wait:
             due = self._held.pop(0)
             pairs = [*zip(due.token_ids, due.logprobs or repeat(None), strict=False)]
             tokens += pairs[self.next_index - due.first_index :]
             self.next_index = max(self.next_index, due.first_index + len(pairs))
         if ends and not self.is_complete:
-            what = "a score" if self._lacks_scores else f"token {self.next_index}"
+            what = "a score" if self._answer.lacks_scores else f"token {self.next_index}"
             self._begin_doubt(EngineFailed(f"{what} never came"), now_s)
         return tokens
 

@@ -210,6 +210,16 @@ def test_prompt_logprobs_are_asked_for_until_they_are_here() -> None:
         assert rest.sampling.prompt_logprobs is None, why
 
 
+def test_no_token_goes_in_front_of_the_prompt_s_scores() -> None:
+    rig = Rig(n=1, prompt_logprobs=1)
+    rig.send("p1", 0, prompt_logprobs=SCORES[:1], first_prompt_index=1)
+    rig.send("p1", 0, 0, "a")
+    assert not rig.chunks
+    rig.send("p1", 0, prompt_logprobs=SCORES[1:2], first_prompt_index=2)
+    (chunk,) = rig.chunks
+    assert (chunk.text, chunk.prompt_logprobs) == ("a", SCORES[:2])
+
+
 @pytest.mark.parametrize("nonsense", [{"logprobs": SCORES[:1]}, {"prompt_logprobs": SCORES[:3]}])
 def test_nonsense_fails_the_attempt(nonsense: dict[str, Any]) -> None:
     rig = Rig(n=1)
