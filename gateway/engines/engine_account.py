@@ -213,7 +213,7 @@ class EngineAccount:
 
     @property
     def has_no_prompt(self) -> bool:
-        """Whether nobody's wait there, as far as we know: `tokens_ahead` is 0."""
+        """Whether nobody's wait there, as far as we know: `fair_tokens_ahead` is 0."""
         return not (self._own_tokens or self._others or self._others_unlisted)
 
     @property

@@ -228,7 +228,7 @@ def sessions_of(
     **for_all: Any,
 ) -> list[Session]:
     """One for each sample of a call; the first leads the others. `for_all`: see Session."""
-    if request.has_spare_samples:
+    if request.num_samples > request.options.n:  # the best of them are the answers
         request, sink = best_of(request, sink)
     options, sampling = request.options, request.sampling
 

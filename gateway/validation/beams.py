@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.errors import InvalidRequest
-from ...core.request.request import SAMPLING, SamplingParams
+from ...core.request.request import SAMPLING, Adapter, SamplingParams
 from ...proto.v1 import common_pb2
 
 # Of beams alone: without them they would change nothing.
@@ -18,7 +18,7 @@ _OF_CHANCE = ("top_p", "top_k", "min_p")
 
 
 def complete_search(
-    sampling: SamplingParams, wire: common_pb2.SamplingParams, n: int
+    sampling: SamplingParams, wire: common_pb2.SamplingParams, n: int, adapter: Adapter | None
 ) -> SamplingParams:
     """Of parameters that are each in order. Raises InvalidRequest."""
     width = sampling.best_of
@@ -30,6 +30,9 @@ def complete_search(
                 raise _invalid(name, f"{name} needs use_beam_search")
         return sampling
     _check_alone(sampling, wire)
+    if adapter is not None:
+        message = "beam search with a LoRA adapter is not served"
+        raise _invalid("use_beam_search", message, "unsupported_parameter")
     if width < 2:
         raise _invalid("best_of", "use_beam_search needs best_of, or n, of 2 at least")
     _check_groups(sampling)

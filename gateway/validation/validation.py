@@ -90,10 +90,6 @@ class ValidatedRequest:
         n, sampling = self.options.n, self.sampling
         return n if sampling.use_beam_search else max(n, sampling.best_of)
 
-    @property
-    def has_spare_samples(self) -> bool:
-        return self.num_samples > self.options.n
-
 
 async def validated(
     wire: inference_pb2.GenerateRequest,
@@ -115,16 +111,10 @@ async def validated(
     check_label(wire.request_id, "request_id")
     prompt = _token_ids(wire, limits.vocab_size)
     options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
-    sampling = check_sampling(wire.sampling, limits.vocab_size, options.n)
-    if not OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
-        sampling = complete_search(sampling, wire.sampling, options.n)
     adapter = adapters.get(wire.model)
-    if adapter is not None and sampling.use_beam_search:
-        raise InvalidRequest(
-            "beam search with a LoRA adapter is not served",
-            "use_beam_search",
-            "unsupported_parameter",
-        )
+    sampling = check_sampling(wire.sampling, limits.vocab_size, options.n, drawn_seed)
+    if not OF_SEARCHES.isdisjoint(field.name for field, _ in wire.sampling.ListFields()):
+        sampling = complete_search(sampling, wire.sampling, options.n, adapter)
     if sampling.stop and isinstance(tokenizer, NoTokenizer):
         raise no_text("stop")
     if wire.text:
@@ -140,8 +130,7 @@ async def validated(
     if sampling.min_tokens > max_tokens:
         message = f"min_tokens {sampling.min_tokens} is more than the {max_tokens} there can be"
         raise InvalidRequest(message, "min_tokens", "invalid_value")
-    seed = sampling.seed if wire.sampling.HasField("seed") else drawn_seed
-    sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
+    sampling = replace(sampling, max_tokens=max_tokens)
     return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
 
 
@@ -222,9 +211,12 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
     return min(context, total_room) - num_prompt if max_tokens is None else max_tokens
 
 
-def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int, n: int = 1) -> SamplingParams:
-    """Of `n` samples. Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
-    checked = {"best_of": n} | _checked(wire, SAMPLING, vocab_size)
+def check_sampling(
+    wire: common_pb2.SamplingParams, vocab_size: int, n: int = 1, seed: int = 0
+) -> SamplingParams:
+    """Of `n` samples. Raises InvalidRequest. What is absent has the default of SamplingParams, or
+    follows from what is given here."""
+    checked = {"best_of": n, "seed": seed} | _checked(wire, SAMPLING, vocab_size)
     constraint = constraint_from_wire(wire)
     if constraint is not None:
         check_constraint(constraint, wire)
