@@ -7,7 +7,6 @@ of the weight, a stage of a pipeline those of its layers. Knows no file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...kernels.lora.lora import Place
@@ -50,8 +49,9 @@ class Layout:
     @classmethod
     def of(cls, model: Decoder) -> Layout:
         layout = cls(layers=model.range)
-        for product in _products(model):
-            layout._add(product)
+        for layer in model.layers:
+            for linear in layer.linears:
+                layout._add(linear)
         layout.has_experts = any(not isinstance(layer.mlp, MLP) for layer in model.layers)
         return layout
 
@@ -77,12 +77,3 @@ class Layout:
         self.row_size = at
         counts = tuple(part.count for part in outputs)
         self.products.append((product, Place(inputs_at, outputs_at, num_inputs, counts)))
-
-
-def _products(model: Decoder) -> Iterator[LinearBase]:
-    for layer in model.layers:
-        yield layer.attention.qkv
-        yield layer.attention.out
-        if isinstance(layer.mlp, MLP):
-            yield layer.mlp.gate_up
-            yield layer.mlp.down

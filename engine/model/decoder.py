@@ -17,7 +17,17 @@ from ...kernels.kv.kv_blocks import HeadNorms
 from ...kernels.products.weights import Activations
 from .communicator import Summand
 from .experts import Experts
-from .layers import MLP, Embedding, Linear, Outputs, Product, RMSNorm, RotaryEmbedding, RowLinear
+from .layers import (
+    MLP,
+    Embedding,
+    Linear,
+    LinearBase,
+    Outputs,
+    Product,
+    RMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+)
 from .model_config import ModelConfig
 from .sharding import Heads, heads_of_rank
 from .stages import LayerRange
@@ -38,7 +48,7 @@ class Attention:
         placement: Placement,
         num_inputs: int | None = None,
     ) -> None:
-        self._layer = place
+        self._layer = placement.layers_in_front + place
         self._head_dim = dim = config.head_dim
         communicator = placement.communicator
         heads = heads_of_rank(config, communicator.rank, communicator.size)
@@ -55,19 +65,14 @@ class Attention:
             has_bias=config.has_output_bias,
         )
         self._eps = config.rms_norm_eps
-        self._num_heads, self._kv_heads = heads.num_heads, heads.num_kv_heads
         names = ("q_norm", "k_norm") if config.has_qk_norm else ()
         self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
-        self._device = placement.device
         self._spread: Tensor | None = None  # which heads of the product the pool's layers have
-
-    def store_behind(self, num_layers: int, num_kv_heads: int) -> None:
-        """See Decoder; the pool has so many KV heads of this rank."""
-        self._layer += num_layers
-        if num_kv_heads != self._kv_heads:
-            queries, k_and_v = torch.arange(self._num_heads), torch.arange(2 * self._kv_heads)
-            copies = k_and_v.repeat_interleave(num_kv_heads // self._kv_heads)
-            self._spread = torch.cat([queries, self._num_heads + copies]).to(self._device)
+        num_copies = (placement.pool_kv_heads or heads.num_kv_heads) // heads.num_kv_heads
+        if num_copies > 1:
+            queries, k_and_v = torch.arange(heads.num_heads), torch.arange(2 * heads.num_kv_heads)
+            spread = [queries, heads.num_heads + k_and_v.repeat_interleave(num_copies)]
+            self._spread = torch.cat(spread).to(placement.device)
 
     def __call__(
         self, x: Activations, rope: tuple[Tensor, Tensor], attention: AttentionBackend
@@ -80,10 +85,6 @@ class Attention:
             q_norm, k_norm = self.head_norms
             norms = HeadNorms(q_norm.weight, k_norm.weight, self._eps)
         return self.out(attention.run(self._layer, qkv, rope, norms, self.out.fp8_weight))
-
-    def products(self) -> list[tuple[int, Product]]:
-        """See DecoderLayer."""
-        return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.alone)]
 
 
 def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs]:
@@ -139,9 +140,11 @@ class DecoderLayer:
         attended = self.attention(normed, rope, attention)
         return self.mlp(self.post_attention_norm.add(attended, residual, self._mlp_reader))
 
-    def products(self) -> list[tuple[int, Product]]:
-        """The products of inputs with weights, as pairs of how many inputs and the product."""
-        return [*self.attention.products(), *self.mlp.products()]
+    @property
+    def linears(self) -> list[LinearBase]:
+        """What multiplies inputs with weights, but for experts, which no library does."""
+        mlp = [self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, MLP) else []
+        return [self.attention.qkv, self.attention.out, *mlp]
 
 
 def _make_mlp(
@@ -276,15 +279,9 @@ class Decoder:
         return dict(zip(self.kept_layers, parts, strict=True))
 
     def products(self) -> list[tuple[int, Product]]:
-        """Of one layer: see DecoderLayer."""
-        return self.layers[0].products()
+        """Of one layer's linears: how many inputs each has, and what it does."""
+        return [(one.weight.shape[1], one.alone) for one in self.layers[0].linears]
 
     def new_residual(self, num_tokens: int) -> Tensor:
         """Room for what the stage before sends, [tokens, hidden]."""
         return torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
-
-    def store_behind(self, num_layers: int, num_kv_heads: int) -> None:
-        """Keep K and V behind the first `num_layers` layers of the pool, whose layers have as many
-        KV heads as this model or a multiple: then each of its heads is there several times."""
-        for layer in self.layers:
-            layer.attention.store_behind(num_layers, num_kv_heads)

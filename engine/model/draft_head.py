@@ -86,7 +86,7 @@ class Eagle3Head:
         self._hidden_norm = norm("midlayer.hidden_norm")
         self._post_attention_norm = norm("midlayer.post_attention_layernorm")
         self._norm = norm("norm")
-        self.attention = Attention(0, "midlayer.self_attn", config, placement, 2 * hidden)
+        self._attention = Attention(0, "midlayer.self_attn", config, placement, 2 * hidden)
         inner, has_bias = config.intermediate_size, config.has_mlp_bias
         self._mlp = MLP("midlayer.mlp", hidden, inner, placement, has_bias=has_bias)
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
@@ -104,7 +104,7 @@ class Eagle3Head:
         assert isinstance(embedded, Tensor) and isinstance(normed, Tensor)
         both = torch.cat([embedded, normed], dim=-1)
         residual = normed if self._has_normed_residual else states
-        attended = self.attention(both, self._rotary(positions), attention)
+        attended = self._attention(both, self._rotary(positions), attention)
         x = self._mlp(self._post_attention_norm.add(attended, residual))
         self._norm.add(x, residual)  # for the sum alone
         return residual
@@ -147,7 +147,6 @@ class MtpHead:
         outputs = [Outputs.whole(f"{prefix}.input_proj", hidden)]
         self._input = Linear(outputs, 2 * hidden, placement)
         self._layer = DecoderLayer(0, 0, config, placement, None, prefix)
-        self.attention = self._layer.attention
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.experts.experts import LayerLoads, Mixture
 from ...kernels.products.weights import Activations
 from .communicator import Summand
-from .layers import MLP, FloatLinear, Outputs, Product
+from .layers import MLP, FloatLinear, Outputs
 from .model_config import ExpertsConfig
 from .weights.placement import Placement
 from .weights.targets import Cut
@@ -96,10 +96,6 @@ class Experts:
             gate = torch.sigmoid(weighted.sum(-1, keepdim=True, dtype=torch.float64))
             out += gate.to(x.dtype) * self.shared.product(x)
         return out
-
-    def products(self) -> list[tuple[int, Product]]:
-        """None that go by a library: see DecoderLayer."""
-        return []
 
     def _names(self, projection: int) -> list[str]:
         """Of gate, up or down of all experts in published checkpoints."""

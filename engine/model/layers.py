@@ -124,17 +124,27 @@ class LinearBase:
     def _linear(self, x: Activations) -> Tensor:
         return self._ops.linear(x, self.weight, self._added_bias)
 
+    def alone(self, x: Tensor) -> Activations | Summand:
+        """What a step computes of it on this rank, without the others."""
+        return self.product(x)
+
 
 class Linear(LinearBase):
     """Of which each rank has all inputs."""
 
     __call__ = LinearBase.product
 
-    def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
-        """The first half of the outputs, by SiLU, times the second."""
+
+class GatedLinear(LinearBase):
+    """The same, of whose outputs the first half, by SiLU, gates the second."""
+
+    def __call__(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         if self.adapters is not None and self.adapters.is_active:
             return self.adapters.add_to_gated(lambda: self._linear(x), x, self.place)
         return self._ops.gated_linear(x, self.weight, self.bias, reader)
+
+    def alone(self, x: Tensor) -> Activations:
+        return self(x)
 
 
 class FloatLinear(Linear):
@@ -157,10 +167,8 @@ class RowLinear(LinearBase):
             return self.product(x)
         return self._communicator.linear(self._ops, x, self.weight, self._added_bias)
 
-    @property
-    def alone(self) -> Product:
-        """What a step computes of it on this rank, without the others."""
-        return self if self._communicator.size == 1 else self.product
+    def alone(self, x: Tensor) -> Summand:
+        return self(x) if self._communicator.size == 1 else self.product(x)
 
 
 class MLP:
@@ -171,7 +179,7 @@ class MLP:
         self, prefix: str, hidden: int, inner: int, placement: Placement, *, has_bias: bool = False
     ) -> None:
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.gate_up = Linear(
+        self.gate_up = GatedLinear(
             [Outputs.of_rank(name, inner, placement.communicator) for name in names],
             hidden,
             placement,
@@ -181,18 +189,11 @@ class MLP:
         self.down = RowLinear(down, inner, placement, has_bias=has_bias)
 
     def __call__(self, x: Activations) -> Summand:
-        return self.down(self.gate_up.gated(x, self.down.fp8_weight))
+        return self.down(self.gate_up(x, self.down.fp8_weight))
 
     def product(self, x: Tensor) -> Tensor:
         """The same: see RowLinear."""
-        return self.down.product(self.gate_up.gated(x, self.down.fp8_weight))
-
-    def products(self) -> list[tuple[int, Product]]:
-        """See DecoderLayer."""
-        return [
-            (self.gate_up.weight.shape[1], self.gate_up.gated),
-            (self.down.weight.shape[1], self.down.alone),
-        ]
+        return self.down.product(self.gate_up(x, self.down.fp8_weight))
 
 
 class RMSNorm:

@@ -46,12 +46,18 @@ class DraftModel:
         check_divisible(own, ranks.size)
         self.heads = heads_of_rank(own, ranks.rank, ranks.size)
         self._kv_heads = heads_of_rank(target, ranks.rank, ranks.size).num_kv_heads
-        self._num_layers_before = target.num_layers
         self._check_vocabulary(model_dir, target)
         self._check_heads(target)
         self._placement = dataclasses.replace(
-            choose_placement(config, own), dtype=placement.dtype, communicator=ranks
+            self._choose_placement(placement),
+            layers_in_front=target.num_layers,
+            pool_kv_heads=self._kv_heads,
         )
+
+    def _choose_placement(self, target: Placement) -> Placement:
+        """Of its weights, as if it were alone."""
+        own = choose_placement(self._config, self.config)
+        return dataclasses.replace(own, dtype=target.dtype, communicator=target.communicator)
 
     def _read_config(self) -> ModelConfig:
         return read_model_config(self._dir)
@@ -59,13 +65,8 @@ class DraftModel:
     @property
     def attention_config(self) -> ModelConfig:
         """Of a backend over the whole pool: its own, with its windows at its layers."""
-        windows = (None,) * self._num_layers_before + self.config.windows
+        windows = (None,) * self._placement.layers_in_front + self.config.windows
         return dataclasses.replace(self.config, windows=windows)
-
-    @property
-    def _behind(self) -> tuple[int, int]:
-        """How many layers lie in front of its own in a block, with how many KV heads here."""
-        return self._num_layers_before, self._kv_heads
 
     def beside(self, layout: KvLayout) -> KvLayout:
         """The layout of blocks that hold the KV of both."""
@@ -82,7 +83,6 @@ class DraftModel:
             self._config, self._dir, own, layers, self._placement, None, found
         )
         notes += [f"draft model: {note}" for note in found]
-        model.store_behind(*self._behind)
         return model, {"draft_model": model_hash(own, identity)}
 
     def _check_vocabulary(self, model_dir: Path, target: ModelConfig) -> None:

@@ -47,8 +47,10 @@ class HeadModel(DraftModel):
         if config.load_format == "dummy":
             raise StartupFailed(f'--load-format dummy is not for "method": "{method}"')
         super().__init__(config, model_dir, target, placement)
-        self._placement = dataclasses.replace(placement, quantization=None, stays_quantised=False)
         self._check_fields(target)
+
+    def _choose_placement(self, target: Placement) -> Placement:
+        return dataclasses.replace(target, quantization=None, stays_quantised=False)
 
     def _check_fields(self, target: ModelConfig) -> None:
         own = self._fields
@@ -116,7 +118,6 @@ class HeadModel(DraftModel):
         load_weights(self._dir, found.targets, ignored=ignored)
         if _IDS in names or not is_whole:
             found.offsets.copy_(self._read_offsets())
-        found.attention.store_behind(*self._behind)
         target.kept_layers = self._kept
         notes.append(f"draft head: reads the inputs of layers {self._kept}")
         is_normed = self._fields.flag("norm_before_residual")
@@ -164,7 +165,6 @@ class MtpModel(HeadModel):
         check_weights(self._dir, on_meta, ignored=others)
         found = head(self._placement)
         load_weights(self._dir, found.targets, ignored=others)
-        found.attention.store_behind(*self._behind)
         return found, {"draft_model": model_hash(self.config, weights_identity(self._dir))}
 
 

@@ -22,6 +22,9 @@ from .targets import Cut, Quantised, Target
 class Placement:
     """Where weights lie, of what type they are, what computes with them, and with which ranks.
 
+    K and V lie behind `layers_in_front` of a pool that has `pool_kv_heads` on this rank. None: as
+    many as the model; with a multiple each of its heads is there several times.
+
     `targets`: what a checkpoint has to fill of all that was made here. `has_merged_experts`: it has
     those of a layer as one tensor, as transformers 5 writes them.
     """
@@ -33,6 +36,8 @@ class Placement:
     has_expert_parallel: bool = False  # each rank has some experts whole
     quantization: Quantization | None = None
     stays_quantised: bool = False  # else quantised weights become `dtype` as they are loaded
+    layers_in_front: int = 0  # of another model
+    pool_kv_heads: int | None = None
     has_merged_experts: bool = False
     targets: dict[str, Target] = field(default_factory=dict)
 

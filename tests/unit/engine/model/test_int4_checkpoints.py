@@ -624,4 +624,4 @@ def test_layers_multiply_as_their_dequantised_weights_do(tmp_path: Path) -> None
     assert isinstance(part.weight, Int4Weight) and part.fp8_weight is None
     x = torch.randn(3, 256)
     expected = linear(x.double(), part.weight.dequantised(torch.float64))
-    torch.testing.assert_close(part(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(part.product(x).double(), expected, rtol=1e-5, atol=1e-5)
