@@ -86,7 +86,7 @@ class PrefillRole(EngineRole[_Offer]):
             lacking = self._engine.first_undrafted(chunk.key)
             tokens = [0] if chunk.first else [first_tokens[each.key] for each in offer.samples]
             token_id, *others = tokens
-            state = HandoffState(num_blocks, token_id, tuple(others), chunk.first, lacking)
+            state = HandoffState(token_id, tuple(others), chunk.first, lacking)
             offer.is_first_token_out = True  # or none will be: of beams the puller outputs all
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))

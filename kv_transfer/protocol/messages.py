@@ -75,7 +75,6 @@ class Release(_Message, frozen=True):
 class HandoffState(msgspec.Struct, frozen=True):
     """What the puller needs to go on as if it had computed the prompt itself."""
 
-    num_blocks: _Number  # of the whole sequence
     first_token_id: _Number = 0  # of a prompt; a prefix has none
     # The first tokens of the dispatch's further samples.
     fork_token_ids: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
@@ -93,7 +92,6 @@ class Manifest(_Message, frozen=True):
     transfer_id: _Id
     seq: _Number
     blocks: BlockRefs
-    num_tokens: _Number  # whose KV is complete after this chunk
     lease_remaining_s: _LeaseS
     state: HandoffState | None = None
     step: Annotated[int, Meta(ge=0)] = 0

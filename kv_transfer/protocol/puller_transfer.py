@@ -89,26 +89,15 @@ class PullerTransfer:
         if manifest.seq > self.next_seq:
             raise HandoffFailed(f"manifest {manifest.seq} came where {self.next_seq} was due")
         first, end = self.next_index, self.next_index + len(manifest.blocks)
-        if end > self.intent.num_blocks:
-            raise HandoffFailed(f"{end} blocks were announced, but the prompt has fewer")
+        expected, is_last = self.intent.num_blocks, manifest.state is not None
+        if end > expected or (is_last and end < expected):
+            raise HandoffFailed(f"{end} blocks were announced, but the prompt has {expected}")
         if manifest.blocks.hashes != b"".join(self.intent.block_hashes[first:end]):
             raise HandoffFailed(f"blocks {first} to {end} hold another prompt's KV")
-        self._check_end(manifest)
         self.next_seq += 1
         self.next_index = end
         self.handoff = manifest.state
         return True
-
-    def _check_end(self, manifest: Manifest) -> None:
-        state = manifest.state
-        if state is None:
-            return
-        announced = self.next_index + len(manifest.blocks)
-        if not announced == state.num_blocks == self.intent.num_blocks:
-            raise HandoffFailed(
-                f"{announced} blocks were announced and {state.num_blocks} promised, "
-                f"but the prompt has {self.intent.num_blocks}"
-            )
 
     def ledger(self, now_s: float) -> dict[str, object]:
         """JSON-able."""

@@ -263,7 +263,6 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
                 chunk.transfer_id,
                 transfer.num_sent,
                 chunk.blocks,
-                chunk.num_tokens,
                 min(self._lease_s, max(0.0, transfer.expires_s - now_s)),
                 chunk.state,
                 step,

@@ -58,8 +58,7 @@ class PrefixLoans:
             return (Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")),)
         self._fences[transfer_id], refs = lent
         num_tokens = len(refs) * self._engine.limits.block_size
-        first_undrafted = self._engine.prefixes.first_undrafted(refs)
-        state = HandoffState(len(refs), first_undrafted=first_undrafted)
+        state = HandoffState(first_undrafted=self._engine.prefixes.first_undrafted(refs))
         chunk = Chunk(transfer_id, refs, num_tokens, state)
         return Offered(ticket, LOAN_KEY, deadline_s=math.inf), chunk
 

@@ -60,7 +60,7 @@ def _peer_frame(rng: random.Random, number: int) -> bytes:
         [rng.choice((0, 1, 2**64 - 1)) for _ in range(count)],
         [BlockHash(rng.randbytes(16)) for _ in range(num_full)],
     )
-    state = HandoffState(rng.choice((0, 1, 2**31, 2**32 - 1)), rng.choice((1, 2**32 - 1)))
+    state = HandoffState(rng.choice((1, 2**32 - 1)))
     message = rng.choice(
         (
             Attach(transfer_id),
@@ -70,7 +70,7 @@ def _peer_frame(rng: random.Random, number: int) -> bytes:
             Hello(SOURCE, {}, protocol=999),
             Manifest(
                 transfer_id, rng.choice((0, 1, 2**32 - 1)), blocks,
-                rng.choice((0, 16, 2**32 - 1)), rng.choice((0.0, 1.0)), state,
+                rng.choice((0.0, 1.0)), state,
             ),
         )
     )  # fmt: skip

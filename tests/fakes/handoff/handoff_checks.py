@@ -61,7 +61,7 @@ from .handoff_search import Bounds, Search
 LEASE_S = 9.0
 BLOCK_SIZE = 4
 HASHES = prompt_hashes(7)  # a full block and a partial one
-STATE = HandoffState(num_blocks=2, first_token_id=42)
+STATE = HandoffState(first_token_id=42)
 
 
 def search(
@@ -191,7 +191,7 @@ def announced(puller: Puller, number: int, blocks: BlockRefs | None = None) -> l
     """The transfer's first manifest has come."""
     transfer_id = ticket(number).transfer_id
     puller.handle(Intended(ticket(number), f"key{number}", HASHES, 2, 600.0))
-    manifest = Manifest(transfer_id, 0, blocks or refs(HASHES, 0, 1), 4, LEASE_S)
+    manifest = Manifest(transfer_id, 0, blocks or refs(HASHES, 0, 1), LEASE_S)
     return [*puller.handle(PeerMessage(SOURCE, manifest))]
 
 

@@ -195,7 +195,7 @@ class SourceSide(_Side):
         self.num_computed[transfer_id] += 1
         if self.num_computed[transfer_id] == NUM_CHUNKS:
             del self.num_computed[transfer_id]
-            state = HandoffState(NUM_CHUNKS, first_token_id=7)
+            state = HandoffState(first_token_id=7)
         refs = BlockRefs() if self.launches else packed([ref])
         if self.launches:
             self.memory.num_steps = self.launched.pop(transfer_id)
@@ -473,8 +473,8 @@ def _every_message(transfer_id: str) -> list[Message]:
         Attach(transfer_id, sees_steps=True),
         Renew((transfer_id,)),
         Release(transfer_id),
-        Manifest(transfer_id, 0, blocks, BLOCK_SIZE, LEASE_S),
-        Manifest(transfer_id, 0, blocks, BLOCK_SIZE, LEASE_S, HandoffState(1, 7), 3),
+        Manifest(transfer_id, 0, blocks, LEASE_S),
+        Manifest(transfer_id, 0, blocks, LEASE_S, HandoffState(7), 3),
         Revoked(transfer_id, error),
     ]
 

@@ -143,7 +143,7 @@ class SourceNode:
         state = None
         self.num_computed[prompt.transfer_id] = last
         if last == prompt.num_blocks:
-            state = HandoffState(prompt.num_blocks, prompt.first_token_id)
+            state = HandoffState(prompt.first_token_id)
             del self.num_computed[prompt.transfer_id]
         self.feed(Chunk(prompt.transfer_id, packed(refs), last * BLOCK_SIZE, state))
 
@@ -281,7 +281,7 @@ class PullerNode:
         assert prompt.key not in self.ends, "ended twice"
         assert not self._num_in_flight(complete.transfer_id)
         self.ends[prompt.key] = "complete"
-        assert complete.state == HandoffState(prompt.num_blocks, prompt.first_token_id)
+        assert complete.state == HandoffState(prompt.first_token_id)
         block_ids = self.reservations.pop(complete.transfer_id).block_ids
         for index, block_id in enumerate(block_ids):
             found = bytes(self.pool.block(block_id))

@@ -155,7 +155,7 @@ class Peer:
             return
         self.pins[transfer_id], refs = lent
         self.feed_source(Offered(ticket, "", 1e9))
-        self.feed_source(Chunk(transfer_id, refs, len(refs), HandoffState(len(refs))))
+        self.feed_source(Chunk(transfer_id, refs, len(refs), HandoffState()))
 
     def feed_puller(self, event: PullerEvent) -> None:
         for effect in self.puller.handle(event):

@@ -75,7 +75,8 @@ LEASE_S = 9.0
 LINK_WAIT_S = 10.0
 DEADLINE_S = 600.0
 T, T2 = ticket(1).transfer_id, ticket(2).transfer_id
-STATE = HandoffState(num_blocks=3, first_token_id=42)
+STATE = HandoffState(first_token_id=42)
+NUM_BLOCKS = 3
 HASHES = prompt_hashes(10)  # two full blocks and a partial one
 OK, STALE, CANCELLED = PullOutcome.OK, PullOutcome.STALE, PullOutcome.CANCELLED
 
@@ -134,9 +135,9 @@ def reservation(number: int = 1, num_cached_blocks: int = 0) -> Reservation:
 
 
 def manifest(seq: int, first: int, last: int, number: int = 1) -> Manifest:
-    state = STATE if last == STATE.num_blocks else None
+    state = STATE if last == NUM_BLOCKS else None
     blocks = refs(HASHES, first, last)
-    return Manifest(ticket(number).transfer_id, seq, blocks, 4 * last, LEASE_S, state)
+    return Manifest(ticket(number).transfer_id, seq, blocks, LEASE_S, state)
 
 
 def pull(seq: int, first: int, last: int) -> StartPull:
@@ -475,10 +476,9 @@ def test_a_doubled_manifest_is_ignored(world: World) -> None:
     [
         manifest(2, 2, 3),  # a gap
         manifest(1, 1, 2),  # a block twice
-        Manifest(T, 1, refs(HASHES, 2, 4), 16, LEASE_S, STATE),  # more than the prompt
-        Manifest(T, 1, refs(prompt_hashes(12), 2, 3), 12, LEASE_S, STATE),  # a hash too many
-        Manifest(T, 1, BlockRefs(), 8, LEASE_S, STATE),  # the end before the end
-        Manifest(T, 1, refs(HASHES, 2, 3), 12, LEASE_S, HandoffState(4, 42)),
+        Manifest(T, 1, refs(HASHES, 2, 4), LEASE_S, STATE),  # more than the prompt
+        Manifest(T, 1, refs(prompt_hashes(12), 2, 3), LEASE_S, STATE),  # a hash too many
+        Manifest(T, 1, BlockRefs(), LEASE_S, STATE),  # the end before the end
     ],
 )
 def test_a_manifest_that_breaks_the_protocol_fails_the_transfer(
@@ -493,7 +493,7 @@ def test_a_manifest_that_breaks_the_protocol_fails_the_transfer(
 def test_another_prompts_blocks_are_never_pulled(world: World) -> None:
     world.intend()
     foreign = refs(prompt_hashes(10, seed=1), 0, 2)
-    effects = world.hear(Manifest(T, 0, foreign, 8, LEASE_S))
+    effects = world.hear(Manifest(T, 0, foreign, LEASE_S))
     assert failure(effects) is HandoffFailed
     assert not any(isinstance(effect, Reserve | StartPull) for effect in effects)
 
@@ -501,7 +501,7 @@ def test_another_prompts_blocks_are_never_pulled(world: World) -> None:
 def test_a_manifest_after_the_last_fails_the_transfer(world: World) -> None:
     world.intend()
     world.manifest(0, 0, 3)
-    assert failure(world.hear(Manifest(T, 1, BlockRefs(), 12, LEASE_S))) is HandoffFailed
+    assert failure(world.hear(Manifest(T, 1, BlockRefs(), LEASE_S))) is HandoffFailed
 
 
 @pytest.mark.parametrize(
@@ -599,7 +599,7 @@ def test_a_chunk_whose_step_is_seen_is_pulled_behind_it() -> None:
     world.end_pull(0, OK)
     world.hear(replace(manifest(1, 2, 3), step=8, state=None))
     assert not any(isinstance(e, Complete) for e in world.end_pull(1, OK)), "no first token yet"
-    done = world.hear(Manifest(T, 2, BlockRefs(), 10, LEASE_S, STATE))
+    done = world.hear(Manifest(T, 2, BlockRefs(), LEASE_S, STATE))
     assert only(done, Complete).state == STATE
 
 

@@ -61,7 +61,8 @@ LEASE_S = 10.0
 DEADLINE_S = 600.0
 T = ticket(1).transfer_id
 OTHER_PULLER = "8" * 32
-STATE = HandoffState(num_blocks=3, first_token_id=42)
+STATE = HandoffState(first_token_id=42)
+NUM_BLOCKS = 3
 HASHES = prompt_hashes(10)  # two full blocks and a partial one
 
 
@@ -92,11 +93,11 @@ class World:
 
     def computed(self, last: int) -> list[SourceEffect]:
         """A launched chunk has completed."""
-        state = STATE if last == STATE.num_blocks else None
+        state = STATE if last == NUM_BLOCKS else None
         return self.feed(Chunk(T, BlockRefs(), 4 * last, state))
 
     def chunk(self, first: int, last: int) -> list[SourceEffect]:
-        state = STATE if last == STATE.num_blocks else None
+        state = STATE if last == NUM_BLOCKS else None
         return self.feed(Chunk(T, refs(HASHES, first, last), 4 * last, state))
 
     def hold(self) -> None:
@@ -157,10 +158,10 @@ def test_hands_over(world: World) -> None:
     assert world.offer() == []
     assert world.hear(Attach(T)) == []
     assert world.chunk(0, 1) == [
-        Send(PULLER, Manifest(T, 0, refs(HASHES, 0, 1), 4, LEASE_S, None)),
+        Send(PULLER, Manifest(T, 0, refs(HASHES, 0, 1), LEASE_S, None)),
     ]
     assert world.chunk(1, 3) == [
-        Send(PULLER, Manifest(T, 1, refs(HASHES, 1, 3), 12, LEASE_S, STATE)),
+        Send(PULLER, Manifest(T, 1, refs(HASHES, 1, 3), LEASE_S, STATE)),
     ]
     assert released(world.hear(Release(T))) is None
     world.assert_over()
@@ -378,7 +379,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
 
 @pytest.mark.parametrize(
     "message",
-    [Manifest(T, 0, BlockRefs(), 0, 1.0), Revoked(T, Cancelled("")), Hello(PULLER, {})],
+    [Manifest(T, 0, BlockRefs(), 1.0), Revoked(T, Cancelled("")), Hello(PULLER, {})],
     ids=lambda m: type(m).__name__,
 )
 def test_closes_a_puller_that_speaks_out_of_turn(world: World, message: Message) -> None:

@@ -83,8 +83,7 @@ def test_tokens_outside_the_vocabulary(world: NodeWorld, token_id: int) -> None:
 
     def lie(kind: Any, incarnation: str, message: Message) -> None:
         if isinstance(message, Manifest) and message.state is not None:
-            state = HandoffState(message.state.num_blocks, token_id)
-            message = structs.replace(message, state=state)
+            message = structs.replace(message, state=HandoffState(token_id))
         to_peer(kind, incarnation, message)
 
     world.prefill.channels.to_peer = lie  # type: ignore[method-assign]

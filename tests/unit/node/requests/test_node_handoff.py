@@ -179,7 +179,7 @@ def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str
     if name == "prefill":
         node.role.end(one.key, EngineFailed("a kernel"))
     else:
-        world.hear_peer(node, Manifest(one.request_id, 99, BlockRefs(), 0, LEASE_S))  # behind a gap
+        world.hear_peer(node, Manifest(one.request_id, 99, BlockRefs(), LEASE_S))  # behind a gap
         node.loop.turn(0.0)
     outputs, told = node.sent
     assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
