@@ -23,7 +23,7 @@ from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import HASH_BYTES, BlockHash, Tier
-from baton.node.channels.mailboxes import Outbox
+from baton.node.engine_process.cache_report import CacheReport
 from baton.prefix_index import redis_link
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
@@ -128,14 +128,14 @@ def step() -> list[Figure]:
     def send(message: engine_pb2.EngineOutput) -> None:
         sent.append(message.SerializeToString())
 
-    outbox = Outbox(send, lambda *_: None)
+    changes = CacheReport(send)
     steps = [(random_hashes(_STEP_BLOCKS), random_hashes(_STEP_BLOCKS)) for _ in range(400)]
 
     def publish() -> None:
         for removed, stored in steps:
-            outbox.moved(removed, Tier.DEVICE, Tier.NOWHERE)
-            outbox.moved(stored, Tier.NOWHERE, Tier.DEVICE)
-            outbox.flush()
+            changes.moved(removed, Tier.DEVICE, Tier.NOWHERE)
+            changes.moved(stored, Tier.NOWHERE, Tier.DEVICE)
+            changes.flush()
 
     samples = tuple(1e6 * s / len(steps) for s in repeat_s(publish, _REPEATS))
     name = f"publishing a step that stores {_STEP_BLOCKS} blocks and evicts as many"

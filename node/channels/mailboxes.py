@@ -2,11 +2,10 @@
 
     other threads ── put ──► items, bell ──┐
     supervisor, peers, listener ── watch ──┴─► Inbox.receive ──► items, on the loop's thread
-    a step's outputs, changes of the cache ──► Outbox, sent at the turn's end
+    a step's outputs ── Outbox ──► gateways, at the turn's end
 
 No thread stands between a socket and the loop: to wake one up takes longer than to handle most
-messages. All outputs of a step for one gateway travel in one message. What the step changed in the
-cache goes last, to the supervisor's prefix index. Knows no request's state.
+messages. All outputs of a step for one gateway travel in one message. Knows no request's state.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ import math
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ...core.channels.channel import Channel, FrameSocket
-from ...core.request.token_ids import BlockHash, Tier
-from ...prefix_index.messages import NetChanges
-from ...proto.v1 import engine_pb2, node_pb2
-
-Send = Callable[[engine_pb2.EngineOutput], None]
+from ...proto.v1 import node_pb2
 
 
 @dataclass(slots=True)
@@ -45,21 +40,11 @@ class _Step:
 
 
 class Outbox:
-    """Belongs to the engine loop's thread. An `engine.kv.prefix_cache.CacheObserver` beside."""
+    """Belongs to the engine loop's thread. `send_to`: for a gateway, by its name."""
 
-    def __init__(
-        self,
-        send: Send,
-        send_to: Callable[[str, node_pb2.NodeMessage], None],
-        has_room: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`send` is for the supervisor, `send_to` for a gateway, by its name. `has_room`: whether
-        the supervisor reads; while it does not, changes of the cache add up. Once it has said no,
-        each flush asks it until it says yes."""
-        self._send, self._send_to, self._has_room = send, send_to, has_room
+    def __init__(self, send_to: Callable[[str, node_pb2.NodeMessage], None]) -> None:
+        self._send_to = send_to
         self._steps: dict[str, _Step] = {}  # by gateway
-        self._cache_changes = NetChanges()
-        self._waits_for_room = False
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
         """Queue one request's output for this gateway."""
@@ -80,25 +65,11 @@ class Outbox:
         """It is gone."""
         self._steps.pop(gateway, None)
 
-    def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
-        """The engine has these blocks elsewhere now, or no longer."""
-        self._cache_changes.moved(block_hashes, was, now)
-
-    def flush_gateways(self) -> None:
-        """Send what is queued for gateways, if there is still work to do for the rest."""
+    def flush(self) -> None:
+        """Send what is queued."""
         steps, self._steps = self._steps, {}
         for gateway, step in steps.items():
             self._send_to(gateway, node_pb2.NodeMessage(outputs=step.message()))
-
-    def flush(self) -> None:
-        """Send everything queued."""
-        self.flush_gateways()
-        if self._cache_changes or self._waits_for_room:
-            self._waits_for_room = not self._has_room()
-        if self._cache_changes and not self._waits_for_room:
-            removed, in_host, stored = map(b"".join, self._cache_changes.take())
-            changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)
-            self._send(engine_pb2.EngineOutput(cache_changes=changes))
 
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
 
     supervisor ──────────┐                    ┌─ flush: one message a gateway and step
-    gateways, peers ─────┼─► inbox ─► turn ───┤
+    gateways, peers ─────┼─► inbox ─► turn ───┼─ changes of the cache, for the supervisor
     pulls ── completions ┘       tick, step   └─ numbers for the heartbeat
 Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
 Blocks, leases and tokens are touched here and nowhere else. Heartbeats have a thread of their own,
@@ -25,10 +25,11 @@ from ...kv_transfer.protocol.messages import Message, Refused
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
 from ..channels.links import ChannelItem, Kind, Link, LinkOver, Received
-from ..channels.mailboxes import Inbox, Outbox, Send
+from ..channels.mailboxes import Inbox, Outbox
 from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
+from .cache_report import CacheReport, Send
 from .dispatch_gate import DispatchGate, Gated
 from .heartbeat import EngineNumbers, HeartbeatSender
 from .promise_orders import PromiseOrders
@@ -52,6 +53,7 @@ class EngineLoop:
     _peers: Peers
     _requests: RequestIO
     _outbox: Outbox
+    _cache_report: CacheReport
     _inbox: Inbox[Item]
     _send: Send
     _heartbeats: HeartbeatSender
@@ -88,7 +90,7 @@ class EngineLoop:
             output = self._engine.step(self._meanwhile)
             self._numbers.num_steps += 1
             self._role.after_step(output)
-        self._outbox.flush()
+        self._flush()
         self._peers.pulls.poll()
         is_idle = self._role.is_idle() and not self._gate.num_waiting
         self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
@@ -101,7 +103,7 @@ class EngineLoop:
 
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
-        self._outbox.flush()  # what is queued need not wait for the step's end
+        self._flush()  # what is queued need not wait for the step's end
         self._engine.pool.evict_ahead()
         collect_some()
         items = self._inbox.receive(WATCH_S if self._peers.pulls.are_waiting else LOOK_S)
@@ -109,11 +111,16 @@ class EngineLoop:
             self._handle(item)
         self._peers.pulls.poll()
         if items:
-            self._outbox.flush()
+            self._flush()
             self._numbers.has_news = True
         if self._numbers.has_news:
             self._numbers.recount()
         return bool(items)
+
+    def _flush(self) -> None:
+        """Users first."""
+        self._outbox.flush()
+        self._cache_report.flush()
 
     def _handle(self, item: Item) -> None:
         """Whatever one request does to us, the others go on."""

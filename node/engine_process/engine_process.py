@@ -49,6 +49,7 @@ from ..peers.prefixes import PrefixFetches, PrefixLoans
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineParts
+from .cache_report import CacheReport
 from .dispatch_gate import DispatchGate
 from .engine_links import EngineLinks
 from .engine_loop import EngineLoop, Item
@@ -172,10 +173,10 @@ def _serve(
         inbox.watch_writes(frames, not found)
         return found
 
-    outbox = Outbox(frames.send, links.channels.to_gateway, has_room)
+    outbox, cache_report = Outbox(links.channels.to_gateway), CacheReport(frames.send, has_room)
     mirrored = generations_of(generations, ranks.followers)
     assembly = Assembly(
-        engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_observer=outbox
+        engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_report
     )
     engine = assembly.engine
     engine.stats.count_experts = runner.expert_tokens
@@ -206,7 +207,7 @@ def _serve(
         Puller(hello, clock, LINK_WAIT_S),
         partial(Windows, opener.open, inbox.put),
         links.channels,
-        outbox.flush_gateways,
+        outbox.flush,
         PrefixLoans(engine),
         fetches,
         clock,
@@ -251,6 +252,7 @@ def _serve(
         peers,
         requests,
         outbox,
+        cache_report,
         inbox,
         frames.send,
         heartbeats,

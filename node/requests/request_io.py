@@ -147,7 +147,7 @@ class RequestIO:
 
     def flush(self) -> None:
         """Send what is queued: users need not wait for the rest of the turn."""
-        self._outbox.flush_gateways()
+        self._outbox.flush()
 
     def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
         """Queue the whole output of a request."""

@@ -94,7 +94,7 @@ class World:
         engine: Any = SimpleNamespace(has_work=False, unpark=lambda: None)
         peers: Any = SimpleNamespace(pulls=SimpleNamespace(poll=lambda: None, are_waiting=False))
         self.loop = EngineLoop(
-            engine, self.role, peers, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
+            engine, self.role, peers, self.desk, outbox, outbox, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, numbers, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
             lambda members: None,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.engine_connection import tokens_from_wire
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.node.channels.mailboxes import Outbox
+from baton.node.engine_process.cache_report import CacheReport
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
 from baton.node.requests.request_io import Entry, RequestIO
@@ -39,7 +40,7 @@ def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entr
 
 
 def book_of(clock: FakeClock) -> RequestIO:
-    return RequestIO(Outbox(never, Recipients().to_gateway), clock, "n", 1000)
+    return RequestIO(Outbox(Recipients().to_gateway), clock, "n", 1000)
 
 
 class TestRequestBook:
@@ -103,12 +104,12 @@ class Recipients:
 
 
 def never(_: engine_pb2.EngineOutput) -> None:
-    raise AssertionError("nothing of this is for the supervisor")
+    raise AssertionError("nothing has changed")
 
 
 def test_outbox_batches_by_gateway() -> None:
     to = Recipients()
-    outbox = Outbox(never, to.to_gateway)
+    outbox = Outbox(to.to_gateway)
     for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
         outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
     outbox.forget_gateway("gone")
@@ -120,18 +121,16 @@ def test_outbox_batches_by_gateway() -> None:
 
 
 def test_what_the_cache_has_adds_up_until_the_supervisor_reads() -> None:
-    to, sent = Recipients(), list[engine_pb2.EngineOutput]()
-    has_room = False
-    outbox = Outbox(sent.append, to.to_gateway, lambda: has_room)
+    sent, has_room = list[engine_pb2.EngineOutput](), False
+    changes = CacheReport(sent.append, lambda: has_room)
     a, b = (BlockHash(bytes([n]) * 16) for n in range(2))
     for moved in (((a,), Tier.NOWHERE, Tier.DEVICE), ((b,), Tier.NOWHERE, Tier.DEVICE)):
-        outbox.moved(*moved)
-        outbox.to_gateway("x", node_pb2.RequestOutput())
-        outbox.flush()
-    outbox.moved((a,), Tier.DEVICE, Tier.NOWHERE)
-    assert len(to.steps) == 2 and not sent
+        changes.moved(*moved)
+        changes.flush()
+    changes.moved((a,), Tier.DEVICE, Tier.NOWHERE)
+    assert not sent
     has_room = True
-    outbox.flush()
+    changes.flush()
     assert [each.cache_changes for each in sent] == [engine_pb2.CacheChanges(stored=b)]
 
 
@@ -144,22 +143,22 @@ def test_who_waits_for_room_stops_once_it_is_there_though_nothing_is_left_to_say
         answers.append(has_room)
         return has_room
 
-    outbox = Outbox(never, Recipients().to_gateway, ask)
-    outbox.flush()
+    changes = CacheReport(never, ask)
+    changes.flush()
     assert not answers
-    outbox.moved((a := BlockHash(bytes(16)),), Tier.NOWHERE, Tier.DEVICE)
-    outbox.flush()
-    outbox.moved((a,), Tier.DEVICE, Tier.NOWHERE)
+    changes.moved((a := BlockHash(bytes(16)),), Tier.NOWHERE, Tier.DEVICE)
+    changes.flush()
+    changes.moved((a,), Tier.DEVICE, Tier.NOWHERE)
     has_room = True
-    outbox.flush()
+    changes.flush()
     assert answers == [False, True]
-    outbox.flush()
+    changes.flush()
     assert len(answers) == 2
 
 
 def test_outbox_puts_plain_tokens_into_columns() -> None:
     to = Recipients()
-    outbox = Outbox(never, to.to_gateway)
+    outbox = Outbox(to.to_gateway)
     outbox.token_to_gateway("x", "a", 0, 7, 300)
     outbox.token_to_gateway("y", "b", 1, 8, 301)
     outbox.to_gateway("x", node_pb2.RequestOutput(request_id="c"))
