@@ -24,7 +24,6 @@ from typing import TypeAlias
 from ..constraints.grammars import Grammars
 from ..core.errors import InvalidRequest
 from ..core.ports import Clock, SystemClock
-from ..core.step_cost import StepShape
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints, within
@@ -128,7 +127,6 @@ class Engine(LiveSequences):
             *(self._step_record, costs, self._host, self._speculator),
         )
         self._input_batch = InputBatch(size, self._eos_token_ids)
-        self._last_shape = StepShape()
         self._ended_s = 0.0  # when the last step that was collected had ended
         self._seen_s = 0.0  # and when it was collected
         self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
@@ -268,7 +266,7 @@ class Engine(LiveSequences):
         self._step_costs.observe_launch(shape, took_s)
         has_drafts = False
         if self._speculator is not None:
-            has_drafts = self._speculator.settle()
+            has_drafts = self._speculator.settle(shape)
             if is_waited_for:  # the device had nothing to do meanwhile
                 launched_s += took_s
                 self._speculator.waited(launched_s - self._ended_s)
@@ -283,7 +281,6 @@ class Engine(LiveSequences):
             num_in_flight=1 + len(self._in_flight),
             hid_end=previous is not None and previous.launched.has_completed(),
         )
-        self._last_shape = shape
         for sequence, num_tokens in others:
             if num_tokens > 1:
                 self._tables.prepare_store(sequence)
@@ -303,7 +300,7 @@ class Engine(LiveSequences):
                 self.beams.advance(output)
             if previous is None and self._speculator is not None:
                 make_room = self._scheduler.preemption.make_room_for_drafts
-                self._speculator.draft(self._scheduler.queues, make_room, self._last_shape)
+                self._speculator.draft(self._scheduler.queues, make_room)
             in_front_s = None if previous is None else self._step_costs.expected_s(previous.shape)
             self._scheduler.promise.in_front_s = in_front_s or 0.0
             schedule = self._scheduler.schedule()

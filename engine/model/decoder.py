@@ -167,6 +167,8 @@ class Decoder:
     """
 
     has_whole_logits = False  # of a rank: see Embedding.project_part
+    embed: Embedding  # of the first stage, and of the last where it is the LM head too
+    lm_head: Embedding  # of the last stage alone
 
     def __init__(
         self,
@@ -184,39 +186,23 @@ class Decoder:
         self.device, self.dtype = placement.device, placement.dtype
         self.communicator = placement.communicator
         self.vocab_size = config.vocab_size
-        self._embed: Embedding | None = None
+        sizes = (config.vocab_size, config.hidden_size)
         if self.range.is_first or (self.range.is_last and config.has_tied_embeddings):
-            self._embed = Embedding(
-                "model.embed_tokens", config.vocab_size, config.hidden_size, placement
-            )
+            self.embed = Embedding("model.embed_tokens", *sizes, placement)
         self.layers = [
             DecoderLayer(index, place, config, placement, loads)
             for place, index in enumerate(range(self.range.first, self.range.end))
         ]
         self._norm: RMSNorm | None = None
-        self._lm_head: Embedding | None = None
         if self.range.is_last:
             self._norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
-            self._lm_head = self._embed
-            if not config.has_tied_embeddings:
-                self._lm_head = Embedding(
-                    "lm_head", config.vocab_size, config.hidden_size, placement, is_head=True
-                )
+            if config.has_tied_embeddings:
+                self.lm_head = self.embed
+            else:
+                self.lm_head = Embedding("lm_head", *sizes, placement, is_head=True)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
         self.kept_layers: tuple[int, ...] = ()  # whose inputs a draft head reads
         self.kept: Tensor | None = None  # see keep
-
-    @property
-    def embed(self) -> Embedding:
-        """Of the first stage, and of the last where it is the LM head too."""
-        assert self._embed is not None
-        return self._embed
-
-    @property
-    def lm_head(self) -> Embedding:
-        """Of the last stage alone."""
-        assert self._lm_head is not None
-        return self._lm_head
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend

@@ -60,6 +60,7 @@ class Speculator:
         self._acceptance = Acceptance(most)
         self._tallies: dict[str, Tally] = {}
         self._drafted: list[Sequence] = []
+        self._last_shape = StepShape()  # the next one may have prompts like its
         self._gain = Mean(_FIRST_GAIN)
         self._wait_s = Mean()
         self._draft_s = Mean()  # of the longest, where they take steps
@@ -79,10 +80,9 @@ class Speculator:
             return False
         return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
 
-    def draft(self, queues: Queues, make_room: MakeRoom, prompts: StepShape) -> None:
+    def draft(self, queues: Queues, make_room: MakeRoom) -> None:
         """Give the sequences drafts that pay; no step is in flight. `make_room`: Preemption's, for
-        drafts whose KV is computed. `prompts`: the prompts' part of the last step, for what there
-        may be beside them in the next."""
+        drafts whose KV is computed."""
         if not self.is_due(queues):
             return
         began_s = self._clock.monotonic_s()
@@ -93,13 +93,13 @@ class Speculator:
         sequences, rooms = zip(*with_room, strict=True)
         self._know(sequences)
         if self._proposer.takes_steps:
-            wanted = self._lengths(queues, sequences, rooms, prompts)
+            wanted = self._lengths(queues, sequences, rooms)
             chosen = zip(sequences, wanted, strict=True)
             found = self._propose(Context(one, n) for one, n in chosen if n and make_room(one, n))
         else:
             found = self._propose(map(Context, sequences, rooms))
             counts = [len(drafts) for _, drafts in found]
-            lengths = self._lengths(queues, sequences, counts, prompts)
+            lengths = self._lengths(queues, sequences, counts)
             pairs = zip(found, lengths, strict=True)
             found = [(one, drafts[:length]) for (one, drafts), length in pairs]
         for sequence, drafts in found:
@@ -122,8 +122,10 @@ class Speculator:
         pairs = zip(asked, proposed, strict=True)
         return [(one.sequence, self._fitting(one.sequence, drafts)) for one, drafts in pairs]
 
-    def settle(self) -> bool:
-        """The step is launched: whether any have drafts. Those without room in it have none now."""
+    def settle(self, shape: StepShape) -> bool:
+        """A step of this shape is launched: whether any in it have drafts. Those without room in it
+        have none now."""
+        self._last_shape = shape
         has_drafts = False
         for sequence in self._drafted:
             if not sequence.num_awaited_tokens:
@@ -210,13 +212,7 @@ class Speculator:
         except InvalidRequest:  # it ends in this step, with its error
             return ()
 
-    def _lengths(
-        self,
-        queues: Queues,
-        sequences: Row[Sequence],
-        num_drafts: Row[int],
-        prompts: StepShape,
-    ) -> Row[int]:
+    def _lengths(self, queues: Queues, sequences: Row[Sequence], num_drafts: Row[int]) -> Row[int]:
         """How many to verify of the drafts of each, of which there are so many."""
         decodes = queues.decodes()
         most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
@@ -231,9 +227,9 @@ class Speculator:
             return lengths
         beside = decodes
         if queues.has_prefills or queues.waiting:
-            beside = StepShape(
-                prompts.num_prompt_tokens, prompts.pairs, decodes.num_decodes, decodes.keys
-            )
+            last = self._last_shape
+            prompts = (last.num_prompt_tokens, last.pairs)
+            beside = StepShape(*prompts, decodes.num_decodes, decodes.keys)
         draft_s = self._draft_s.value
         found = best_lengths(chances, beside, cost, self._overhead_s, most, draft_s)
         self._gain.observe(found.gain)

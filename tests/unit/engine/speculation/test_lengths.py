@@ -154,13 +154,14 @@ def played_speed(
         took_s = 0.0
         if has_drafts or speculator.is_due(queues):  # type: ignore[arg-type]
             began_s = coin.clock.monotonic_s()
-            speculator.draft(queues, lambda one, n: True, StepShape())  # type: ignore[arg-type]
+            speculator.draft(queues, lambda one, n: True)  # type: ignore[arg-type]
             took_s += wait_s + coin.clock.monotonic_s() - began_s
             speculator.waited(took_s)
         lengths = [len(one.draft_token_ids) for one in queues.running]
         for one in queues.running:
             one.num_awaited_tokens = 1
-        has_drafts = speculator.settle()
+        shape = StepShape(num_decodes=batch + sum(lengths), keys=1000 * batch)
+        has_drafts = speculator.settle(shape)
         step_s = seconds(batch, sum(lengths)) + head_s * max(lengths)
         for one in queues.running:
             num_tokens += 1
@@ -169,7 +170,6 @@ def played_speed(
                 sampled = right._replace(at_drafts=(right,) * len(one.draft_token_ids))
                 num_tokens += len(speculator.accepted_tokens(one, sampled)) - 1
             one.num_awaited_tokens, one.num_launched_tokens = 0, 1
-        shape = StepShape(num_decodes=batch + sum(lengths), keys=1000 * batch)
         speculator.passed(shape, step_s, has_drafts=has_drafts)
         passed_s += took_s + step_s
     return num_tokens / passed_s
