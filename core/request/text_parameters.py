@@ -8,15 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .json_fields import (
-    NUMBER,
-    STRING,
-    TOKEN_IDS,
-    UINT32_MAX,
-    FieldKind,
-    invalid,
-    one_or_list_of,
-)
+from .json_fields import NUMBER, STRING, TOKEN_IDS, UINT32_MAX, FieldKind, invalid, one_or_list_of
 from .parameters import Kind, as_sampled, refusal
 
 _TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # as JSON writes integers: one id has one key

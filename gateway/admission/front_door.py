@@ -13,13 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    Unavailable,
-    public_error,
-)
+from ...core.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable, public_error
 from ...core.ports import Clock, Entropy
 from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
@@ -35,11 +29,7 @@ from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
 from ..validation.served_model import ServedModel
-from ..validation.validation import (
-    ModelLimits,
-    ValidatedRequest,
-    validated,
-)
+from ..validation.validation import ModelLimits, ValidatedRequest, validated
 from .loop_pacing import LoopPacing
 from .queue_limit import QueueLimit
 

@@ -17,12 +17,7 @@ from google.protobuf.message import DecodeError
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, role_name
-from ...core.channels.addresses import (
-    host_and_port,
-    host_id,
-    require_same_user,
-    socket_address,
-)
+from ...core.channels.addresses import host_and_port, host_id, require_same_user, socket_address
 from ...core.channels.admission import (
     GATEWAY,
     MAX_REFUSAL_BYTES,
@@ -31,12 +26,7 @@ from ...core.channels.admission import (
     check_verdict,
     tune,
 )
-from ...core.channels.frames import (
-    LENGTH_BYTES,
-    BrokenStream,
-    FrameBuffer,
-    decode_length,
-)
+from ...core.channels.frames import LENGTH_BYTES, BrokenStream, FrameBuffer, decode_length
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
 from ...core.errors import BatonError, NodeLost
 from ...core.membership import Member

@@ -18,14 +18,7 @@ from ..generate.request_fields import read_body
 from ..protocol.answers import answer
 from ..protocol.app_state import APP_STATE, CALLER
 from . import message_blocks as blocks
-from .message_input import (
-    COUNTED,
-    COUNTED_REQUIRED,
-    FIELDS,
-    NOT_SUPPORTED,
-    REQUIRED,
-    chat_fields,
-)
+from .message_input import COUNTED, COUNTED_REQUIRED, FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields
 from .turn import Block, BlockKind, Turn, call_arguments
 
 ROUTES = web.RouteTableDef()
