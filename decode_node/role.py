@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
+from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash
+from ..engine.engine import Engine
 from ..engine.execution.batch import SampledToken
 from ..engine.kv.block_pool import Reservation
 from ..kv_transfer.protocol.events import (
@@ -27,8 +29,9 @@ from ..kv_transfer.protocol.events import (
     Reserved,
 )
 from ..kv_transfer.protocol.messages import HandoffState
-from ..node.requests.request_io import Entry
-from ..node.requests.request_role import EngineParts, EngineRole, Handoff
+from ..node.peers.peers import Peers
+from ..node.requests.request_io import Entry, RequestIO
+from ..node.requests.request_role import EngineRole, Handoff
 from ..proto.v1 import node_pb2
 
 
@@ -45,11 +48,9 @@ class DecodeRole(EngineRole[_Intent]):
 
     ticket_work = node_pb2.WORK_DECODE
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        parts.peers.handoffs = self
-        self._clock = parts.clock
-        self._block_bytes = parts.block_bytes
+    def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
+        super().__init__(engine, requests, peers, clock)
+        peers.handoffs = self
         self._is_short = False  # of blocks, or of slots: the puller waits
 
     # -- gateways ------------------------------------------------------------------------------
@@ -123,11 +124,12 @@ class DecodeRole(EngineRole[_Intent]):
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
         intent, reservation = self._handoffs[complete.key], complete.reservation
+        limits = self._engine.limits
         assert intent.reserved_s is not None
         self._forget(intent)
         summary = node_pb2.TransferInfo(
-            bytes=complete.num_pulled_blocks * self._block_bytes,
-            cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
+            bytes=complete.num_pulled_blocks * limits.block_bytes,
+            cached_tokens=reservation.num_cached_blocks * limits.block_size,
             transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )
         self._counts.transfer_s += self._clock.monotonic_s() - intent.reserved_s

@@ -31,6 +31,7 @@ def limits_of(config: EngineConfig, runner: ModelRunner) -> EngineLimits:
         graph_rows=runner.graph_rows,
         graph_prompt_tokens=runner.graph_prompt_tokens,
         num_stages=config.pipeline_parallel_size,
+        block_bytes=runner.engine_block_bytes,
     )
 
 

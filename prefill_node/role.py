@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
+from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
+from ..engine.engine import Engine
 from ..engine.scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import Chunk, Offered, Withdrawn
 from ..kv_transfer.protocol.messages import HandoffState
-from ..node.requests.request_io import Entry
-from ..node.requests.request_role import EngineParts, EngineRole, Handoff
+from ..node.peers.peers import Peers
+from ..node.requests.request_io import Entry, RequestIO
+from ..node.requests.request_role import EngineRole, Handoff
 from ..proto.v1 import node_pb2
 
 
@@ -35,9 +38,9 @@ class PrefillRole(EngineRole[_Offer]):
 
     ticket_work = node_pb2.WORK_PREFILL
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        parts.peers.on_release = self._release
+    def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
+        super().__init__(engine, requests, peers, clock)
+        peers.on_release = self._release
 
     # -- gateways ------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class EngineLimits:
     graph_rows: tuple[int, ...] = ()  # that steps of decodes and prompts are padded to, ascending
     graph_prompt_tokens: int = 0  # most of such a step; one with more is in no graph
     num_stages: int = 1
+    block_bytes: int = 0  # of all ranks
 
     @property
     def capacity(self) -> int:

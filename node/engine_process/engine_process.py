@@ -48,7 +48,6 @@ from ..peers.peers import Peers
 from ..peers.prefixes import PrefixFetches, PrefixLoans
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
-from ..requests.request_role import EngineParts
 from .cache_report import CacheReport
 from .dispatch_gate import DispatchGate
 from .engine_links import EngineLinks
@@ -163,7 +162,6 @@ def _serve(
     grammars = grammars_of(runner)
     welcome = welcome_of(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
-    block_bytes = welcome.block_bytes = runner.engine_block_bytes
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
 
@@ -199,7 +197,6 @@ def _serve(
         clock,
         SystemEntropy(),
         incarnation=incarnation,
-        block_bytes=block_bytes,
         lease_s=node_config.lease_s,
     )
     peers = Peers(
@@ -212,15 +209,7 @@ def _serve(
         fetches,
         clock,
     )
-    role = plan.build(
-        EngineParts(
-            engine=engine,
-            requests=requests,
-            peers=peers,
-            clock=clock,
-            block_bytes=block_bytes,
-        )
-    )
+    role = plan.build(engine, requests, peers, clock)
     inbox.watch(frames, lambda: _read(frames))
     for item in _read(frames):  # what came with the last frame of the start: no event follows
         inbox.put(item)

@@ -9,7 +9,11 @@ from typing import Any
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
 from ...core.membership import Role as RoleName
-from ..requests.request_role import EngineParts, EngineRole
+from ...core.ports import Clock
+from ...engine.engine import Engine
+from ..peers.peers import Peers
+from ..requests.request_io import RequestIO
+from ..requests.request_role import EngineRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +23,4 @@ class RolePlan:
     name: RoleName
     adjust: Callable[[EngineConfig], EngineConfig]
     max_held_blocks: Callable[[NodeConfig, int], int | None]
-    build: Callable[[EngineParts], EngineRole[Any]]
+    build: Callable[[Engine, RequestIO, Peers, Clock], EngineRole[Any]]

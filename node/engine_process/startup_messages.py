@@ -69,6 +69,7 @@ def welcome_of(
         max_model_len=runner.max_model_len,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
+        block_bytes=limits.block_bytes,
         vocab_size=runner.model_config.vocab_size,
         eos_token_ids=runner.eos_token_ids,
         max_num_seqs=limits.max_num_seqs,

@@ -86,14 +86,12 @@ class PrefixFetches:
         entropy: Entropy,
         *,
         incarnation: str,
-        block_bytes: int,
         lease_s: float,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._entropy = entropy
         self._incarnation = incarnation
-        self._block_bytes = block_bytes
         self._most_limit_s = _LEASE_SHARE * lease_s
         self.by_transfer: dict[str, _Fetch] = {}
         self.counts = node_pb2.Counters()
@@ -149,7 +147,7 @@ class PrefixFetches:
         self._engine.prefixes.keep(fetch.prefix, complete.state.first_undrafted)
         self.counts.num_fetches += 1
         self.counts.fetched_blocks += complete.num_pulled_blocks
-        self.counts.fetched_bytes += complete.num_pulled_blocks * self._block_bytes
+        self.counts.fetched_bytes += complete.num_pulled_blocks * self._engine.limits.block_bytes
         self.counts.fetch_s += self._clock.monotonic_s() - fetch.began_s
         self._over(fetch)
 

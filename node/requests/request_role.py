@@ -28,20 +28,6 @@ from .request_io import Entry, RequestIO
 from .trials import Trials
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What a role is built from: everything that its engine process has made.
-
-    `block_bytes`: of all ranks.
-    """
-
-    engine: Engine
-    requests: RequestIO
-    peers: Peers
-    clock: Clock
-    block_bytes: int
-
-
 @dataclass(slots=True)
 class Handoff:
     """One engine's end of a hand-off. The samples that share it: the dispatch's own, its forks."""
@@ -59,12 +45,10 @@ class EngineRole(ABC, Generic[H]):
 
     ticket_work: node_pb2.Work  # that this role does with a ticket
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._engine = parts.engine
-        self._requests = parts.requests
-        self._peers = parts.peers
-        self._fetches = parts.peers.fetches
-        self._trials = Trials(self._requests, parts.engine.num_outputs)
+    def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
+        self._engine, self._requests, self._peers, self._clock = engine, requests, peers, clock
+        self._fetches = peers.fetches
+        self._trials = Trials(requests, engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
         self._counts = node_pb2.Counters()
 

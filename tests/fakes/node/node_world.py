@@ -37,7 +37,6 @@ from baton.node.peers.peers import Peers
 from baton.node.peers.prefixes import PrefixFetches, PrefixLoans
 from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
-from baton.node.requests.request_role import EngineParts
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, node_pb2
@@ -127,8 +126,9 @@ class Node:
         )
         self.pool.num_steps = 0 if counts_steps else None
         limits = EngineLimits(
-            num_blocks, BLOCK_SIZE, max_model_len=256, max_num_batched_tokens=budget
-        )
+            num_blocks, BLOCK_SIZE, max_model_len=256, max_num_batched_tokens=budget,
+            block_bytes=self.pool.block_bytes,
+        )  # fmt: skip
         self.engine = Engine(
             self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
         )
@@ -155,7 +155,7 @@ class Node:
         source = Source(hello, self.clock, lease_s, ACCESS)
         fetches = PrefixFetches(
             self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
-            block_bytes=self.pool.block_bytes, lease_s=lease_s,
+            lease_s=lease_s,
         )  # fmt: skip
         puller = Puller(hello, self.clock, LINK_WAIT_S)
         return Peers(
@@ -300,15 +300,9 @@ class NodeWorld:
         self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
         self.back_ends: tuple[AnyChannel, ...] = ()  # of the other one, by which prefill pulls
         to_p, to_d = (_Transport(node.pool, pools, self.windows) for node in (p, d))
-        for_p, for_d = self._parts(p, to_p), self._parts(d, to_d)
-        p.start(PrefillRole(for_p), for_p.peers)
-        d.start(DecodeRole(for_d), for_d.peers)
-
-    def _parts(self, node: Node, transport: _Transport) -> EngineParts:
-        return EngineParts(
-            *(node.engine, node.desk, node.peers(transport, LEASE_S), self.clock),
-            block_bytes=node.pool.block_bytes,
-        )
+        of_p, of_d = p.peers(to_p, LEASE_S), d.peers(to_d, LEASE_S)
+        p.start(PrefillRole(p.engine, p.desk, of_p, self.clock), of_p)
+        d.start(DecodeRole(d.engine, d.desk, of_d, self.clock), of_d)
 
     # -- the network ---------------------------------------------------------------------------
 
