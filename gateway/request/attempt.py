@@ -99,7 +99,11 @@ class Attempt:
     @property
     def has_tokens(self) -> bool:
         """Whether it has brought any: a search's come at its end."""
-        return self.next_index > self.base_index or self._is_due
+        return self.reaches(self.base_index + 1)
+
+    def reaches(self, num_outputs: int) -> bool:
+        """Whether so many are here, from the first one on, be it that the last of them waits."""
+        return self.next_index + self._is_due >= num_outputs
 
     @property
     def _is_due(self) -> bool:

@@ -351,7 +351,7 @@ class Session:
         if chunk.token_ids and self.fingerprint is None:
             self.fingerprint = attempt.route.prefill.fingerprint
         if self._setbacks is not None:
-            self._setbacks.got_further()
+            self._setbacks.got_further(attempt)
         if self.answer.matched_stop is not None:
             self.finish(attempt, FinishReason.STOP, chunk)
         elif attempt.is_complete and attempt.finish_reason is not None:

@@ -335,9 +335,9 @@ class Setbacks:
             self._take_back(running)
             self._leave_out(running.pair[side], running.pair)
 
-    def got_further(self) -> None:
+    def got_further(self, attempt: Attempt) -> None:
         """Perhaps than where its engine died: then what killed that was another request."""
-        if self.is_suspect and len(self._output_ids) >= self._cleared_at:
+        if self.is_suspect and attempt.reaches(self._cleared_at):
             self.suspect_side = None
             self._num_deaths = 0
             self.trial_ended()

@@ -134,6 +134,20 @@ def test_a_first_token_that_waits_is_computed_again_where_the_decode_engine_is_l
     assert (again.attempt, again.output_token_ids, rig.sink.text) == (1, (), "")
 
 
+def test_a_suspect_whose_first_token_waits_is_past_the_prefill() -> None:
+    rig = holding()
+    rig.lose("p1", has_died=True)
+    rig.session.try_dispatch()
+    assert rig.session.is_suspect
+    rig.send("p2", 0, "a", attempt=1)
+    assert not rig.session.is_suspect
+    rig.lose("d1", has_died=True)
+    rig.session.try_dispatch()
+    rig.send("p2", 0, "a", attempt=2)
+    rig.send("d2", 1, "bcde", attempt=2, finish_reason=LENGTH)
+    assert rig.sink.text == "abcde"
+
+
 def test_the_usual_way() -> None:
     rig = Rig().started()
     (request, work, ticket, remaining_s) = rig.links["p1"].dispatched[0]
