@@ -76,7 +76,7 @@ INTER_TOKEN = Metric(
 HANDOFF_GAP = Metric(
     "handoff_gap_seconds",
     "From a stream's first token to its second: KV transfer and decode admission are in it, except "
-    "where one engine serves it whole.",
+    "where one engine serves it whole, or the first token waits for them.",
     buckets=GAP_S,
 )
 TPOT = Metric(

@@ -28,7 +28,7 @@ export function makeCharts() {
       title: "TBT, all samples", note: "One sample a gap; logarithmic", name: "tbt", token: "decode",
     }),
     new StackChart(byId("stages"), {
-      title: "Arrival to second token", note: "Mean time in each stage: the first three make TTFT, the others the hand-off gap, where there is one",
+      title: "Arrival to second token", note: "Mean time in each stage: the first three end with the first token, the others with the second, where there is a hand-off",
       parts: STAGES.map(({ key, name, token }) => ({ name, token, column: `${key}_mean_s` })),
       format: seconds,
       legend: (state) => STAGES.map(({ key }) => state.stages[key].mean_s),
