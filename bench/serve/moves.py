@@ -5,7 +5,7 @@ python -m baton.bench.serve.moves [--shape NAME --gpus 0,1 --device cuda] [--con
 
 A deployment in `auto`, and a gateway in this process, which is told what to move: one stream at a
 time, alone and beside others. Told are the longest gap of a stream from when its move
-begins until it is over, and the median of its gaps before.
+begins until it is over, the median of its gaps before, and how moves ended.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ class Bench:
 
     async def figures(self, context: int, num_beside: int) -> list[Figure]:
         """Of streams of so many prompt tokens, one after the other, beside others that go on."""
-        gaps, before = list[float](), list[float]()
+        gaps, before, ends = list[float](), list[float](), Counter[str]()
         async with self._beside(context, num_beside):
             for number in range(_REPEATS + 1):
-                found = await self._moved(context)
-                if number and found is not None:  # the first opens links and measures them
-                    gaps.append(found[0] * 1e3)
-                    before.append(found[1] * 1e3)
+                end, gap_s, before_s = await self._move_one(context)
+                if number:  # the first opens links and measures them
+                    ends[end] += 1
+                if number and end == "moved":
+                    gaps.append(gap_s * 1e3)
+                    before.append(before_s * 1e3)
         name = f"{context} tokens beside {num_beside}"
         title = f"{name}: the longest gap of a move"
         if not gaps:
@@ -68,7 +70,10 @@ class Bench:
         return [
             Figure(title, "ms", tuple(gaps)),
             Figure(f"{name}: gaps before", "ms", tuple(before)),
-            Figure(f"{name}: moved, of {_REPEATS}", "", (float(len(gaps)),)),
+            *(
+                Figure(f"{name}: {end}, of {_REPEATS}", "", (float(number),))
+                for end, number in ends.most_common()
+            ),
         ]
 
     @asynccontextmanager
@@ -94,24 +99,23 @@ class Bench:
             prompt_token_ids=prompt, max_tokens=_TOKENS, temperature=0.0, ignore_eos=True
         )
 
-    async def _moved(self, context: int) -> tuple[float, float] | None:
-        """(the longest gap of a stream since its move began, the median before), in seconds; None
-        if it was not moved."""
+    async def _move_one(self, context: int) -> tuple[str, float, float]:
+        """(how a stream's move ended, the longest gap since it began, the median before), in
+        seconds."""
         others = {one.request_id for one in self._gateway._sessions}
         stream, count, began_s = self._stream(context), 0, math.inf
-        moved = self._moves()["moved"]
+        earlier = self._moves()
         async for chunk in stream:
             count += len(chunk.token_ids)
             if began_s == math.inf and count >= _TOKENS_BEFORE:
                 began_s = time.monotonic()
                 self._move(others)
-        if self._moves()["moved"] == moved:
-            return None
+        end = next(iter(self._moves() - earlier), "not begun")
         times = stream.result.times
         since = [
             gap for at, gap in zip(times.token_s[1:], times.gaps_s, strict=True) if at > began_s
         ]
-        return max(since), statistics.median(times.gaps_s[: _TOKENS_BEFORE - 1])
+        return end, max(since), statistics.median(times.gaps_s[: _TOKENS_BEFORE - 1])
 
     def _moves(self) -> Counter[str]:
         return Counter(self._gateway._table.plans.moves)

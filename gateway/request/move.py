@@ -5,12 +5,12 @@
                                 confirmed: the very tokens that were streamed
 
 The new engine gets prompt and outputs as a retry would, and pulls their KV from the old one, which
-goes on. A token's random key depends on its position alone, so both choose the same tokens; where
-one differs all the same, the move fails. What the old engine sends after the new one's first token
-is kept back until that one has confirmed all that was streamed: then it goes on with the first
-token that nobody has seen. If too many were streamed by then, the move has another round, which
-finds nearly all KV in the new engine's cache. A move that fails leaves the request where it was:
-what was kept back is streamed.
+goes on. A token's random key depends on its position alone, so both choose the same tokens, but
+where two are about as likely. What the old engine sends after the new one's first token is kept
+back until that one has confirmed all that was streamed: then it goes on with the first token that
+nobody has seen. If too many were streamed by then, or a token differs, the move has another round,
+which finds nearly all KV in the new engine's cache. A move that fails leaves the request where it
+was: what was kept back is streamed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .engine_link import EngineOutput, Route
 from .output_chunk import OutputToken
 
 MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed
-LIMIT_S = 2.0  # from the first dispatch to the new engine's first token in time
+LIMIT_S = 2.0  # of a round, to the new engine's first token in time
 CATCH_UP_S = 0.25  # for which tokens are kept back
 MOST_BEHIND = 2  # tokens that are confirmed one by one: each is a step of a gap for the client
 _MOST_ROUNDS = 3
@@ -170,7 +170,7 @@ class Moves:
         end = move.next_index = start + len(known)
         num_behind = len(streamed) - end
         if [token_id for token_id, _ in known] != list(streamed[start:end]):
-            self._fail(move, "differs")
+            self._try_again(move, "differs", now_s)
         elif not num_behind:
             self.now, self._tried = None, ()
             move.on_over("moved")
@@ -185,15 +185,24 @@ class Moves:
         elif num_behind <= MOST_BEHIND:
             move.is_catching_up = True
             move.deadline_s = min(move.deadline_s, now_s + CATCH_UP_S)
-        elif move.num_rounds == _MOST_ROUNDS:
-            self._fail(move, "late")
         else:
-            move.target.cancel()
-            if (fetch := move.route.fetch) is not None:  # it is there now
-                cached = (fetch.num_tokens, fetch.num_tokens)
-                move.route = replace(move.route, cached_tokens=cached, fetch=None)
-            move.num_rounds += 1
-            move.target, move.next_index = self._begin_round(move.route)
+            self._try_again(move, "late", now_s)
+
+    def _try_again(self, move: Move, how: str, now_s: float) -> None:
+        """In another round, from what is streamed by now; behind the last one it has failed."""
+        if move.num_rounds == _MOST_ROUNDS or not move.has_source:
+            self._fail(move, how)
+            return
+        move.target.cancel()
+        move.is_catching_up, move.deadline_s = False, now_s + LIMIT_S
+        self._stream_kept_back(move)
+        if self.now is not move:  # the request ended with that
+            return
+        if (fetch := move.route.fetch) is not None:  # it is there now
+            cached = (fetch.num_tokens, fetch.num_tokens)
+            move.route = replace(move.route, cached_tokens=cached, fetch=None)
+        move.num_rounds += 1
+        move.target, move.next_index = self._begin_round(move.route)
 
     def lose(self, incarnation: str, *, has_died: bool) -> None:
         """This engine is gone. If it died, the move may be why: there is no other."""
@@ -222,7 +231,11 @@ class Moves:
         self._may_begin_s += self._pause_s
         self._pause_s *= 2
         self.end(how)
-        for incarnation, output in move.kept_back:
+        self._stream_kept_back(move)
+
+    def _stream_kept_back(self, move: Move) -> None:
+        kept_back, move.kept_back = move.kept_back, []
+        for incarnation, output in kept_back:
             self._session.engine_output(incarnation, output)
 
     def end(self, how: str) -> None:

@@ -161,17 +161,48 @@ def test_a_move_that_fails_changes_nothing(error: Exception, how: str) -> None:
     assert rig.movable_from == "a"
 
 
-def test_what_was_kept_back_is_streamed_if_the_new_engine_hangs_or_differs() -> None:
-    for wrong in (False, True):
-        rig = Rig()
-        rig.move()
-        for name in "aaba":
-            rig.step(name)
-        assert rig.sink.text == "abcdef"
-        rig.step("b", wrong="?") if wrong else rig.wait(CATCH_UP_S)
-        assert (rig.sink.text, rig.is_on) == ("abcdefg", "a")
-        assert rig.ends == ["differs" if wrong else "late"]
-        assert rig.links["b"].cancelled == [1]
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_was_kept_back_is_streamed_if_the_new_engine_hangs_or_differs(is_wrong: bool) -> None:
+    rig = Rig()
+    rig.move()
+    for name in "aaba":
+        rig.step(name)
+    assert rig.sink.text == "abcdef"
+    rig.step("b", wrong="?") if is_wrong else rig.wait(CATCH_UP_S)
+    assert (rig.sink.text, rig.is_on) == ("abcdefg", "a")
+    assert rig.ends == ([] if is_wrong else ["late"])
+    assert rig.links["b"].cancelled == [1]
+
+
+@pytest.mark.parametrize("num_wrong", [1, 2, 3])
+def test_where_a_token_differs_there_is_another_round_and_no_fourth(num_wrong: int) -> None:
+    rig = Rig()
+    rig.move()
+    for _ in range(num_wrong):
+        rig.step("a")
+        rig.step("b", wrong="?")
+    is_over = num_wrong == 3
+    dispatched = [len(one[0].output_token_ids) for one in rig.links["b"].dispatched]
+    assert dispatched == [4, 5, 6, 7][: 3 if is_over else num_wrong + 1]
+    assert rig.session.next_wakeup_s == (60.0 if is_over else LIMIT_S)
+    if is_over:
+        assert (rig.is_on, rig.ends) == ("a", ["differs"])
+    else:
+        rig.step("b")
+        assert (rig.is_on, rig.ends) == ("b", ["moved"])
+    while not rig.sink.is_over:
+        rig.step(rig.is_on or "")
+    assert rig.sink.text == TEXT[:20]
+
+
+def test_what_was_kept_back_may_end_the_request() -> None:
+    rig = Rig(stop=("g",))
+    rig.move()
+    for name in "aaba":
+        rig.step(name)
+    rig.step("b", wrong="?")
+    assert (rig.sink.text, rig.sink.finish_reason) == ("abcdef", FinishReason.STOP)
+    assert (rig.ends, len(rig.links["b"].dispatched)) == (["ended"], 1)
 
 
 def test_a_new_engine_that_is_silent_is_given_up() -> None:
