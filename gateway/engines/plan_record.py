@@ -12,8 +12,8 @@ from .routing import EngineState, Plan
 from .sampled_plan import SampledPlan
 
 PAIR, ALONE, MOVE = "pair", "alone", "move"
-_SAMPLE_EVERY_S = 0.25
-_MAX_SAMPLES = 40
+_SAMPLE_EVERY_S = 1.0  # to estimate all of them at once, when a page opens, holds up streams
+_MAX_SAMPLES = 10
 _MOVED = "moved"
 
 
