@@ -58,12 +58,12 @@ class Callers:
         """The body runs once the caller is accepted. `roles`: one of them is the certificate's
         where there are any.
 
-        A BatonError ends the call with its status and, in the trailers, the code that survives.
+        A BatonError ends the call with its status and, in the trailers, the code that survives. It
+        does so behind a message of the caller's: grpc.aio's client loses the status of a call that
+        ends while it writes.
         """
         try:
-            if self.has_tls:
-                check_peer_role(context, *roles)
-            await self._shake_hands(context, requests, response, purpose)
+            await self._shake_hands(context, requests, response, purpose, roles)
             yield
         except BatonError as error:
             await context.abort(
@@ -78,6 +78,7 @@ class Callers:
         requests: AsyncIterator[Any],
         response: Callable[..., Any],
         purpose: bytes,
+        roles: Sequence[str],
     ) -> None:
         if self.num_pending >= MAX_PENDING:
             raise Overloaded("too many callers have not proven yet who they are")
@@ -86,7 +87,10 @@ class Callers:
             async with asyncio.timeout(ADMIT_S):
                 keys = self.secret.keys_by_id()
                 listener = Listener(lambda o: keys.get(o.key_id), (purpose,), self.addresses)
-                challenge = listener.challenge((await anext(requests)).handshake)
+                opening = (await anext(requests)).handshake
+                if self.has_tls:
+                    check_peer_role(context, *roles)
+                challenge = listener.challenge(opening)
                 await context.write(response(handshake=challenge))
                 listener.check((await anext(requests)).handshake)
                 await context.write(response(handshake=ACCEPTED))
