@@ -78,7 +78,7 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     [
         (0.0, 1.0, 64, 8),  # a short step costs nothing: the shortest
         (0.0, 1.0, 320, 8),
-        (8.0, 1.0, 64, 32),  # (2 + 1) x 40 s; 16: (4 + 1) x 24, 8: (8 + 1) x 16
+        (10.0, 1.0, 64, 32),  # (2 + 1) x 42 s; 16: (4 + 1) x 26, 8: (8 + 1) x 18
         (8.0, 1.0, 320, 64),  # (5 + 1) x 72; 32: (10 + 1) x 40 = 440
         (1e3, 1e-3, 64, 64),  # a step costs as much whatever is in it: one
     ],
