@@ -13,7 +13,7 @@ Their product is about the share of good requests. What came in a few seconds te
 within chance: near what the engines can take, a few prompts more would speak for one number and a
 few less for another. So shares are means over the loads that may be behind what came. The measured
 steps tell what engines would compute otherwise only to within some: another number is taken where
-it is better by LEAST_GAIN with MARGIN times the prompts. That all promise is the rule: as many do
+it is better by LEAST_GAIN with MARGIN times the requests. That all promise is the rule: as many do
 again as would serve HEAVIER prompts as well and would not be left for another number, at this load
 or then. So what is chosen stays while the load does, and some longer; the first prompts after a
 pause say nothing of the load that begins with them, and as many stay without a promise.
@@ -30,14 +30,15 @@ from functools import partial
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
-MARGIN = 1.2
+MARGIN = 1.1
 HEAVIER = 1.3
 LEAST_PROMPTS = 12  # that came, or all do not promise again
 _LEAST_LOSS = 0.01  # what is as good with that much more
 HOLD_S = 5.0  # a promise stays at least so long
 _MANY_DECODES = 1 << 16
-_MANY_COUNTS = 12  # of engines: more are not all tried, each takes 0.1 ms
+_MANY_COUNTS = 12  # of engines: more are not all tried
 _LATE = 0.2  # what a request counts that is served, but too late
+_RATE_STEP = 0.04  # of a rate of decode tokens, whose logarithm it divides
 _DEVIATIONS = (-1.28, -0.52, 0.0, 0.52, 1.28)  # of a normal distribution, a fifth each
 
 
@@ -74,12 +75,12 @@ class GoodShares:
         self._pure_each_per_s = _pure_tokens_per_s(cost, mix, target)
         speed = cost.prompt_speed(target.chunk, StepShape(), None)
         self._alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
-        self._mixed: dict[int, tuple[float, float]] = {}
+        self._mixed: dict[int, tuple[float, float]] = {}  # by the rate of decode tokens, in steps
 
     def share(self, num_pure: int, times: float = 1.0) -> float:
-        """With so many `times` the prompts. Requests that are served too late count a little."""
+        """With so many `times` the requests. Those that are served too late count a little."""
         num_mixed = self._num_engines - num_pure
-        running, mixed_per_s = self._mixed_engines(num_mixed)
+        running, mixed_per_s = self._mixed_engines(num_mixed, times)
         most = num_mixed * self._decodes_each
         spread = math.sqrt(max(running, 1.0))  # arrivals are not even
         decodes_share = 0.5 * (1 + math.erf((most - running) / spread / math.sqrt(2)))
@@ -91,18 +92,20 @@ class GoodShares:
         return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
 
     def expected_share(self, num_pure: int, times: float = 1.0) -> float:
-        """The mean over the loads that may be behind the prompts that came (Poisson arrivals)."""
+        """The mean over the loads that may be behind the requests that came (Poisson arrivals)."""
         deviation = 1 / math.sqrt(max(1.0, self._mix.num_prompts))
         loads = [max(0.0, 1 + number * deviation) for number in _DEVIATIONS]
         return sum(self.share(num_pure, times * load) for load in loads) / len(loads)
 
-    def _mixed_engines(self, num: int) -> tuple[float, float]:
+    def _mixed_engines(self, num: int, times: float) -> tuple[float, float]:
         """Decodes that run on so many, and prompt tokens that these compute in a second."""
-        if (known := self._mixed.get(num)) is None:
-            of = self._cost, self._mix, self._target, num
-            running = self._mix.output_tokens_per_s * _decode_step_s(*of)
-            known = self._mixed[num] = running, num * _mixed_tokens_per_s(*of)
-        return known
+        each_per_s = times * self._mix.output_tokens_per_s / num
+        step = round(math.log(max(each_per_s, 1.0)) / _RATE_STEP)
+        if (known := self._mixed.get(step)) is None:
+            of = self._cost, self._mix, self._target, math.exp(step * _RATE_STEP)
+            known = self._mixed[step] = _decode_step_s(*of), _mixed_tokens_per_s(*of)
+        decode_step_s, tokens_per_s = known
+        return num * each_per_s * decode_step_s, num * tokens_per_s
 
     def _within_ttft(self, pure_per_s: float, mixed_per_s: float, wanted_per_s: float) -> float:
         """The share of first tokens that come in time: a queue of Poisson arrivals in front of all
@@ -129,12 +132,12 @@ def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
     return bisect_right(range(1, _MANY_DECODES), seconds, key=takes_s)
 
 
-def _decode_step_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int) -> float:
-    """How long steps of decodes alone are, at as many as that makes run at once; at most the
-    promise."""
+def _decode_step_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:
+    """How long an engine's steps of decodes alone are, at as many as that makes run at once; at
+    most the promise."""
     seconds = cost.base_s
     for _ in range(16):
-        decodes = mix.output_tokens_per_s * seconds / num_mixed
+        decodes = outputs_per_s * seconds
         shape = StepShape(num_decodes=math.ceil(decodes), keys=int(decodes * mix.context))
         longer = min(cost.seconds(shape), target.tbt_s)
         if longer <= seconds:
@@ -150,9 +153,9 @@ def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: Target) -> float:
     return size / max(cost.seconds(StepShape(num_prompt_tokens=size, pairs=pairs)), 1e-9)
 
 
-def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int) -> float:
-    """Of one engine, in steps as long as the promise with its share of the decodes."""
-    decodes = mix.output_tokens_per_s * target.tbt_s / num_mixed
+def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:
+    """Of one engine, in steps as long as the promise with its decodes."""
+    decodes = outputs_per_s * target.tbt_s
     beside = StepShape(num_decodes=math.ceil(decodes), keys=int(decodes * mix.context))
     context = int(mix.prompt_tokens / 2)
     size = cost.prompt_tokens_within(target.tbt_s, beside, context, target.chunk)

@@ -73,7 +73,18 @@ def test_chance_in_what_arrives_moves_nothing_to_and_fro() -> None:
     )
     for share in (1.0, 0.95, 0.9):
         assert choose_num_pure(LARGE, mix(8192, 256, share * entered), TARGET, 2, 2, 2) > 0
-    assert choose_num_pure(LARGE, mix(8192, 256, 0.9 * entered / HEAVIER), TARGET, 2, 2, 2) == 0
+    assert choose_num_pure(LARGE, mix(8192, 256, 0.85 * entered / HEAVIER), TARGET, 2, 2, 2) == 0
+
+
+def test_a_heavier_load_has_more_decodes_too() -> None:
+    """One engine could decode for all at the load that came; it is no tenth away from more than it
+    has place for."""
+    cost = replace(COST, mixed_s=2.5e-3, mixed_pair_s=1e-9)
+    load = mix(1024, 512, 31.0)
+    shares = GoodShares(cost, load, replace(TARGET, chunk=2048), 2)
+    assert shares.share(1) > 0.99 and shares.share(1, 1.1) < 0.5
+    assert shares.expected_share(1) < 0.9
+    assert choose_num_pure(cost, load, replace(TARGET, chunk=2048), 1, 1, 0) == 0
 
 
 def test_fewer_prompts_tell_less() -> None:
