@@ -13,10 +13,8 @@ next message of the other, or, after a fixed time, the attempt counts as failed.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from dataclasses import replace
 from itertools import repeat
-from operator import attrgetter
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.ports import Entropy
@@ -56,7 +54,7 @@ class Attempt:
         sampling = answer.request.sampling
         self._is_search = sampling.use_beam_search
         self._max_tokens = sampling.max_tokens
-        self._held: list[EngineOutput] = []  # with tokens that are not due, by position
+        self._held: dict[int, OutputToken] = {}  # that came before their turn, by position
         self._total: int | None = None
         self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
 
@@ -108,7 +106,7 @@ class Attempt:
     @property
     def _is_due(self) -> bool:
         """Whether what comes next is here."""
-        return bool(self._held) and self._held[0].first_index <= self.next_index
+        return self.next_index in self._held
 
     @property
     def _has_first_token(self) -> bool:
@@ -136,20 +134,20 @@ class Attempt:
         token_ids, end = output.token_ids, output.first_index + len(output.token_ids)
         if output.logprobs and len(output.logprobs) != len(token_ids):
             raise EngineFailed("an engine sent tokens and log-probabilities that do not match")
-        if token_ids:
-            if end > self._max_tokens:
-                raise EngineFailed(f"an engine sent token {end - 1} of at most {self._max_tokens}")
-            insort(self._held, output, key=attrgetter("first_index"))
+        if token_ids and end > self._max_tokens:
+            raise EngineFailed(f"an engine sent token {end - 1} of at most {self._max_tokens}")
+        found = zip(token_ids, output.logprobs or repeat(None), strict=False)
+        for index, token in enumerate(found, output.first_index):
+            if index >= self.next_index:
+                self._held.setdefault(index, token)
         ends = output.finish_reason is not None and self._total is None
         if ends:
             self.finish_reason, self._total = output.finish_reason, end
         tokens: list[OutputToken] = []
         must_wait = self._answer.lacks_scores or self._holds_first
         while self._is_due and not must_wait:
-            due = self._held.pop(0)
-            pairs = [*zip(due.token_ids, due.logprobs or repeat(None), strict=False)]
-            tokens += pairs[self.next_index - due.first_index :]
-            self.next_index = max(self.next_index, due.first_index + len(pairs))
+            tokens.append(self._held.pop(self.next_index))
+            self.next_index += 1
         if ends and not self.is_complete:
             what = "a score" if self._answer.lacks_scores else f"token {self.next_index}"
             self._begin_doubt(EngineFailed(f"{what} never came"), now_s)
