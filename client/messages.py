@@ -22,9 +22,10 @@ from ..core.request.token_ids import pack
 from ..proto import codec
 from ..proto.v1 import inference_pb2
 
-# Fields of a GenerateRequest that are no parameters by their own name.
-_SET_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
-
+# Parameters that are fields of a GenerateRequest itself; all others are of its sampling.
+_OWN_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
+    *("text", "token_ids", "sampling")
+}
 _ONEOF = inference_pb2.GenerateRequest().sampling.DESCRIPTOR.oneofs_by_name["constraint"]
 _CONSTRAINTS = tuple(kind.name for kind in _ONEOF.fields)
 
@@ -127,25 +128,21 @@ def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
     """The request and its timeout in seconds; InvalidRequest for what the wire cannot carry."""
-    fields: dict[str, Any] = dict(params)
+    fields: dict[str, Any] = {name: one for name, one in params.items() if one is not None}
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
     timeout_s = timeout_of(fields.pop("timeout_s", None))
-    request = inference_pb2.GenerateRequest()
-    for name in set(request.DESCRIPTOR.fields_by_name) - _SET_OTHERWISE:
-        if (value := fields.pop(name, None)) is not None:
-            set_field(request, name, value)
-    if isinstance(fields.get("stop"), str):
-        fields["stop"] = [fields["stop"]]
+    if isinstance(stop := fields.get("stop"), str):
+        fields["stop"] = [stop]
     if isinstance(is_early := fields.get("early_stopping"), bool):
         fields["early_stopping"] = json.dumps(is_early)
+    request = inference_pb2.GenerateRequest()
     if not fields.keys().isdisjoint(_CONSTRAINTS):
         _set_constraint(request, fields)
     for name, value in fields.items():
-        if value is not None:
-            set_field(request.sampling, name, value)
-    if fields.get("allowed_token_ids") is not None and not request.sampling.allowed_token_ids:
+        set_field(request if name in _OWN_FIELDS else request.sampling, name, value)
+    if "allowed_token_ids" in fields and not request.sampling.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty", "allowed_token_ids", "empty_array")
     if prompt is not None:
         if not isinstance(prompt, str):
@@ -168,14 +165,12 @@ def _set_constraint(request: inference_pb2.GenerateRequest, fields: dict[str, An
             fields["json_schema"] = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise _cannot_be("json_schema", schema, error) from error
-    constraints = [name for name in _CONSTRAINTS if _is_given(fields.get(name))]
+    constraints = [name for name in _CONSTRAINTS if fields.get(name)]
     if len(constraints) > 1:
         message = f"a request has one constraint, not {' and '.join(constraints)}"
         raise InvalidRequest(message, constraints[1])
-    if constraints:  # the others are empty
-        for name in _CONSTRAINTS:
-            if name not in constraints:
-                fields.pop(name, None)
+    for name in set(_CONSTRAINTS).difference(constraints) if constraints else ():
+        fields.pop(name, None)  # it is empty
     if (choice := fields.pop("choice", None)) is not None:
         set_field(request.sampling.choice, "values", choice, param="choice")
 
@@ -187,11 +182,6 @@ def timeout_of(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
         raise InvalidRequest(f"timeout_s cannot be {value!r:.100}: it is a number", "timeout_s")
     return min(float(value), _MAX_TIMEOUT_S)
-
-
-def _is_given(constraint: Any) -> bool:
-    """An empty one is none, but for a schema: that allows anything."""
-    return bool(constraint) or isinstance(constraint, Mapping)
 
 
 def set_field(message: Message, name: str, value: Any, param: str | None = None) -> None:
