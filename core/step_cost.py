@@ -19,14 +19,14 @@ it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
 
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
 LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
-_LEAST_TOKEN_S, _MOST_PART_S = 1e-12, 3600.0
+_MOST_PART_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +119,6 @@ class StepCost:
         room = self.prompt_tokens_within(promise_s, beside, context, most)
         return max(room, min(most, beside.num_prompt_tokens_due))
 
-    def prompt_speed(self, chunk: int, beside: StepShape, promise_s: float | None) -> PromptSpeed:
-        """Of prompts in chunks of up to `chunk` tokens, beside decodes that a promise may be kept
-        to."""
-        if promise_s is not None and beside.num_decodes:
-            size = self.prompt_tokens_within(promise_s, beside, 0, chunk)
-            size = max(size, min(chunk, LEAST_PROMPT_TOKENS))
-            token_s = self.seconds(replace(beside, num_prompt_tokens=size)) / size
-            beside_s = self.seconds(beside)
-            # What tokens see makes chunks smaller, down to the least, and each has the decodes.
-            left = 1 - (beside_s + self.mixed_s) / promise_s
-            least = min(1.0, LEAST_PROMPT_TOKENS / size)
-            pair_s = (self.pair_s + self.mixed_pair_s) / max(left, least)
-            return PromptSpeed(beside_s, max(token_s, _LEAST_TOKEN_S), pair_s)
-        small = max(1, chunk // 8)
-        whole_s, small_s = (
-            self.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)
-        )
-        token_s = max((whole_s - small_s) / max(1, chunk - small), _LEAST_TOKEN_S)
-        step_s = max(0.0, small_s - small * token_s)
-        return PromptSpeed(step_s, token_s, self.pair_s, whole_s / max(1, chunk))
-
     @property
     def is_sane(self) -> bool:
         """Whether an engine's heartbeat may be believed: no part negative or of hours, none free.
@@ -149,34 +128,3 @@ class StepCost:
         if len(self.row_s) != len(KNOTS) or not all(0 <= part < _MOST_PART_S for part in parts):
             return False
         return any(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpeed:
-    """How fast an engine computes prompts now: `step_s`, and `token_s` for each of their tokens;
-    `pair_s`: more for each (query, key) pair; `steady_token_s`: for each token of many, in steps
-    that follow each other. In seconds."""
-
-    step_s: float
-    token_s: float
-    pair_s: float = 0.0
-    steady_token_s: float = 0.0
-
-    def prompt_seconds(self, num_tokens: int, context: int, ahead: float = 0.0) -> float:
-        """Of one prompt with `num_tokens` to compute, behind `context`, and of the tokens `ahead`
-        of it, of other prompts, whatever their contexts."""
-        tokens = ahead + num_tokens
-        tokens_s = max(self.step_s + tokens * self.token_s, tokens * self.steady_token_s)
-        return tokens_s + self.pair_s * pairs_of(num_tokens, context)
-
-    def tokens_like(self, pairs: int) -> float:
-        """How many tokens take as long as so many (query, key) pairs."""
-        return self.pair_s * pairs / max(self.token_s, self.steady_token_s)
-
-    def tokens_in(self, seconds: float) -> int:
-        """What a step as long as this computes."""
-        left_s = seconds - self.step_s
-        if left_s <= 0:
-            return 0
-        tokens = left_s / self.token_s
-        return int(min(tokens, seconds / self.steady_token_s) if self.steady_token_s else tokens)

@@ -27,10 +27,10 @@ from typing import NamedTuple, TypeAlias
 
 from ...core.errors import PromiseRefused
 from ...core.ports import Clock
-from ...core.step_cost import PromptSpeed, pairs_of
+from ...core.step_cost import pairs_of
 from ..request.engine_link import EngineOutput
 from .prompts_in_flight import PromptsInFlight, SentPrompt
-from .reported_load import ReportedLoad
+from .reported_load import OthersPrompts, PromptSpeed, ReportedLoad
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
 
@@ -91,9 +91,7 @@ class EngineAccount:
         # By heartbeat, as all below.
         self._waiting_tokens = self._waiting_pairs = self._num_steps = 0
         self._step_began_s = 0.0
-        self._others: dict[int, int] = {}
-        self._others_unlisted = 0
-        self._least_listed = 0
+        self._others = OthersPrompts()
         self._num_others = 0  # requests
         self._room_blocks = 0  # beside all that the engine knew of then
 
@@ -106,26 +104,13 @@ class EngineAccount:
         self._num_steps, self._waiting_tokens = load.num_steps, load.waiting_tokens
         self._waiting_pairs = load.waiting_pairs
         self.speed, self.has_refused = load.prompt_speed, False
-        self._find_others(load)
+        ours = self._answered_tokens.copy()  # or may be ours
+        for sent in set(self._prompts.values()):
+            ours[sent.caller_id] += sent.num_tokens
+        self._others = load.others_than(ours)
         self._answered_tokens.clear()
         self._num_others = max(0, load.num_requests - len(self._decodes))
         self._room_blocks = load.room_blocks
-
-    def _find_others(self, load: ReportedLoad) -> None:
-        """What waits, less what is or may be ours. Only the largest callers are listed."""
-        ours = self._answered_tokens.copy()
-        for sent in set(self._prompts.values()):
-            ours[sent.caller_id] += sent.num_tokens
-        listed = load.waiting_by_caller
-        self._least_listed = min(listed.values(), default=0)
-        self._others = {
-            caller_id: num_tokens - ours[caller_id]
-            for caller_id, num_tokens in listed.items()
-            if num_tokens > ours[caller_id]
-        }
-        unlisted = load.waiting_tokens - sum(listed.values())
-        our_unlisted = sum(count for caller, count in ours.items() if caller not in listed)
-        self._others_unlisted = max(0, unlisted - our_unlisted)
 
     def sent_prompt(
         self,
@@ -214,7 +199,7 @@ class EngineAccount:
     @property
     def has_no_prompt(self) -> bool:
         """Whether nobody's wait there, as far as we know: `fair_tokens_ahead` is 0."""
-        return not (self._own_tokens or self._others or self._others_unlisted)
+        return not (self._own_tokens or self._others)
 
     @property
     def unanswered(self) -> KeysView[Key]:
@@ -248,20 +233,12 @@ class EngineAccount:
         """What of `tokens_ahead` is computed before a new prompt of this caller, in an order fair
         between callers, and of what is `held`: tokens by caller that come here before it is sent.
 
-        Of each other caller at most as much as of this one: what it has waiting and the prompt's
-        own `num_tokens`.
+        See OthersPrompts.fair_share.
         """
         waiting = Counter[int](held)
         waiting.update(self._own_tokens)
-        waiting.update(self._others)
-        mine = waiting.pop(caller_id, 0.0)
-        share = mine + num_tokens
-        whole = mine + sum(waiting.values()) + self._others_unlisted
-        fair = mine + sum(min(tokens, share) for tokens in waiting.values())
-        if self._others_unlisted:  # of callers with less each than the least that is listed
-            least = self._least_listed
-            fair += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
-        return (self.tokens_ahead + sum(held.values())) * fair / whole if whole else 0.0
+        share = self._others.fair_share(waiting, caller_id, num_tokens)
+        return (self.tokens_ahead + sum(held.values())) * share
 
     def _own_computed(self, now_s: float) -> tuple[int, int]:
         """Of our first prompt there, tokens and pairs that should be computed by now."""

@@ -1,17 +1,101 @@
-"""What an engine reports of itself in a heartbeat."""
+"""What an engine reports of itself in a heartbeat, and how fast it computes prompts by that."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape, pairs_of
 from ...proto import codec
 from ...proto.v1 import node_pb2
 
 _STEP_TOKENS = 2048  # of an engine that does not report its own
 MANY_DECODES = 1 << 16  # more than any step has
+_LEAST_TOKEN_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpeed:
+    """How fast an engine computes prompts now: `step_s`, and `token_s` for each of their tokens;
+    `pair_s`: more for each (query, key) pair; `steady_token_s`: for each token of many, in steps
+    that follow each other. In seconds."""
+
+    step_s: float
+    token_s: float
+    pair_s: float = 0.0
+    steady_token_s: float = 0.0
+
+    def prompt_seconds(self, num_tokens: int, context: int, ahead: float = 0.0) -> float:
+        """Of one prompt with `num_tokens` to compute, behind `context`, and of the tokens `ahead`
+        of it, of other prompts, whatever their contexts."""
+        tokens = ahead + num_tokens
+        tokens_s = max(self.step_s + tokens * self.token_s, tokens * self.steady_token_s)
+        return tokens_s + self.pair_s * pairs_of(num_tokens, context)
+
+    def tokens_like(self, pairs: int) -> float:
+        """How many tokens take as long as so many (query, key) pairs."""
+        return self.pair_s * pairs / max(self.token_s, self.steady_token_s)
+
+    def tokens_in(self, seconds: float) -> int:
+        """What a step as long as this computes."""
+        left_s = seconds - self.step_s
+        if left_s <= 0:
+            return 0
+        tokens = left_s / self.token_s
+        return int(min(tokens, seconds / self.steady_token_s) if self.steady_token_s else tokens)
+
+
+def prompt_speed(
+    cost: StepCost, chunk: int, beside: StepShape, promise_s: float | None
+) -> PromptSpeed:
+    """Of prompts in chunks of up to `chunk` tokens, beside decodes that a promise may be kept
+    to."""
+    if promise_s is not None and beside.num_decodes:
+        size = cost.prompt_tokens_within(promise_s, beside, 0, chunk)
+        size = max(size, min(chunk, LEAST_PROMPT_TOKENS))
+        token_s = cost.seconds(replace(beside, num_prompt_tokens=size)) / size
+        beside_s = cost.seconds(beside)
+        # What tokens see makes chunks smaller, down to the least, and each has the decodes.
+        left = 1 - (beside_s + cost.mixed_s) / promise_s
+        least = min(1.0, LEAST_PROMPT_TOKENS / size)
+        pair_s = (cost.pair_s + cost.mixed_pair_s) / max(left, least)
+        return PromptSpeed(beside_s, max(token_s, _LEAST_TOKEN_S), pair_s)
+    small = max(1, chunk // 8)
+    whole_s, small_s = (
+        cost.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)
+    )
+    token_s = max((whole_s - small_s) / max(1, chunk - small), _LEAST_TOKEN_S)
+    step_s = max(0.0, small_s - small * token_s)
+    return PromptSpeed(step_s, token_s, cost.pair_s, whole_s / max(1, chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class OthersPrompts:
+    """Prompt tokens of other gateways: `by_caller`, of the callers with most, which an engine
+    lists; `unlisted`, of callers with less each than `least_listed`."""
+
+    by_caller: Mapping[int, int] = field(default_factory=dict)
+    unlisted: int = 0
+    least_listed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.by_caller or self.unlisted)
+
+    def fair_share(self, waiting: Mapping[int, float], caller_id: int, num_tokens: int) -> float:
+        """Of these and of what else is `waiting`, by caller, the part that comes before a new
+        prompt of this caller: of each other caller at most as much as of this one, which is what it
+        has waiting and the prompt's own `num_tokens`."""
+        others = Counter[int](waiting)
+        others.update(self.by_caller)
+        mine = others.pop(caller_id, 0.0)
+        most = mine + num_tokens
+        whole = mine + sum(others.values()) + self.unlisted
+        fair = mine + sum(min(tokens, most) for tokens in others.values())
+        if self.unlisted:
+            fair += self.unlisted * (min(1.0, most / self.least_listed) if self.least_listed else 1)
+        return fair / whole if whole else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +153,14 @@ class ReportedLoad:
         parts = [sum(tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
         return max(parts) * num_parts / max(1, sum(parts))
 
+    def others_than(self, ours: Mapping[int, int]) -> OthersPrompts:
+        """What waits, less what is or may be ours, by caller."""
+        listed = self.waiting_by_caller
+        more = {i: count - ours.get(i, 0) for i, count in listed.items() if count > ours.get(i, 0)}
+        unlisted = self.waiting_tokens - sum(listed.values())
+        our_unlisted = sum(count for caller_id, count in ours.items() if caller_id not in listed)
+        return OthersPrompts(more, max(0, unlisted - our_unlisted), min(listed.values(), default=0))
+
     @property
     def takes_whole(self) -> bool:
         """Whether it may be given prompts and their decodes: it promises something to these."""
@@ -89,7 +181,8 @@ class ReportedLoad:
 
     def prompt_speed_by(self, cost: StepCost) -> PromptSpeed:
         """The same, were its steps to cost as much as this."""
-        return cost.prompt_speed(self.step_tokens or _STEP_TOKENS, self.decodes, self.tbt_target_s)
+        chunk = self.step_tokens or _STEP_TOKENS
+        return prompt_speed(cost, chunk, self.decodes, self.tbt_target_s)
 
     def decodes_within(self, seconds: float) -> int:
         """How many like those that run a step may have that takes no longer; where not even one

@@ -33,9 +33,9 @@ from typing import NamedTuple, TypeAlias
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.step_cost import PromptSpeed
 from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Avoid, Blocked, MustWait
+from .reported_load import PromptSpeed
 
 # What one more request on an engine weighs: it makes every step to come a little longer.
 REQUEST_S = 0.0014

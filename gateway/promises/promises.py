@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
+from ..engines.reported_load import prompt_speed
 
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
 MARGIN = 1.1
@@ -73,7 +74,7 @@ class GoodShares:
         self._num_engines = num_engines
         self._decodes_each = _decodes_within(cost, mix.context, target.tbt_s)
         self._pure_each_per_s = _pure_tokens_per_s(cost, mix, target)
-        speed = cost.prompt_speed(target.chunk, StepShape(), None)
+        speed = prompt_speed(cost, target.chunk, StepShape(), None)
         self._alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
         self._mixed: dict[int, tuple[float, float]] = {}  # by the rate of decode tokens, in steps
 

@@ -63,49 +63,6 @@ def test_a_promise_never_stops_prompts_nor_takes_many_more_than_were_measured(
         assert cost.seconds(beside.with_prompt(found, 0)) <= promise_s
 
 
-def test_the_speed_of_prompts() -> None:
-    beside = StepShape(num_decodes=64, keys=64 * 2048)
-    alone = GPU.prompt_speed(2048, StepShape(), None)
-    assert alone.token_s == pytest.approx(21e-6, rel=0.1)
-    promised = GPU.prompt_speed(2048, beside, 0.015)
-    tokens = GPU.promised_tokens(0.015, beside, 0, 2048)
-    assert 200 < tokens < 600
-    assert promised.token_s == pytest.approx(0.015 / tokens, rel=0.05), "slower beside decodes"
-    assert GPU.prompt_speed(2048, StepShape(), 0.015) == alone, "nobody to keep a promise to"
-    seconds = alone.prompt_seconds(8192, 0)
-    assert seconds == pytest.approx(
-        sum(GPU.seconds(StepShape().with_prompt(2048, c)) for c in range(0, 8192, 2048)), rel=0.1
-    )
-
-
-@pytest.mark.parametrize("promise_s", [0.015, 0.024, 0.05, 1.0])
-@pytest.mark.parametrize("num_decodes", [8, 64, 128, 256])
-@pytest.mark.parametrize("mixed_s", [0.0, 0.001])
-def test_a_long_prompt_beside_decodes_takes_as_long_as_its_chunks(
-    promise_s: float, num_decodes: int, mixed_s: float
-) -> None:
-    """The more they see, the smaller they are, and each step has the decodes' time as well."""
-    cost = replace(GPU, mixed_s=mixed_s)
-    beside = StepShape(num_decodes=num_decodes, keys=num_decodes * 1500)
-    speed = cost.prompt_speed(2048, beside, promise_s)
-    for num_tokens in (32_000, 120_000):
-        whole_s, context = 0.0, 0
-        while context < num_tokens:
-            most = min(2048, num_tokens - context)
-            chunk = cost.promised_tokens(promise_s, beside, context, most)
-            whole_s += cost.seconds(beside.with_prompt(chunk, context))
-            context += chunk
-        assert speed.prompt_seconds(num_tokens, 0) == pytest.approx(whole_s, rel=0.25)
-
-
-@pytest.mark.parametrize("chunk", [256, 512, 2048])
-def test_what_waits_takes_as_long_as_its_chunks(chunk: int) -> None:
-    """Each of them has the part that no step is without."""
-    speed = GPU.prompt_speed(chunk, StepShape(), None)
-    whole_s = 16 * GPU.seconds(StepShape(num_prompt_tokens=chunk))
-    assert speed.prompt_seconds(0, 0, 16 * chunk) == pytest.approx(whole_s, rel=0.06)
-
-
 @pytest.mark.parametrize("part", [-1.0, math.nan, math.inf, 1e300])
 def test_what_cannot_be_is_not_believed(part: float) -> None:
     assert GPU.is_sane

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
-from baton.core.step_cost import PromptSpeed
+from baton.gateway.engines.reported_load import PromptSpeed
 from baton.gateway.engines.routing import (
     ALIKE,
     PULL_TOKEN_S,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Role
-from baton.core.step_cost import PromptSpeed
 from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.reported_load import PromptSpeed
 from baton.gateway.engines.routing import REQUEST_S, EngineState, Plan, choose_plan
 from baton.gateway.engines.sampled_plan import estimates
 from baton.gateway.request.engine_link import Route

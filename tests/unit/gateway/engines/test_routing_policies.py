@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
-from baton.core.step_cost import PromptSpeed
+from baton.gateway.engines.reported_load import PromptSpeed
 from baton.gateway.engines.routing import EngineState, Plan, Policy
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, MustWait

@@ -7,8 +7,8 @@ from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
 
 from baton.core.membership import Role
-from baton.core.step_cost import PromptSpeed
 from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, PlanRecord
+from baton.gateway.engines.reported_load import PromptSpeed
 from baton.gateway.engines.routing import EngineState
 from baton.gateway.http.dashboard.plan_rates import SPAN_S, PlanRates
 from baton.gateway.request.engine_link import Route
