@@ -28,7 +28,7 @@ from ..engine.local import LocalEngine
 from ..engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 from ..gateway.admission.loop_pacing import LoopPacing
 from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
-from ..gateway.request.output_chunk import ChunkQueue, OutputChunk, merged
+from ..gateway.request.output_chunk import OutputChunk, merged
 from ..gateway.request.session import Session
 from ..gateway.request.session_table import sessions_of
 from ..gateway.request.setbacks import SessionLimits
@@ -69,27 +69,31 @@ def _look() -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
 class LocalCall:
-    """A running call. `chunks` may be iterated once."""
+    """A running call: keeps what its samples bring. `chunks` may be iterated once."""
 
-    record: CallRecord
-    _queue: ChunkQueue
+    def __init__(self, record: CallRecord) -> None:
+        self.record = record
+        self._parts: list[list[OutputChunk]] = [[] for _ in range(record.request.options.n)]
+        self._ended: asyncio.Queue[OutputChunk | BatonError] = asyncio.Queue()
+
+    def emit(self, chunk: OutputChunk) -> bool:
+        """See ChunkSink."""
+        parts = self._parts[chunk.sample_index]
+        parts.append(chunk)
+        if chunk.result is not None:
+            self._ended.put_nowait(merged(parts))
+        return True
+
+    def fail(self, error: BatonError) -> None:
+        self._ended.put_nowait(error)
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
-        parts: list[list[OutputChunk]] = [[] for _ in range(self.record.request.options.n)]
-
-        def keep(chunk: OutputChunk) -> bool:
-            parts[chunk.sample_index].append(chunk)
-            return True
-
-        self._queue.push = keep
-        for _ in range(len(parts)):
-            while (chunk := await self._queue.next()).result is None:
-                keep(chunk)
-            keep(chunk)
-            yield merged(parts[chunk.sample_index])
+        for _ in self._parts:
+            if isinstance(found := await self._ended.get(), BatonError):
+                raise found
+            yield found
 
 
 class LocalCalls:
@@ -107,7 +111,7 @@ class LocalCalls:
         self._has_news = asyncio.Event()
         self._broken: BatonError | None = None
         self._stepping: asyncio.Task[None] | None = None
-        self._unsettle: Callable[[], None] = _do_nothing
+        self._unsettle: Callable[[], object] = lambda: None
         self.arrivals, self.large_bodies = LoopPacing(), asyncio.Lock()
         engine_limits = local.engine.limits
         num_pool_tokens = engine_limits.capacity * engine_limits.block_size
@@ -172,7 +176,6 @@ class LocalCalls:
         ended."""
         if self._broken is not None:
             raise self._broken
-        queue = ChunkQueue(_do_nothing)
         record = CallRecord(
             call_id="",
             request=request,
@@ -181,24 +184,25 @@ class LocalCalls:
             arrived_s=self._clock.monotonic_s(),
             arrived_unix_ns=self._clock.unix_ns(),
         )
-        sessions = self._make_sessions(record, queue)
+        call = LocalCall(record)
+        sessions = self._make_sessions(call)
         record.call_id = sessions[0].call_id
         try:
             sessions[0].try_dispatch()  # for all
             self._has_news.set()
-            yield LocalCall(record, queue)
+            yield call
         finally:
             for session in sessions:
                 session.cancel(Cancelled("the call was given up"))
                 self._samples.pop(session.request_id, None)
 
-    def _make_sessions(self, record: CallRecord, queue: ChunkQueue) -> list[Session]:
+    def _make_sessions(self, call: LocalCall) -> list[Session]:
         sessions = sessions_of(
-            record.request,
+            call.record.request,
             self.model.tokenizer,
-            queue,
+            call,
             self._entropy,
-            arrived_unix_ns=record.arrived_unix_ns,
+            arrived_unix_ns=call.record.arrived_unix_ns,
             deadline_s=math.inf,
             router=self,
             clock=self._clock,
@@ -337,7 +341,3 @@ class LocalCalls:
 def _output(key: str, **fields: object) -> EngineOutput:
     request_id, _, attempt = key.partition("/")
     return EngineOutput(request_id, int(attempt), **fields)  # type: ignore[arg-type]
-
-
-def _do_nothing() -> None:
-    """Whoever reads a call's chunks is woken by its queue."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +19,6 @@ from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
-from ..request.output_chunk import ChunkQueue, OutputChunk
 from ..request.session import Session
 from ..request.session_table import SessionTable, sessions_of
 from ..request.setbacks import SessionLimits
@@ -32,62 +31,12 @@ from ..validation.served_model import ServedModel
 from ..validation.validation import ModelLimits, ValidatedRequest, validated
 from .loop_pacing import LoopPacing
 from .queue_limit import QueueLimit
+from .running_call import RunningCall
 
 log = logging.getLogger(__name__)
 
 _NOT_READ = "the client has not read all by the request's deadline"
 _LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
-
-
-@dataclass(slots=True)
-class RunningCall:
-    """A running call. `chunks` may be iterated once."""
-
-    record: CallRecord
-    _queue: ChunkQueue
-    _feed: CallFeed
-    _ends: LoopPacing
-    _last: OutputChunk | None = None  # of all samples, once it is given out
-
-    def push_to(self, write: Callable[[OutputChunk], bool]) -> None:
-        """Offer chunks to `write` as they come: True if it has written this one to the client.
-
-        It is called only while all before is delivered. What it declines, and every sample's last
-        chunk, comes out of `chunks`.
-        """
-
-        def push(chunk: OutputChunk) -> bool:
-            if not write(chunk):
-                return False
-            self._feed.chunk_delivered(self.record, chunk)
-            return True
-
-        self._queue.push = push
-
-    async def chunks(self) -> AsyncIterator[OutputChunk]:
-        """What the samples bring, until each one's last; raises the first error as public_error.
-
-        A chunk counts as delivered when the next is requested.
-        """
-        num_open = self.record.request.options.n
-        while num_open:
-            try:
-                chunk = await self._queue.next()
-            except BatonError as error:
-                raise public_error(error) from error
-            if chunk.result is not None:
-                await self._ends.take()
-                if num_open == 1:
-                    self._last = chunk
-            yield chunk
-            self._feed.chunk_delivered(self.record, chunk)
-            num_open -= chunk.result is not None
-
-    def left(self) -> None:
-        """The client went away: it may have the call's last chunk before its front knows that it is
-        written."""
-        if self._last is not None and self._last.sample_index not in self.record.results:
-            self._feed.chunk_delivered(self.record, self._last)
 
 
 @dataclass(eq=False)
@@ -282,11 +231,16 @@ class FrontDoor:
             async with asyncio.timeout(allowed_s) as patience:
                 # The write of a stuck reader never ends: after a failure it is left behind, and
                 # behind the deadline, which sessions that are over do not see pass.
-                queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
+                call = RunningCall(
+                    record,
+                    self._feed.chunk_delivered,
+                    on_fail=lambda: patience.reschedule(loop.time() + _LAST_WRITE_S),
+                    ends=self._ends,
+                )
                 sessions = sessions_of(
                     record.request,
                     self.model.tokenizer,
-                    queue,
+                    call,
                     self._entropy,
                     arrived_unix_ns=record.arrived_unix_ns,
                     deadline_s=deadline_s,
@@ -297,25 +251,24 @@ class FrontDoor:
                 )
                 record.call_id = sessions[0].call_id
                 self._feed.call_began(record)
-                call = RunningCall(record, queue, self._feed, self._ends)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
                     yield call
                 except asyncio.CancelledError:
-                    if queue.error is None and not patience.expired():
+                    if call.error is None and not patience.expired():
                         call.left()
                     raise
                 finally:
-                    queue.push = None  # which has the call, and the call the queue
+                    call.push = None  # which has the call
                     for session in sessions:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))
                     record.num_computed_tokens = sum(one.num_outputs for one in sessions)
                     unread = DeadlineExceeded(_NOT_READ) if patience.expired() else None
-                    self._end(record, queue.error or unread, sessions[0])
+                    self._end(record, call.error or unread, sessions[0])
         except TimeoutError:
-            raise public_error(queue.error or DeadlineExceeded(_NOT_READ)) from None
+            raise public_error(call.error or DeadlineExceeded(_NOT_READ)) from None
 
     def _end(self, record: CallRecord, error: BatonError | None, first: Session) -> None:
         if len(record.results) < record.request.options.n:

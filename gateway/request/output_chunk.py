@@ -1,16 +1,7 @@
-"""Tokens on their way from a session to its client: in pieces, in a queue of those that its stream
-has not taken yet, bounded by tokens.
-
-    Session.emit ──► [chunk chunk chunk] ──► next(): a sample's that wait, as one chunk ──► stream
-              └── nothing waits, and the front can write at once ──► push(chunk) ─────────────┘
-A reader that keeps up gets one chunk per engine step; one that falls behind gets fewer, longer
-ones; one that falls `max_tokens` behind gets no more.
-"""
+"""What sessions give a call: tokens as chunks of text, and each sample's result."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -20,10 +11,6 @@ from ...core.request.timeline import Stamp
 from .engine_link import TransferSummary
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
-
-
-MAX_TOKENS_BEHIND = 256
-_MAX_CHUNKS = 32  # that wait; more are put together, since a chunk is larger than its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,90 +64,14 @@ class OutputChunk:
 
 
 class ChunkSink(Protocol):
-    """What sessions give their chunks to; see ChunkQueue."""
-
-    def emit(self, chunk: OutputChunk) -> bool: ...
-
-    def fail(self, error: BatonError) -> None: ...
-
-
-class ChunkQueue:
-    """Of one call's samples: each ends by a chunk with a result, or by a failure. `on_fail`: called
-    when the stream must end early.
-
-    The first failure is the call's: with one sample fail all. `push`, once it is set, is offered
-    every chunk while all that came before is delivered, but for a sample's last: where it takes the
-    chunk it returns True, and then no task has to wake for it.
-    """
-
-    def __init__(self, on_fail: Callable[[], None], max_tokens: int = MAX_TOKENS_BEHIND) -> None:
-        self.push: Callable[[OutputChunk], bool] | None = None
-        self._on_fail = on_fail
-        self._max_tokens = max_tokens
-        self._waiting: list[OutputChunk] = []
-        self.error: BatonError | None = None  # the call's first
-        self._reader: asyncio.Future[None] | None = None  # waits in `next`
-        self._is_read = False  # until then nobody can be too slow
+    """What sessions give their chunks to: a call, as admission/running_call.py has it."""
 
     def emit(self, chunk: OutputChunk) -> bool:
-        """Take a chunk; False if the client is too far behind to be given any more. Never refuses a
-        sample's only chunk, however long."""
-        if self._waiting:
-            num_behind = sum(
-                len(waiting.token_ids)
-                for waiting in self._waiting
-                if waiting.sample_index == chunk.sample_index
-            )
-            if self._is_read and num_behind > self._max_tokens and chunk.result is None:
-                return False
-        elif (
-            self.push is not None
-            and self._reader is not None
-            and chunk.result is None
-            and self.push(chunk)
-        ):
-            return True
-        self._waiting.append(chunk)
-        if len(self._waiting) > _MAX_CHUNKS:
-            self._waiting = _by_sample(self._waiting)
-        self._wake()
-        return True
+        """False: the client is too far behind to be given any more."""
+        ...
 
     def fail(self, error: BatonError) -> None:
-        """What waits is still delivered before the error."""
-        if self.error is None:
-            self.error = error
-            self._wake()
-            self._on_fail()
-
-    def _wake(self) -> None:
-        if self._reader is not None:
-            if not self._reader.done():
-                self._reader.set_result(None)
-            self._reader = None
-
-    async def next(self) -> OutputChunk:
-        """What waits of one sample, a chunk at least; behind all, raises the first error.
-
-        The sample that has waited longest comes first.
-        """
-        self._is_read = True
-        while not self._waiting:
-            if self.error is not None:
-                raise self.error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        if len(self._waiting) > 1:
-            self._waiting = _by_sample(self._waiting)
-        return self._waiting.pop(0)
-
-
-def _by_sample(chunks: list[OutputChunk]) -> list[OutputChunk]:
-    """One chunk for each sample, in the order of their first ones."""
-    found: dict[int, list[OutputChunk]] = {}
-    for chunk in chunks:
-        found.setdefault(chunk.sample_index, []).append(chunk)
-    return [merged(of_one) if len(of_one) > 1 else of_one[0] for of_one in found.values()]
+        """Behind what was given before."""
 
 
 def merged(chunks: list[OutputChunk]) -> OutputChunk:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import BOOLEAN, FieldKind
-from ...admission.front_door import RunningCall
+from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk
 from ..generate.generated_answer import GeneratedAnswer, Sample, prompt_logprobs
 from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body

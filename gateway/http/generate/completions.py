@@ -14,7 +14,7 @@ from ....core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind, 
 from ....core.request.request import TokenLogprobs
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
-from ...admission.front_door import RunningCall
+from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk
 from ...text.token_text import TokenText
 from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs, json_text

@@ -21,7 +21,7 @@ from aiohttp import web
 from ....core.errors import BatonError, InvalidRequest
 from ....core.request.request import TokenLogprobs
 from ....proto.v1 import inference_pb2
-from ...admission.front_door import RunningCall
+from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
 from ...text.token_text import TokenText
@@ -160,7 +160,7 @@ class GeneratedAnswer(ABC):
             async with self._generate(0) as call:
                 await self._begin([call])
                 if self.is_stream:
-                    call.push_to(self._push)
+                    call.push = self._push
                 async for chunk in call.chunks():
                     await self._take(0, chunk)
         else:

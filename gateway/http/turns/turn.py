@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from ...admission.front_door import RunningCall
+from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk, RequestResult, merged
 from ..chat.chat import Chat
 from ..chat.chat_sample import ChatSample, Reasoning

@@ -9,6 +9,8 @@ from baton.core.ports import Clock
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import column
+from baton.gateway.admission.loop_pacing import LoopPacing
+from baton.gateway.admission.running_call import RunningCall
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import SCOPES, Caller
@@ -46,6 +48,35 @@ def feed_of(clock: Clock, *on_ended: OnEnded, window: TelemetryWindow | None = N
     store = MetricStore(ALL, "baton_", "demo")
     targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     return CallFeed(clock, targets, window or TelemetryWindow(clock), store, (), on_ended)
+
+
+def record_of(clock: Clock, num_samples: int = 1) -> CallRecord:
+    """Of a call that has just come."""
+    return CallRecord(
+        call_id="",
+        request=ValidatedRequest(column((1,)), SamplingParams(), "", RequestOptions(n=num_samples)),
+        caller=Caller("", SCOPES, "grpc"),
+        model="demo",
+        arrived_s=clock.monotonic_s(),
+        arrived_unix_ns=clock.unix_ns(),
+    )
+
+
+class RanCall(RunningCall):
+    """A call without sessions: what was `delivered` of it, and how often it has `failed`."""
+
+    def __init__(self, num_samples: int = 1, max_tokens: int = 4) -> None:
+        self.delivered: list[OutputChunk] = []
+        self.num_failures = 0
+        record = record_of(FakeClock(), num_samples)
+        super().__init__(record, self._deliver, self._fail, LoopPacing(), max_tokens)
+
+    def _deliver(self, record: CallRecord, chunk: OutputChunk) -> None:
+        assert record is self.record
+        self.delivered.append(chunk)
+
+    def _fail(self) -> None:
+        self.num_failures += 1
 
 
 class PlayedCall:

@@ -29,9 +29,9 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import BatonError, EngineFailed
 from baton.core.membership import Role
+from baton.gateway.admission.running_call import RunningCall
 from baton.gateway.http.protocol.body import MAX_BODY_BYTES
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.request.output_chunk import ChunkQueue
 from baton.gateway.request.setbacks import SessionLimits
 
 SECRET = "test secret"
@@ -492,7 +492,7 @@ async def test_what_a_call_had_is_free_once_it_has_ended(world: World) -> None:
     for _ in range(3):
         async with world.http.post("/v1/completions", json=PLAIN | {"stream": True}) as answer:
             await answer.read()
-    await until(lambda: not any(isinstance(one, ChunkQueue) for one in gc.get_objects()))
+    await until(lambda: not any(isinstance(one, RunningCall) for one in gc.get_objects()))
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

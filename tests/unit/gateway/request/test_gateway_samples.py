@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
+from fakes.gateway.calls import RanCall
 from fakes.gateway.engine_link import FakeLink, FakeRouter, Letters, Work
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from baton.gateway.request.engine_link import Demand, EngineOutput
-from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -243,8 +244,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
 
 
 async def test_the_queue_keeps_samples_apart() -> None:
-    failures: list[str] = []
-    queue = ChunkQueue(lambda: failures.append("failed"), max_tokens=2)
+    queue = RanCall(num_samples=3, max_tokens=2)
     queue.emit(OutputChunk("", (), 0))
     await queue.next()
     for index in range(3):
@@ -261,7 +261,7 @@ async def test_the_queue_keeps_samples_apart() -> None:
     assert (await queue.next()).text == "c"
     with pytest.raises(EngineFailed, match="first"):
         await queue.next()
-    assert failures == ["failed"]
+    assert queue.num_failures == 1
 
 
 def test_a_result_is_each_samples_own() -> None:

@@ -1,4 +1,4 @@
-"""Between session and client: the bounded queue, and the table that keeps sessions apart."""
+"""Between session and client: a call's bounded queue, and the table that keeps sessions apart."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import logging
 
 import pytest
 from fakes.clock import FakeEntropy
+from fakes.gateway.calls import RanCall
 from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 
 from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.gateway.request.engine_link import EngineOutput
-from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
@@ -23,13 +24,8 @@ from baton.gateway.validation.validation import ValidatedRequest
 RESULT = RequestResult(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
 
 
-def queue(max_tokens: int = 4) -> tuple[ChunkQueue, list[str]]:
-    failures: list[str] = []
-    return ChunkQueue(lambda: failures.append("failed"), max_tokens), failures
-
-
 async def test_a_reader_that_keeps_up_gets_every_chunk() -> None:
-    chunks, _ = queue()
+    chunks = RanCall()
     reading = asyncio.create_task(chunks.next())
     await asyncio.sleep(0)
     assert chunks.emit(OutputChunk("a", (1,), 0))
@@ -37,7 +33,7 @@ async def test_a_reader_that_keeps_up_gets_every_chunk() -> None:
 
 
 async def test_what_waits_comes_as_one() -> None:
-    chunks, _ = queue()
+    chunks = RanCall()
     for index in range(3):
         chunks.emit(OutputChunk("abc"[index], (index,), index))
     chunks.emit(OutputChunk("d", (), 3, RESULT))
@@ -45,7 +41,7 @@ async def test_what_waits_comes_as_one() -> None:
 
 
 async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
-    chunks, _ = queue()
+    chunks = RanCall()
     pushed: list[str] = []
     takes = True
 
@@ -66,6 +62,7 @@ async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
     chunks.emit(OutputChunk("c", (3,), 2))
     chunks.emit(OutputChunk("d", (4,), 3))
     assert pushed == ["c", "d"] and not reading.done()
+    assert [one.text for one in chunks.delivered] == pushed, "what is pushed is delivered"
     takes = False
     chunks.emit(OutputChunk("e", (5,), 4))
     takes = True
@@ -78,11 +75,11 @@ async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
 
 
 async def test_what_waits_long_is_kept_together() -> None:
-    chunks, _ = queue(max_tokens=1000)
+    chunks = RanCall(num_samples=2, max_tokens=1000)
     for index in range(500):
         for sample in (1, 0):
             assert chunks.emit(OutputChunk(str(index % 10), (index,), index, sample_index=sample))
-    assert len(chunks._waiting) < 40
+    assert all(len(waiting) < 40 for waiting in chunks._waiting.values())
     for sample in (1, 0):
         found = await chunks.next()
         assert found.sample_index == sample and found.index == 0
@@ -90,7 +87,7 @@ async def test_what_waits_long_is_kept_together() -> None:
 
 
 async def test_a_reader_too_far_behind_gets_no_more() -> None:
-    chunks, _ = queue(max_tokens=4)
+    chunks = RanCall(max_tokens=4)
     assert chunks.emit(OutputChunk("", tuple(range(100)), 0)), "one chunk may be of any size"
     assert chunks.emit(OutputChunk("", (1,), 100)), "nobody was asked to read yet"
     await chunks.next()
@@ -100,13 +97,26 @@ async def test_a_reader_too_far_behind_gets_no_more() -> None:
 
 
 async def test_the_error_comes_after_what_waits() -> None:
-    chunks, failures = queue()
+    chunks = RanCall()
     chunks.emit(OutputChunk("a", (1,), 0))
     chunks.fail(Overloaded("x"))
-    assert failures == ["failed"]
+    assert chunks.num_failures == 1
     assert (await chunks.next()).text == "a"
     with pytest.raises(Overloaded):
         await chunks.next()
+
+
+async def test_a_chunk_is_delivered_when_the_next_is_asked_for() -> None:
+    call = RanCall(num_samples=2)
+    for sample in (1, 0):
+        call.emit(OutputChunk("a", (1,), 0, RESULT, sample))
+    found = []
+    async for chunk in call.chunks():
+        assert call.delivered == found
+        found.append(chunk)
+        call.left()
+    assert [one.sample_index for one in found] == [1, 0]
+    assert call.delivered == [*found, found[-1]], "a client that leaves has the last, as it may"
 
 
 class BrokenDetokenizer(Letters):
