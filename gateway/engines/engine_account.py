@@ -199,7 +199,7 @@ class EngineAccount:
     @property
     def has_no_prompt(self) -> bool:
         """Whether nobody's wait there, as far as we know: `fair_tokens_ahead` is 0."""
-        return not (self._own_tokens or self._others)
+        return not (self._own_tokens or self._others.by_caller or self._others.unlisted)
 
     @property
     def unanswered(self) -> KeysView[Key]:

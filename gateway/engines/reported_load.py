@@ -80,9 +80,6 @@ class OthersPrompts:
     unlisted: int = 0
     least_listed: int = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.by_caller or self.unlisted)
-
     def fair_share(self, waiting: Mapping[int, float], caller_id: int, num_tokens: int) -> float:
         """Of these and of what else is `waiting`, by caller, the part that comes before a new
         prompt of this caller: of each other caller at most as much as of this one, which is what it
