@@ -47,7 +47,7 @@ class RunningCall:
         self._ends = ends
         self._max_tokens = max_tokens
         self._waiting: dict[int, list[OutputChunk]] = {}  # by sample
-        self._reader: asyncio.Future[None] | None = None  # waits in `next`
+        self._reader: asyncio.Future[None] | None = None  # waits in `chunks`
         self._is_read = False  # until then nobody can be too slow
         self._last: OutputChunk | None = None  # of all samples, once it is given out
 
@@ -88,36 +88,27 @@ class RunningCall:
             self._reader = None
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
-        """What the samples bring, until each one's last; raises the first error as public_error.
+        """What waits of one sample, a chunk at least, until each one's last; the sample that has
+        waited longest comes first. Behind all, raises the first error as public_error.
 
         A chunk counts as delivered when the next is requested.
         """
+        self._is_read = True
         num_open = self.record.request.options.n
         while num_open:
-            try:
-                chunk = await self.next()
-            except BatonError as error:
-                raise public_error(error) from error
+            while not self._waiting:
+                if self.error is not None:
+                    raise public_error(self.error) from self.error
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            waiting = self._waiting.pop(next(iter(self._waiting)))
+            chunk = merged(waiting) if len(waiting) > 1 else waiting[0]
             if chunk.result is not None:
                 await self._ends.take()
                 num_open -= 1
                 self._last = None if num_open else chunk
             yield chunk
             self._on_delivered(self.record, chunk)
-
-    async def next(self) -> OutputChunk:
-        """What waits of one sample, a chunk at least; behind all, raises the first error.
-
-        The sample that has waited longest comes first.
-        """
-        self._is_read = True
-        while not self._waiting:
-            if self.error is not None:
-                raise self.error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        chunks = self._waiting.pop(next(iter(self._waiting)))
-        return merged(chunks) if len(chunks) > 1 else chunks[0]
 
     def left(self) -> None:
         """The client went away: it may have the call's last chunk before its front knows that it is

@@ -70,6 +70,11 @@ class RanCall(RunningCall):
         self.num_failures = 0
         record = record_of(FakeClock(), num_samples)
         super().__init__(record, self._deliver, self._fail, LoopPacing(), max_tokens)
+        self._stream = self.chunks()
+
+    async def next(self) -> OutputChunk:
+        """Of `chunks`."""
+        return await anext(self._stream)
 
     def _deliver(self, record: CallRecord, chunk: OutputChunk) -> None:
         assert record is self.record

@@ -62,7 +62,7 @@ async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
     chunks.emit(OutputChunk("c", (3,), 2))
     chunks.emit(OutputChunk("d", (4,), 3))
     assert pushed == ["c", "d"] and not reading.done()
-    assert [one.text for one in chunks.delivered] == pushed, "what is pushed is delivered"
+    assert [one.text for one in chunks.delivered] == ["a", "b", *pushed]
     takes = False
     chunks.emit(OutputChunk("e", (5,), 4))
     takes = True
