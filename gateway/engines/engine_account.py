@@ -89,7 +89,7 @@ class EngineAccount:
         self._begun_s = 0.0  # when the engine came to the first of them, if that was not sent later
         self._mean_stay_s: float | None = None  # of decodes
         # By heartbeat, as all below.
-        self._waiting_tokens = self._waiting_pairs = self._num_steps = 0
+        self._load = ReportedLoad()
         self._step_began_s = 0.0
         self._others = OthersPrompts()
         self._num_others = 0  # requests
@@ -98,11 +98,10 @@ class EngineAccount:
     # --- what happens -----------------------------------------------------------------------------
 
     def heartbeat(self, load: ReportedLoad) -> None:
-        has_as_much = 0 < self._waiting_tokens <= load.waiting_tokens
-        if self._num_steps != load.num_steps or not has_as_much:
+        before, self._load = self._load, load
+        has_as_much = 0 < before.waiting_tokens <= load.waiting_tokens
+        if before.num_steps != load.num_steps or not has_as_much:
             self._step_began_s = self._clock.monotonic_s()
-        self._num_steps, self._waiting_tokens = load.num_steps, load.waiting_tokens
-        self._waiting_pairs = load.waiting_pairs
         self.speed, self.has_refused = load.prompt_speed, False
         ours = self._answered_tokens.copy()  # or may be ours
         for sent in set(self._prompts.values()):
@@ -212,10 +211,11 @@ class EngineAccount:
         ours, whichever is more, less what has been computed since the step on the device began. Two
         engines that compute a prompt each are not equals: one of them is done sooner. What they see
         counts as the tokens that take as long: of a long prompt it is most of the time."""
-        if not self._waiting_tokens and not self._prompts:
+        load = self._load
+        if not load.waiting_tokens and not self._prompts:
             return 0
         now_s = self._clock.monotonic_s()
-        ahead = self._with_pairs(self._waiting_tokens, self._waiting_pairs)
+        ahead = self._with_pairs(load.waiting_tokens, load.waiting_pairs)
         ahead -= self._computed_in(now_s - self._step_began_s)
         tokens, pairs = self._own_computed(now_s)
         own = self._with_pairs(self._num_own_tokens - tokens, self._num_own_pairs - pairs)

@@ -99,13 +99,13 @@ class OthersPrompts:
 class ReportedLoad:
     """An engine's heartbeat."""
 
-    num_running: int
-    num_waiting: int
-    waiting_tokens: int
-    free_blocks: int
-    credit_blocks: int
-    is_draining: bool
-    links: frozenset[str]
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    credit_blocks: int = 0
+    is_draining: bool = False
+    links: frozenset[str] = frozenset()
     held_blocks: int = 0
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)

@@ -32,10 +32,9 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from ...core.request.request import FinishReason
-from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, EngineLink
-from .move import Moves
+from .move import MovingSession
 from .output_chunk import OutputChunk
 
 _MAX_CONVICTED = 256
@@ -88,13 +87,10 @@ class _Unexplained(NamedTuple):
     failed_s: float
 
 
-class FailingSession(Protocol):
+class FailingSession(MovingSession, Protocol):
     """What the setbacks of a request need of its session. `num_taken`: attempts that count."""
 
     call_id: str
-    answer: Answer
-    attempt: Attempt | None
-    moves: Moves | None
     num_taken: int
 
     @property
@@ -103,8 +99,6 @@ class FailingSession(Protocol):
     def try_dispatch(self) -> None: ...
 
     def block(self, reason: Blocked | None) -> None: ...
-
-    def switch_to(self, attempt: Attempt) -> None: ...
 
     def finish(self, attempt: Attempt, reason: FinishReason, chunk: OutputChunk) -> None: ...
 
