@@ -99,8 +99,7 @@ class FairQueue(Generic[T]):
         if self._first:
             return self._first.popitem(last=False)[0]
         caller = self._next()
-        self._is_pinned = False
-        item, expected = caller.items.popitem(last=False)
+        item, expected = next(iter(caller.items.items()))
         charge = expected if num_tokens is None else num_tokens
         self._floor = caller.served
         for other in self._callers.values():
@@ -108,7 +107,7 @@ class FairQueue(Generic[T]):
             other.num_passing_tokens += charge
         caller.served += charge
         caller.num_passing_tokens = 0
-        self._took(item, caller, expected)
+        self.remove(item)
         self._forget_idle()
         return item
 
@@ -117,10 +116,16 @@ class FairQueue(Generic[T]):
         if item in self._first:
             del self._first[item]
             return
-        caller = self._callers[self._owners[item]]
+        caller = self._callers[self._owners.pop(item)]
         if caller is self._chosen and item == next(iter(caller.items)):
             self._is_pinned = False
-        self._took(item, caller, caller.items.pop(item))
+        self._choose_anew()
+        caller.num_tokens -= caller.items.pop(item)
+        if not caller.items:
+            del self._callers[caller.caller_id]
+            self._idle[caller.caller_id] = caller.served
+            if len(self._idle) > _MAX_IDLE:  # of callers that come once: about the same
+                self._idle.clear()
 
     def served(self, caller_id: int) -> int:
         """The caller's counter, in tokens; of one that is not known, what it would be lifted to."""
@@ -151,16 +156,6 @@ class FairQueue(Generic[T]):
         yield from self._first
         for caller in sorted(self._callers.values(), key=self._rank):
             yield from caller.items
-
-    def _took(self, item: T, caller: _Caller[T], num_tokens: int) -> None:
-        self._choose_anew()
-        caller.num_tokens -= num_tokens
-        del self._owners[item]
-        if not caller.items:
-            del self._callers[caller.caller_id]
-            self._idle[caller.caller_id] = caller.served
-            if len(self._idle) > _MAX_IDLE:  # of callers that come once: about the same
-                self._idle.clear()
 
     def _forget_idle(self) -> None:
         """Drop the counters of callers that would be lifted over them in any case."""
