@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
-from ..core.request.request import Constraint, ConstraintKind
+from ..core.request.constraint import Constraint, ConstraintKind
 from .multiples import count_remainders
 from .schema_references import BadReference, check_references
 

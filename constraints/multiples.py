@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.request.request import Constraint, ConstraintKind
+from ..core.request.constraint import Constraint, ConstraintKind
 
 # On llguidance 1.9.1 a remainder takes 5 us and 0.5 KB.
 _MAX_REMAINDERS = 100_000

@@ -14,11 +14,10 @@ from google.protobuf.message import Message
 
 from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
+from ..core.request.constraint import Constraint, ConstraintKind
 from ..core.request.request import (
     SAMPLING,
     Adapter,
-    Constraint,
-    ConstraintKind,
     FinishReason,
     PrefixSource,
     Request,

@@ -5,11 +5,11 @@ key and the log-probabilities of its tokens.
 from __future__ import annotations
 
 import enum
-import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .constraint import Constraint
 from .parameters import (
     FLAG,
     LIMIT,
@@ -32,32 +32,6 @@ from .text_parameters import (
 from .token_ids import column
 
 MOST_OUTPUTS = 16  # of a prompt
-
-
-class ConstraintKind(enum.Enum):
-    """What the source is written in."""
-
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"  # Rust's syntax; the whole output must match
-    CHOICE = "choice"  # one of these texts; the source is a JSON list
-    GRAMMAR = "grammar"  # Lark's syntax, as llguidance reads it
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What an output must look like, not compiled; equal ones allow the same outputs.
-
-    Two nodes that know it and the tokens so far allow the same next tokens: nothing else has to
-    travel with a hand-off or a retry.
-    """
-
-    kind: ConstraintKind
-    source: str
-
-    @classmethod
-    def choice(cls, values: Sequence[str]) -> Constraint:
-        """One of these texts."""
-        return cls(ConstraintKind.CHOICE, json.dumps(list(values)))
 
 
 class FinishReason(enum.Enum):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...constraints.grammars import Grammar, Grammars, accept, cannot_go_on
 from ...core.errors import InvalidRequest
-from ...core.request.request import Constraint
+from ...core.request.constraint import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

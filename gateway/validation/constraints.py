@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...constraints.grammars import MAX_CHOICES, Grammars
 from ...core.errors import InvalidRequest, Overloaded
-from ...core.request.request import Constraint, ConstraintKind
+from ...core.request.constraint import Constraint, ConstraintKind
 from ...proto.v1 import common_pb2
 from ..text.library_failures import refuse
 

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from baton.client import Client
 from baton.core.errors import InvalidRequest
-from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

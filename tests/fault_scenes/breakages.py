@@ -28,7 +28,8 @@ from baton.core.channels.admission import PULLER, dial
 from baton.core.channels.frames import FrameBuffer, encode_payload
 from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
-from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams, Ticket
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.kv_transfer.protocol.messages import Hello, Refused, decode, encode
 from baton.proto.v1 import node_pb2
 

@@ -6,13 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from baton.core.request.request import (
-    Adapter,
-    Constraint,
-    ConstraintKind,
-    Request,
-    SamplingParams,
-)
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Adapter, Request, SamplingParams
 
 from ..speculation.eagle3_heads import VOCAB
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from baton.constraints.grammars import MAX_SOURCE_BYTES, Grammars, accept
 from baton.core.errors import InvalidRequest
-from baton.core.request.request import Constraint, ConstraintKind
+from baton.core.request.constraint import Constraint, ConstraintKind
 
 SCHEMA, REGEX = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX
 GRAMMAR, CHOICE = ConstraintKind.GRAMMAR, ConstraintKind.CHOICE
@@ -340,7 +340,7 @@ _CODE = """
 import json, resource, sys
 from pathlib import Path
 from baton.constraints.grammars import Grammars
-from baton.core.request.request import Constraint, ConstraintKind
+from baton.core.request.constraint import Constraint, ConstraintKind
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -371,7 +371,7 @@ _SHORT_CODE = """
 import sys
 from pathlib import Path
 from baton.constraints.grammars import Grammars
-from baton.core.request.request import Constraint, ConstraintKind
+from baton.core.request.constraint import Constraint, ConstraintKind
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -19,11 +19,10 @@ from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
 from baton.core.metrics import Slo, TokenTimes, goodput_rps, percentile
+from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import (
     OPTIONS,
     SAMPLING,
-    Constraint,
-    ConstraintKind,
     Request,
     SamplingParams,
     Ticket,

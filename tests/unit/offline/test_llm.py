@@ -31,7 +31,8 @@ from baton.core.errors import (
     InvalidRequest,
     StartupFailed,
 )
-from baton.core.request.request import OPTIONS, SAMPLING, ConstraintKind, Request
+from baton.core.request.constraint import ConstraintKind
+from baton.core.request.request import OPTIONS, SAMPLING, Request
 from baton.core.request.request import SamplingParams as EngineSampling
 from baton.engine.local import LocalEngine
 from baton.offline.loop_thread import LoopThread

@@ -17,7 +17,8 @@ from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
-from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Request, SamplingParams
 from baton.engine.kv.host_copies import CopyCost
 from baton.engine.local import LocalEngine
 from baton.engine.parallel.rank_channel import MessageKind

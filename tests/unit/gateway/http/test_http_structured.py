@@ -13,7 +13,7 @@ from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 from baton.constraints.grammars import Grammars, accept
 from baton.core.errors import BatonError, InvalidRequest, Overloaded
 from baton.core.membership import Member, Role
-from baton.core.request.request import Constraint, ConstraintKind
+from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.core.request.request import Constraint, ConstraintKind
+from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.gateway.text.least_tokens import least_tokens
 from baton.gateway.text.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer
 from baton.gateway.text.tokenizer_file import load_tokenizer

@@ -14,7 +14,7 @@ from fakes.node.inbox import FakeInbox
 
 from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
-from baton.core.request.request import Constraint, ConstraintKind
+from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.links import Kind, Link, LinkOver, Received
 from baton.node.engine_process.dispatch_gate import DispatchGate
