@@ -15,7 +15,7 @@ prompts ahead of its own. A session that was dispatched before tries by itself, 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class DispatchQueue:
     def __init__(self, released: set[int] | None = None) -> None:
         self.released: set[int] = set() if released is None else released
         self._eligible: FairQueue[Session] = FairQueue()
-        self._held: dict[int, OrderedDict[Session, None]] = {}
+        self._held: dict[int, list[Session]] = {}  # by caller, in their order
         self._stranded: dict[Session, None] = {}
         self.shares: dict[int, CallerShare] = {}  # by caller; empty: nothing waits
         self._counted: dict[Session, _Counted] = {}  # all that wait
@@ -76,7 +76,7 @@ class DispatchQueue:
         """A new session, behind its caller's others."""
         self._count(session)
         if (held := self._held.get(session.request.caller_id)) is not None:
-            held[session] = None
+            held.append(session)
         else:
             self._make_eligible(session)
 
@@ -112,7 +112,7 @@ class DispatchQueue:
         elif session in self._stranded:
             del self._stranded[session]
         else:
-            del self._held[caller_id][session]
+            self._held[caller_id].remove(session)
             if not self._held[caller_id]:
                 del self._held[caller_id]
 
@@ -167,22 +167,14 @@ class DispatchQueue:
         add(session, session.request.caller_id, self._counted[session].cost)
 
     def _hold(self, session: Session) -> None:
-        """Behind its caller's own prompts: nearly always the last or the first of what is held."""
-        held = self._held.setdefault(session.request.caller_id, OrderedDict())
-        order = self._counted[session].order
-        is_last = not held or order > self._counted[next(reversed(held))].order
-        is_first = not is_last and order < self._counted[next(iter(held))].order
-        held[session] = None
-        if is_first:
-            held.move_to_end(session, last=False)
-        elif not is_last:
-            for one in sorted(held, key=lambda one: self._counted[one].order):
-                held.move_to_end(one)
+        """Behind its caller's own prompts."""
+        held = self._held.setdefault(session.request.caller_id, [])
+        insort(held, session, key=lambda one: self._counted[one].order)
 
     def _release(self, caller_id: int) -> None:
         """Let the caller's next held session try."""
         if held := self._held.get(caller_id):
-            self._make_eligible(held.popitem(last=False)[0])
+            self._make_eligible(held.pop(0))
         if not held:
             self._held.pop(caller_id, None)
 
