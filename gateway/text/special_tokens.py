@@ -19,11 +19,13 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from ...core.errors import InvalidRequest
 from ...core.model_dir import read_json
 
 Spans = Sequence[tuple[int, int]]  # beginnings and ends, in order
@@ -82,6 +84,38 @@ class MarkedEncoder:
             pieces += (text[last:start], self._names[text[start:end]])
             last = end
         return "".join((*pieces, text[last:]))
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """How a model's are read in texts. `marked`: None where its vocabulary cannot be had under
+    other names. `are_refused`: texts in which they are not marked must not have any of `ids`."""
+
+    ids: frozenset[int]
+    marked: MarkedEncoder | None
+    are_refused: bool
+
+    def named(self, text: str, special_at: Spans) -> tuple[tokenizers.Tokenizer, str]:
+        """The library that takes the text for this one, and what to give it."""
+        if self.marked is None:
+            raise InvalidRequest(
+                "this model's special tokens cannot be told from text: use /v1/completions",
+                "messages",
+                "unsupported_parameter",
+            )
+        return self.marked.library, self.marked.named(text, special_at)
+
+    def check_none(self, encoding: tokenizers.Encoding, param: str) -> None:
+        """What the tokenizer itself put around the text is masked."""
+        if self.ids.isdisjoint(encoding.ids):
+            return
+        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        if any(i in self.ids and not is_around for i, is_around in pairs):
+            raise InvalidRequest(
+                f"{param} has a special token's text, which is refused here: send token ids",
+                param,
+                "invalid_value",
+            )
 
 
 def _renamed(spec: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

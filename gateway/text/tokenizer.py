@@ -23,10 +23,10 @@ from typing import TypeVar
 
 import tokenizers
 
-from ...core.errors import ContextLengthExceeded, InvalidRequest
+from ...core.errors import ContextLengthExceeded
 from .least_tokens import MOST_BYTES, LeastTokens
 from .library_failures import refuse
-from .special_tokens import MarkedEncoder, Spans
+from .special_tokens import Spans, SpecialTokens
 from .text_stream import Detokenizer, WholeTexts
 from .token_text import TokenText, token_text
 
@@ -59,19 +59,14 @@ class TextLanes:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A loaded tokenizer; `hidden_ids` (the model's EOS ids) never show up as text.
-
-    `refuses_special`: texts whose special tokens are not marked must not have any.
-    """
+    """A loaded tokenizer; `hidden_ids` (the model's EOS ids) never show up as text."""
 
     _library: tokenizers.Tokenizer
     _whole_texts: WholeTexts
     _lanes: TextLanes
     _least: LeastTokens | None
-    _marked: MarkedEncoder | None
-    _special_ids: frozenset[int]
+    _special: SpecialTokens
     hidden_ids: frozenset[int]
-    refuses_special: bool = False
     _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
 
     async def encode(
@@ -96,15 +91,15 @@ class Tokenizer:
             try:
                 library, named = self._library, text
                 if special_at is not None:
-                    library, named = self._with_names(text, special_at)
+                    library, named = self._special.named(text, special_at)
                 # The batch's call leaves the interpreter to others while it works.
                 encoding = library.encode_batch_fast(
                     [named], add_special_tokens=adds_special_tokens
                 )[0]
                 if max_tokens is not None and len(encoding) > max_tokens:
                     raise _too_long(f"{len(encoding)} tokens", max_tokens, param)
-                if self.refuses_special and special_at is None:
-                    self._check_not_special(encoding, param)
+                if self._special.are_refused and special_at is None:
+                    self._special.check_none(encoding, param)
                 return tuple(encoding.ids)
             except BaseException as error:
                 refuse(error, "the model's tokenizer cannot take this text", param)
@@ -115,27 +110,6 @@ class Tokenizer:
         """Whether it has more tokens for sure, as far as its bytes tell."""
         is_short = MOST_BYTES * len(text) <= max_tokens
         return not is_short and self._least is not None and self._least.exceed(text, max_tokens)
-
-    def _with_names(self, text: str, special_at: Spans) -> tuple[tokenizers.Tokenizer, str]:
-        if self._marked is None:
-            raise InvalidRequest(
-                "this model's special tokens cannot be told from text: use /v1/completions",
-                "messages",
-                "unsupported_parameter",
-            )
-        return self._marked.library, self._marked.named(text, special_at)
-
-    def _check_not_special(self, encoding: tokenizers.Encoding, param: str) -> None:
-        """What the tokenizer itself put around the text is masked."""
-        if self._special_ids.isdisjoint(encoding.ids):
-            return
-        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        if any(i in self._special_ids and not is_around for i, is_around in pairs):
-            raise InvalidRequest(
-                f"{param} has a special token's text, which is refused here: send token ids",
-                param,
-                "invalid_value",
-            )
 
     async def decode(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, param: str = "ids"

@@ -13,7 +13,7 @@ import tokenizers
 from ...core.errors import StartupFailed
 from .least_tokens import least_tokens
 from .library_failures import is_failure
-from .special_tokens import MarkedEncoder, specials_of
+from .special_tokens import MarkedEncoder, SpecialTokens, specials_of
 from .text_stream import WholeTexts
 from .tokenizer import TextLanes, Tokenizer
 
@@ -52,14 +52,13 @@ def load_tokenizer(
         log.error("no chats: special tokens of %s cannot be told from text: %s", path, error)
     hidden = frozenset(hidden_ids)
     unknown = spec["model"].get("unk_token")  # any text may have it
-    special_ids = {library.token_to_id(text) for text in specials if text != unknown}
+    found = {library.token_to_id(text) for text in specials if text != unknown}
+    special_ids = frozenset(i for i in found if i is not None)
     return Tokenizer(
         library,
         WholeTexts(library, hidden),
         TextLanes(),
         least_tokens(spec),
-        marked,
-        frozenset(i for i in special_ids if i is not None),
+        SpecialTokens(special_ids, marked, refuses_special),
         hidden,
-        refuses_special,
     )
