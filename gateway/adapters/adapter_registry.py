@@ -11,7 +11,6 @@ one gateway loads or unloads the others serve, or do not serve any more (shared_
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -27,6 +26,7 @@ from ...core.errors import (
     Unavailable,
 )
 from ...core.request.request import Adapter
+from ..engines.engine_connection import Loaded
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
@@ -39,8 +39,6 @@ _LOAD_S = 120.0  # how long all engines may take for one
 _RETRY_S = 0.2
 _SHARE_S = 0.25  # between two looks at what other gateways serve
 _MAX_PATH_CHARS = 4096  # as Linux has it
-
-Loaded = str | BatonError  # the digest
 
 
 class AdapterRegistry:
@@ -60,8 +58,6 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self.adapters: Mapping[str, Adapter] = MappingProxyType(self._adapters)  # that are served
         self._loading: set[str] = set()
-        self._orders: dict[tuple[str, int], asyncio.Future[Loaded]] = {}  # by incarnation, order
-        self._numbers = itertools.count(1)
         self._folder = os.getcwd()
         self.is_settled = not self._modules
 
@@ -147,7 +143,7 @@ class AdapterRegistry:
 
     async def _load(self, name: str, path: str) -> Adapter:
         engines = [*self._table.engines.values()]
-        answers = [self._order(engine, name, path) for engine in engines]
+        answers = [engine.outbox.load_adapter(name, path) for engine in engines]
         try:
             async with asyncio.timeout(_LOAD_S):
                 found = await asyncio.gather(*answers)
@@ -164,30 +160,11 @@ class AdapterRegistry:
             raise AdapterRefused(f"{path} is not the same on all hosts", "lora_path")
         return Adapter(name, digests.pop(), path)
 
-    def _order(self, engine: LinkedEngine, name: str, path: str) -> asyncio.Future[Loaded]:
-        number = next(self._numbers)
-        answer = asyncio.get_running_loop().create_future()
-        self._orders[engine.incarnation, number] = answer
-        engine.outbox.load_adapter(number, name, path)
-        return answer
-
-    # -- what the cluster view reports -------------------------------------------------------------
-
     def linked(self, engine: LinkedEngine) -> None:
         """An engine is there: it may read what it will need before a request needs it."""
         for adapter in self._adapters.values():
-            self._order(engine, adapter.name, adapter.path).add_done_callback(_log_refusal)
-
-    def answered(self, incarnation: str, number: int, found: Loaded) -> None:
-        """An engine has loaded what it was ordered to, or refuses."""
-        answer = self._orders.pop((incarnation, number), None)
-        if answer is not None and not answer.done():
-            answer.set_result(found)
-
-    def lost(self, incarnation: str) -> None:
-        """An engine is gone: it owes no answer."""
-        for key in [key for key in self._orders if key[0] == incarnation]:
-            self.answered(*key, NodeLost("a node was lost"))
+            answer = engine.outbox.load_adapter(adapter.name, adapter.path)
+            answer.add_done_callback(_log_refusal)
 
 
 def _taken(name: str) -> InvalidRequest:

@@ -11,11 +11,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
-from ...core.errors import BatonError
 from ...core.membership import Directory, Member
 from ...core.ports import Clock
 from ...core.process.event_loop import keep_running
@@ -33,21 +31,12 @@ _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
 
 
-class AdapterEvents(Protocol):
-    """Who is told what engines do about LoRA adapters: AdapterRegistry."""
-
-    def linked(self, engine: LinkedEngine) -> None: ...
-
-    def answered(self, incarnation: str, number: int, found: str | BatonError) -> None: ...
-
-    def lost(self, incarnation: str) -> None: ...
-
-
 @dataclass(eq=False)
 class ClusterView:
     """`run` follows the directory until cancelled; `close` ends all links.
 
-    `_on_change`: called when engines, links, roles or loads have changed, before sessions see it.
+    `_on_change`: called when engines, links, roles or loads have changed, before sessions see it;
+    `_on_linked`: when an engine is there.
     """
 
     _directory: Directory
@@ -58,7 +47,7 @@ class ClusterView:
     _sessions: SessionTable
     _on_change: Callable[[], None]
     _silence_s: float
-    _adapters: AdapterEvents
+    _on_linked: Callable[[LinkedEngine], None]
     _tls: ClusterTls | None = None
     _listed: dict[str, Member] = field(default_factory=dict)
     _foreign: set[str] = field(default_factory=set)
@@ -156,14 +145,9 @@ class ClusterView:
             sessions=self._sessions,
         )
         self._table.add(engine)
-        self._adapters.linked(engine)
+        self._on_linked(engine)
         self._report(is_load_only=False)
         return engine.receive
-
-    def adapter_loaded(
-        self, link: EngineConnection, order_id: int, found: str | BatonError
-    ) -> None:
-        self._adapters.answered(link.member.incarnation, order_id, found)
 
     def heartbeat(self, link: EngineConnection, load: ReportedLoad) -> None:
         engine = self._table.engines[link.member.incarnation]
@@ -183,7 +167,6 @@ class ClusterView:
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self.ended(link)
-        self._adapters.lost(link.member.incarnation)
         self._sessions.engine_lost(link.member.incarnation, has_died=has_died)
         self._report(is_load_only=False)
 

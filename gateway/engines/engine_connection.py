@@ -15,13 +15,15 @@ A node's times come on its monotonic clock; what hosts have as the time of day i
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
 from ...core.channels.frames import MAX_UNSENT_BYTES, encode_payload
-from ...core.errors import BatonError, EngineFailed, HostLost, InvalidRequest
+from ...core.errors import BatonError, EngineFailed, HostLost, InvalidRequest, NodeLost
 from ...core.membership import Member
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
@@ -34,6 +36,8 @@ from .reported_load import ReportedLoad, load_from_wire
 
 # Takes what a linked engine's steps bring: LinkedEngine.receive.
 Receive: TypeAlias = Callable[[Sequence[EngineOutput], Sequence[PlainToken]], None]
+Loaded: TypeAlias = str | BatonError  # an adapter's digest, or why it is not loaded
+_order_numbers = itertools.count(1)  # of all connections
 
 
 class ConnectionEvents(Protocol):
@@ -49,10 +53,6 @@ class ConnectionEvents(Protocol):
     ) -> Receive: ...
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None: ...
-
-    def adapter_loaded(
-        self, engine: EngineConnection, order_id: int, found: str | BatonError
-    ) -> None: ...
 
     def ended(self, engine: EngineConnection) -> None: ...
 
@@ -79,6 +79,7 @@ class EngineConnection:
         self._has_said_why = self._has_died = False
         self._welcome: node_pb2.Welcome | None = None
         self._receive: Receive | None = None  # while it is linked
+        self._orders: dict[int, asyncio.Future[Loaded]] = {}  # that are not answered
 
     @property
     def is_starting(self) -> bool:
@@ -105,10 +106,18 @@ class EngineConnection:
         order = node_pb2.SetPromise(epoch=epoch, leader=leader, tbt_target_s=tbt_target_s)
         self._send(node_pb2.GatewayMessage(set_promise=order))
 
-    def load_adapter(self, order_id: int, name: str, path: str) -> None:
-        """Order it to read the adapter into its host memory; answered by `adapter_loaded`."""
-        order = node_pb2.LoadAdapter(order_id=order_id, name=name, path=path)
+    def load_adapter(self, name: str, path: str) -> asyncio.Future[Loaded]:
+        """Order it to read the adapter into its host memory. NodeLost: it ended before."""
+        number = next(_order_numbers)
+        self._orders[number] = answer = asyncio.get_running_loop().create_future()
+        order = node_pb2.LoadAdapter(order_id=number, name=name, path=path)
         self._send(node_pb2.GatewayMessage(load_adapter=order))
+        return answer
+
+    def _answer(self, number: int, found: Loaded) -> None:
+        answer = self._orders.pop(number, None)
+        if answer is not None and not answer.done():
+            answer.set_result(found)
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:
         """Never waits; where the stream is over, it goes nowhere."""
@@ -132,6 +141,8 @@ class EngineConnection:
                 self._has_died = self._stream.is_over and await has_ended(self.member)
         finally:
             self._stream.abort()
+            for number in [*self._orders]:
+                self._answer(number, NodeLost("a node was lost"))
             if self._receive is not None:
                 self._receive = None
                 self._events.lost(self, reason, has_died=self._has_died)
@@ -151,7 +162,7 @@ class EngineConnection:
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                self._events.adapter_loaded(self, loaded.order_id, refusal or loaded.digest)
+                self._answer(loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._check(message.welcome)
             case "engine_ended":

@@ -103,7 +103,7 @@ class Gateway:
             self._sessions,
             self._note_readiness,
             config.heartbeat_timeout_s,
-            self._adapters,
+            self._adapters.linked,
             security.cluster_tls,
         )
         self._leader = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import math
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class FakeLink:
     dispatched: list[tuple[Request, Work, Ticket | None, float]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # attempts
     promises: list[tuple[int, str, float | None]] = field(default_factory=list)
-    adapter_orders: list[tuple[int, str, str]] = field(default_factory=list)
+    adapter_orders: list[tuple[str, str]] = field(default_factory=list)
+    adapter_answers: list[asyncio.Future[str | BatonError]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -52,8 +54,10 @@ class FakeLink:
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
         self.promises.append((epoch, leader, tbt_target_s))
 
-    def load_adapter(self, order_id: int, name: str, path: str) -> None:
-        self.adapter_orders.append((order_id, name, path))
+    def load_adapter(self, name: str, path: str) -> asyncio.Future[str | BatonError]:
+        self.adapter_orders.append((name, path))
+        self.adapter_answers.append(asyncio.get_running_loop().create_future())
+        return self.adapter_answers[-1]
 
 
 @dataclass

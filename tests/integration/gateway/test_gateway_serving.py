@@ -453,7 +453,7 @@ async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() 
     sessions, secret = SessionTable(clock, 1), ClusterSecret(SECRET)
     adapters = AdapterRegistry(table, "demo")
     view = ClusterView(
-        directory, "demo", secret, clock, table, sessions, lambda: None, 1.2, adapters
+        directory, "demo", secret, clock, table, sessions, lambda: None, 1.2, adapters.linked
     )
     following = asyncio.create_task(view.run())
     node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()

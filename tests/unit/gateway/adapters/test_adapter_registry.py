@@ -54,9 +54,8 @@ class World:
         loading = asyncio.create_task(self.registry.load(name, "/adapter"))
         await asyncio.sleep(0)
         for incarnation, answer in answers.items():
-            order_id, ordered, path = self.links[incarnation].adapter_orders[-1]
-            assert (ordered, path) == (name, "/adapter")
-            self.registry.answered(incarnation, order_id, answer)
+            assert self.links[incarnation].adapter_orders[-1] == (name, "/adapter")
+            self.links[incarnation].adapter_answers[-1].set_result(answer)
         await loading
 
 
@@ -69,7 +68,7 @@ async def test_it_is_served_if_all_engines_have_it() -> None:
             await world.registry.load(name, "/other")
     late = world.add(SPARE, Role.DECODE)
     world.registry.linked(late)
-    assert [order[1:] for order in world.links[SPARE].adapter_orders] == [("sql", "/adapter")]
+    assert world.links[SPARE].adapter_orders == [("sql", "/adapter")]
     world.registry.unload("sql")
     with pytest.raises(ModelNotFound, match="sql"):
         world.registry.unload("sql")
@@ -91,8 +90,8 @@ async def test_an_engine_that_is_lost_owes_nothing() -> None:
     world = World()
     loading = asyncio.create_task(world.registry.load("sql", "/adapter"))
     await asyncio.sleep(0)
-    world.registry.lost(DECODE)
-    world.registry.answered(PREFILL, world.links[PREFILL].adapter_orders[-1][0], ONE)
+    world.links[DECODE].adapter_answers[-1].set_result(NodeLost("a node was lost"))
+    world.links[PREFILL].adapter_answers[-1].set_result(ONE)
     assert (await loading).digest == ONE
     with pytest.raises(Unavailable):
         await world.load("other", {PREFILL: NodeLost("x"), DECODE: NodeLost("x")})

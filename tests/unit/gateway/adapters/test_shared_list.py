@@ -83,7 +83,7 @@ class Gateway:
         return loading
 
     def answer(self, digest: str) -> None:
-        self.registry.answered(ENGINE, self.link.adapter_orders[-1][0], digest)
+        self.link.adapter_answers[-1].set_result(digest)
 
     async def exchange(self) -> dict[str, str]:
         await self.registry._exchange(self.shared)

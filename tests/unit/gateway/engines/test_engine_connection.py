@@ -23,7 +23,14 @@ from baton.cluster.tls import ClusterTls
 from baton.core.channels import admission
 from baton.core.channels.addresses import host_id
 from baton.core.channels.frames import MAX_FRAME_BYTES
-from baton.core.errors import EngineFailed, HandoffFailed, HostLost, InvalidRequest
+from baton.core.errors import (
+    AdapterRefused,
+    EngineFailed,
+    HandoffFailed,
+    HostLost,
+    InvalidRequest,
+    NodeLost,
+)
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines import engine_connection, engine_stream
@@ -299,6 +306,32 @@ async def test_messages_pass_both_ways_in_order(scene: Scene) -> None:
         assert scene.events.indices == list(range(50))
         assert scene.events.heard[:2] == ["linked", "heartbeat"]
     assert scene.events.heard.count("lost") == 1
+
+
+async def test_orders_are_answered_each_by_its_number_or_with_the_end(here: Scene) -> None:
+    async with here.linked() as (connection, end, _):
+        answers = [connection.load_adapter(name, f"/{name}") for name in ("a", "b", "c", "d")]
+        orders = [
+            node_pb2.GatewayMessage.FromString(await end.receive()).load_adapter for _ in answers
+        ]
+        assert [(order.name, order.path) for order in orders] == [
+            (name, f"/{name}") for name in ("a", "b", "c", "d")
+        ]
+        answers[0].cancel()  # nobody waits for it any more
+        refused = codec.error_to_wire(AdapterRefused("r is 99"))
+        for loaded in (
+            node_pb2.AdapterLoaded(order_id=orders[1].order_id, error=refused),
+            node_pb2.AdapterLoaded(order_id=orders[0].order_id, digest="0" * 32),
+            node_pb2.AdapterLoaded(order_id=orders[2].order_id, digest="1" * 32),
+        ):
+            end.send(node_pb2.NodeMessage(adapter_loaded=loaded).SerializeToString())
+        assert await answers[2] == "1" * 32
+        refusal = await answers[1]
+        assert isinstance(refusal, AdapterRefused) and refusal.message == "r is 99"
+        assert not answers[3].done()
+        await here.die()
+        end.writer.close()
+        assert isinstance(await answers[3], NodeLost)
 
 
 async def test_what_comes_directly_behind_the_welcome_is_heard(scene: Scene) -> None:
