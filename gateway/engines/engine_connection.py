@@ -76,7 +76,7 @@ class EngineConnection:
         self._clock = clock
         self._is_here = is_local(member)  # on this host
         self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
-        self._has_said_why = self._has_died = False
+        self._has_died: bool | None = None  # its process, while its node lives; None: nobody knows
         self._welcome: node_pb2.Welcome | None = None
         self._receive: Receive | None = None  # while it is linked
         self._orders: dict[int, asyncio.Future[Loaded]] = {}  # that are not answered
@@ -136,7 +136,7 @@ class EngineConnection:
         reason = "closed by the gateway"
         try:
             reason = await self._stream.serve()
-            if self._receive is not None and not self._has_said_why:
+            if self._receive is not None and self._has_died is None:
                 self._events.ended(self)
                 self._has_died = self._stream.is_over and await has_ended(self.member)
         finally:
@@ -145,7 +145,7 @@ class EngineConnection:
                 self._answer(number, NodeLost("a node was lost"))
             if self._receive is not None:
                 self._receive = None
-                self._events.lost(self, reason, has_died=self._has_died)
+                self._events.lost(self, reason, has_died=bool(self._has_died))
         return reason
 
     def take(self, message: node_pb2.NodeMessage) -> None:
@@ -167,7 +167,7 @@ class EngineConnection:
                 self._check(message.welcome)
             case "engine_ended":
                 error = codec.error_from_wire(message.engine_ended)
-                self._has_said_why, self._has_died = True, not isinstance(error, HostLost)
+                self._has_died = not isinstance(error, HostLost)
                 self._stream.end(error.message)
             case "refused":
                 self._stream.end(codec.error_from_wire(message.refused).message)
