@@ -250,9 +250,8 @@ class Session:
             sibling._begin_attempt(route)
         fork_ids = tuple(sibling.request_id for sibling in siblings)
         # An engine may send it back: not for ever, and not once it was taken.
-        may_refuse = self.num_taken == 1 and not self._siblings
-        if self._setbacks is not None:
-            may_refuse = may_refuse and self._setbacks.num_refusals < _MAX_REFUSALS
+        num_refusals = 0 if self._setbacks is None else self._setbacks.num_refusals
+        may_refuse = self.num_taken == 1 and not self._siblings and num_refusals < _MAX_REFUSALS
         attempt.send(
             self._entropy,
             self._deadline_s - self._clock.monotonic_s(),
@@ -269,20 +268,17 @@ class Session:
                 self.blocked = None
                 return None
             avoid = setbacks.avoid
+        route, reason = None, None
         try:
             route = self._router.choose(self.demand, avoid=avoid, fingerprint=self.fingerprint)
         except MustWait as wait:
-            self.block(wait.reason)
-            return None
+            reason = wait.reason
         except Unavailable:
-            if setbacks is not None and setbacks.waits_for_trials():
-                self.block(None)
-            elif self._clock.monotonic_s() >= self._engine_until_s:
-                raise
-            else:
-                self.block(Blocked.ENGINE)
-            return None
-        self.block(None)
+            if setbacks is None or not setbacks.waits_for_trials():
+                if self._clock.monotonic_s() >= self._engine_until_s:
+                    raise
+                reason = Blocked.ENGINE
+        self.block(reason)
         return route
 
     def block(self, reason: Blocked | None) -> None:
