@@ -103,7 +103,7 @@ class EngineAccount:
         if before.num_steps != load.num_steps or not has_as_much:
             self._step_began_s = self._clock.monotonic_s()
         self.speed, self.has_refused = load.prompt_speed, False
-        ours = self._answered_tokens.copy()  # or may be ours
+        ours = self._answered_tokens.copy()  # the engine may not have known that they were
         for sent in set(self._prompts.values()):
             ours[sent.caller_id] += sent.num_tokens
         self._others = load.others_than(ours)
