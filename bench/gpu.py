@@ -232,7 +232,8 @@ class Bench:
         engine = self._engine
         requests = [self._request(context - _WARMUP_STEPS, 200) for _ in range(batch)]
         for request in requests:
-            reservation = engine.reserve(request)
+            engine.reserve(request)
+            reservation = engine.next_reservation()
             assert reservation is not None, "the pool is too small for this"
             # Tokens that differ choose different experts.
             engine.start(reservation, token_id=self._rng.randrange(self._shape.vocab))

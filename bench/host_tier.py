@@ -187,7 +187,8 @@ class Bench:
     def _decoding(self, num_decodes: int, context: int) -> Iterator[None]:
         requests = [self._request(context, _NUM_STEPS + 100) for _ in range(num_decodes)]
         for request in requests:
-            reservation = self._engine.reserve(request)
+            self._engine.reserve(request)
+            reservation = self._engine.next_reservation()
             assert reservation is not None, "the pool is too small for the decodes"
             self._engine.start(reservation, token_id=self._rng.randrange(3, 500))
         yield

@@ -1,7 +1,7 @@
 """The puller's role: waits for KV, pulls it into reserved blocks, decodes.
 
     Dispatch ─► Intended ─► Peers            step ─► tokens to the gateway
-    Peers ─► reserve ─► complete ─► engine.start
+    Peers ─► reserve ─► engine.next_reservation ─► Peers ─► complete ─► engine.start
 
 Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
@@ -25,7 +25,6 @@ from ..kv_transfer.protocol.events import (
     Failed,
     Intended,
     IntentCancelled,
-    MemoryFreed,
     Reserved,
 )
 from ..kv_transfer.protocol.messages import HandoffState
@@ -51,7 +50,6 @@ class DecodeRole(EngineRole[_Intent]):
     def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
         super().__init__(engine, requests, peers, clock)
         peers.handoffs = self
-        self._is_short = False  # of blocks, or of slots: the puller waits
 
     # -- gateways ------------------------------------------------------------------------------
 
@@ -68,22 +66,20 @@ class DecodeRole(EngineRole[_Intent]):
         intent = _Intent(ticket, samples, hashes)
         self._handoffs.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        self._peers.feed_puller(
-            Intended(
-                ticket,
-                entry.key,
-                hashes,
-                num_blocks,
-                entry.deadline_s,
-                request.caller_id,
-                needs_slot=request.adapter is not None,
-            )
-        )
+        intended = Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s)
+        self._peers.feed_puller(intended)
 
     def _call_off(self, intent: _Intent, error: BatonError) -> None:
-        self._forget(intent)
-        # Its reservation stays until the last copy into it has ended: DropReservation.
+        self._give_up(intent)
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
+
+    def _give_up(self, intent: _Intent) -> None:
+        """It waits for its blocks no more; those that it has stay until the last copy into them has
+        ended: DropReservation."""
+        self._forget(intent)
+        if intent.reserved_s is None:
+            for sample in intent.samples:
+                self._engine.abort(sample.key)
 
     # -- hand-offs -----------------------------------------------------------------------------
 
@@ -92,34 +88,32 @@ class DecodeRole(EngineRole[_Intent]):
         if not isinstance(failed.error, Cancelled):
             self._counts.failed_transfers[failed.error.code] += 1
         if intent := self._handoffs.get(failed.key):
-            self._forget(intent)
+            self._give_up(intent)
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 
     def dropped(self, dropped: DropReservation) -> None:
         self._engine.drop(dropped.reservation)
 
-    def reserve(self, transfer_id: str, key: str) -> Reserved:
+    def reserve(self, key: str) -> None:
         intent = self._handoffs.get(key)
         assert intent is not None, "the puller reserves for a request that is over"
-        request = intent.samples[0]
-        if self._engine.lacks_slot(request):
-            self._is_short = True
-            return Reserved(transfer_id, lacks_slot=True)
         try:
-            reservation = self._engine.reserve(request, intent.block_hashes)
+            self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
             self._fail_all(intent.samples, error)
-            return Reserved(transfer_id)
-        if reservation is None:
-            self._is_short = True
-            return Reserved(transfer_id)
-        intent.reserved_s = self._clock.monotonic_s()
-        for sample in intent.samples:
-            if entry := self._requests.get(sample.key):
-                self._requests.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
-                self._requests.stamp(entry, Event.TRANSFER_STARTED)
-        return Reserved(transfer_id, reservation)
+        self._grant()
+
+    def _grant(self) -> None:
+        """Let the pulls begin of those that have their blocks now."""
+        while (reservation := self._engine.next_reservation()) is not None:
+            intent = self._handoffs[reservation.key]
+            intent.reserved_s = self._clock.monotonic_s()
+            for sample in intent.samples:
+                if entry := self._requests.get(sample.key):
+                    self._requests.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
+                    self._requests.stamp(entry, Event.TRANSFER_STARTED)
+            self._peers.feed_puller(Reserved(intent.ticket.transfer_id, reservation))
 
     def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
@@ -207,9 +201,7 @@ class DecodeRole(EngineRole[_Intent]):
 
     def tick(self) -> float:
         deadline_s = super().tick()  # first: what is over gives its blocks back
-        if self._is_short:
-            self._is_short = False  # perhaps; the engine knows without asking its pool again
-            self._peers.feed_puller(MemoryFreed())
+        self._grant()
         return deadline_s
 
     def pending(self) -> Iterable[Request]:

@@ -1,4 +1,4 @@
-"""The sequences of an engine by their requests' keys: how each comes to be (queued, reserved or
+"""The sequences of an engine by their requests' keys: how each comes to be (queued or
 forked), what a step's tokens do to it (it goes on, forks, is held or ends), and how it ends."""
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class LiveSequences:
         self._on_end = on_end
         self._step_record = StepRecord()
         self._num_arrivals = 0
-        self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 
     # -- requests in ------------------------------------------------------------------------------
 
@@ -68,10 +67,7 @@ class LiveSequences:
         outputs each of its requests whole at its end; a held one brings what another begins with.
         Raises InvalidRequest and its kin: never servable here.
         """
-        sequence = self._create(request, SequenceState.WAITING, is_held=hold)
-        self._keep(sequence)
-        if request.adapter is None or self.adapters is None or self.adapters.enter(sequence):
-            self._scheduler.add(sequence)
+        self._queue(self._create(request, SequenceState.WAITING, is_held=hold))
         self._step_record.num_prompts += 1
 
     def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
@@ -79,38 +75,28 @@ class LiveSequences:
         tokens = request.known_token_ids[:num_tokens]
         return block_hashes(self._root_of(request), tokens, self.limits.block_size)
 
-    def reserve(
-        self, request: Request, block_hashes: Collection[BlockHash] = ()
-    ) -> Reservation | None:
-        """Blocks for the known tokens and the first one to come, or None: not now.
+    def reserve(self, request: Request, block_hashes: Collection[BlockHash] = ()) -> None:
+        """Queue a request whose KV comes from elsewhere for blocks: see `next_reservation`.
 
-        `block_hashes`: of its first full blocks, if the caller has computed them. Ask again after a
-        step, a release or an abort; keeping the order of arrival is the caller's duty. Raises
+        `block_hashes`: of its first full blocks, if the caller has computed them. Raises
         InvalidRequest and its kin like `add`.
         """
-        if self._refused == (request.key, self._scheduler.queues.opportunities):
-            return None
-        sequence = self._create(request, SequenceState.RESERVED)
+        sequence = self._create(request, SequenceState.COMING)
         sequence.hashes = [*block_hashes]
-        if request.adapter is not None and self.adapters and not self.adapters.reserve(sequence):
+        self._queue(sequence)
+
+    def next_reservation(self) -> Reservation | None:
+        """Blocks for the known tokens, and the first one to come, of the next one that waits for
+        them by `reserve`; None: not now. Ask again after a step, a release or an abort."""
+        sequence = self._scheduler.reserve()
+        if sequence is None:
             return None
-        if not self._scheduler.reserve(sequence):
-            self._leave_adapter(sequence)
-            self._refused = (request.key, self._scheduler.queues.opportunities)
-            return None
-        self._keep(sequence)
         return Reservation(
-            request.key,
+            sequence.key,
             tuple(sequence.block_ids),
             num_cached_blocks=sequence.num_stored_blocks,
             num_known_blocks=self.limits.blocks_for(sequence.num_tokens),
         )
-
-    def lacks_slot(self, request: Request) -> bool:
-        """Whether `reserve` would return None for want of the request's adapter in a slot."""
-        if request.adapter is None or self.adapters is None:
-            return False
-        return self.adapters.lacks_slot(request.adapter)
 
     def lacks_drafts(self, reservation: Reservation, first: int | None) -> None:
         """Before `start`: block number `first` came without the draft model's KV, if one did."""
@@ -168,7 +154,7 @@ class LiveSequences:
     # -- how it comes to be -----------------------------------------------------------------------
 
     def _create(self, request: Request, state: SequenceState, *, is_held: bool = False) -> Sequence:
-        """A new one, to be kept once it has its place. Raises InvalidRequest and its kin."""
+        """A new one. Raises InvalidRequest and its kin."""
         if request.key in self.by_key:
             raise InvalidRequest(f"{request.key} is here already")
         self.limits.check(request)
@@ -190,18 +176,22 @@ class LiveSequences:
             if self._constraints is None:
                 raise InvalidRequest("constraints are not taken", code="unsupported_parameter")
             sequence.constrained = self._constraints.begin(constraint)
-        if state is SequenceState.RESERVED:  # told where they are computed
+        if state is SequenceState.COMING:  # told where they are computed
             sequence.next_prompt_logprob = len(request.prompt_token_ids)
         return sequence
 
     def _root_of(self, request: Request) -> BlockHash:
         return root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
 
-    def _keep(self, sequence: Sequence) -> None:
-        """It has its place: found by its key from here on, or those of its search."""
+    def _queue(self, sequence: Sequence) -> None:
+        """It is found by its key from here on, or those of its search; it waits for its adapter,
+        and then for its turn."""
         self.by_key[sequence.key] = sequence
         if isinstance(sequence.group, BeamSearch):
             self.beams.file(sequence.group)
+        adapter = sequence.request.adapter
+        if adapter is None or self.adapters is None or self.adapters.enter(sequence):
+            self._scheduler.add(sequence)
 
     def _keys_of(self, sequence: Sequence) -> tuple[str, ...]:
         """Of all requests that a sequence is for."""

@@ -70,7 +70,8 @@ class Bench:
             self._number += 1
             prompt = [7 + i % 1000 for i in range(_CONTEXT)]
             request = Request(f"{self._number:032x}", 0, prompt, sampling, adapter=adapter)
-            reservation = self._engine.reserve(request)
+            self._engine.reserve(request)
+            reservation = self._engine.next_reservation()
             assert reservation is not None, "no room"
             self._engine.start(reservation, 11)
             keys.append(request.key)

@@ -327,7 +327,8 @@ def _speed(
     for index in range(batch):
         prompt = tuple(draw.randrange(vocab_size) for _ in range(context))
         request = Request(f"{index:032x}", 0, prompt, sampling)
-        reservation = engine.reserve(request)
+        engine.reserve(request)
+        reservation = engine.next_reservation()
         assert reservation is not None, "the pool is too small for this"
         engine.start(reservation, token_id=draw.randrange(vocab_size))
         requests.append(request)

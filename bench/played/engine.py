@@ -4,7 +4,6 @@ the hand-off, and what gateways are told of it."""
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,7 +132,7 @@ class PlayedEngine:
         self.engine.promise.tbt_target_s = setup.tbt_target_s
         self._tickets: dict[str, Ticket] = {}  # of what is to be held
         self._intents: dict[str, Request] = {}  # by key
-        self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
+        self._arrived: dict[str, int] = {}  # first tokens, by key, of what waits for blocks here
         self._is_busy = False
         self._num_steps = 0
         self._reported = (0, 0)  # tokens that wait, and steps so far, at the last heartbeat
@@ -250,6 +249,7 @@ class PlayedEngine:
         """A request was over with its first token, or has moved away."""
         self._intents.pop(key, None)
         self._tickets.pop(key, None)
+        self._arrived.pop(key, None)
         if self._gateway_of.pop(key, None) is not None:
             self.engine.abort(key)
 
@@ -335,8 +335,7 @@ class PlayedEngine:
     def _step_ended(self, output: StepOutput) -> None:
         self._is_busy = False
         assert not output.failed, output.failed
-        while self._arrived and self._start(*self._arrived[0]):
-            self._arrived.popleft()
+        self._start_arrived()
         self._step()
         self._count_soon()
         outputs: dict[PlayedGateway, list[EngineOutput]] = {}
@@ -368,18 +367,15 @@ class PlayedEngine:
         puller._arrive(request, token_id)
 
     def _arrive(self, request: Request, token_id: int) -> None:
-        if self._arrived or not self._start(request, token_id):
-            self._arrived.append((request, token_id))
+        if request.key in self._gateway_of:  # it was not called off
+            self._arrived[request.key] = token_id
+            self.engine.reserve(request)
+            self._start_arrived()
         self._step()
 
-    def _start(self, request: Request, token_id: int) -> bool:
-        if request.key not in self._gateway_of:
-            return True  # called off
-        reservation = self.engine.reserve(request)
-        if reservation is None:
-            return False
-        self.engine.start(reservation, token_id)
-        return True
+    def _start_arrived(self) -> None:
+        while (reservation := self.engine.next_reservation()) is not None:
+            self.engine.start(reservation, self._arrived.pop(reservation.key))
 
 
 def _pull_s(request: Request) -> float:

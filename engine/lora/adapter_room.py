@@ -132,16 +132,6 @@ class AdapterRoom(Generic[U]):
         self.parked.append(sequence)
         return len(self.parked) == 1 and bool(self.unpark())
 
-    def reserve(self, sequence: U) -> bool:
-        """The same of one that is not parked: it asks again."""
-        return not self.parked and self.take(sequence)
-
-    def lacks_slot(self, adapter: Adapter) -> bool:
-        """Whether one that is not parked would have no slot now, or not its adapter for it."""
-        if adapter in self._refused:
-            return False  # `check` says so
-        return bool(self.parked) or self._find(adapter) is None
-
     def take(self, sequence: U) -> bool:
         """Give a sequence a slot with its adapter; False: all are in use, or that has to come."""
         adapter = sequence.request.adapter

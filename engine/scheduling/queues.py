@@ -2,7 +2,7 @@
 
     waiting ──► running ──► held: computed, waiting to be released
        └► loading ▲
-          reserved ┘              all but those that wait have blocks
+coming ──► reserved ┘             all but those that wait or are coming have blocks
 Decides nothing: see scheduler.py.
 """
 
@@ -23,10 +23,12 @@ from .sequence import Sequence, SequenceGroup, SequenceState
 
 
 class Queues:
-    """`refused_at`: `opportunities` when the head of those that wait did not fit."""
+    """`refused_at`: `opportunities` when the head of those that wait did not fit, or of those that
+    are coming."""
 
     def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
         self.waiting: FairQueue[Sequence] = FairQueue()
+        self.coming: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # by arrival
         self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
@@ -34,6 +36,7 @@ class Queues:
         self.parked: Collection[Sequence] = ()  # for an adapter's slot: see AdapterRoom
         self.groups: list[SequenceGroup] = []  # whose first member has blocks
         self.refused_at: int | None = None
+        self.coming_refused_at: int | None = None
         self._limits = limits
         self._pool = pool
         self._stalled_at: int | None = None
@@ -106,6 +109,15 @@ class Queues:
             return None
         return head
 
+    @property
+    def next_to_reserve(self) -> Sequence | None:
+        """The same of those that are coming. A slot that the head of those that wait needs is not
+        given away."""
+        head = self.coming.head
+        if head is None or self.coming_refused_at == self.opportunities:
+            return None
+        return head if self.has_slot(head, beside=self.waiting.head) else None
+
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""
         shape = step_shape([one for one in self.running if not one.is_prefilling])
@@ -129,6 +141,7 @@ class Queues:
         """The sequence ends, whatever its state."""
         queues: dict[SequenceState, MutableSequence[Sequence] | FairQueue[Sequence]] = {
             SequenceState.WAITING: self.waiting,
+            SequenceState.COMING: self.coming,
             SequenceState.RUNNING: self.running,
             SequenceState.RESERVED: self.reserved,
             SequenceState.HELD: self.held,
@@ -150,6 +163,11 @@ class Queues:
         """It does not fit: it stays the head, and is not tried again before anything is free."""
         self.waiting.pin_head()
         self.refused_at = self.opportunities
+
+    def refuse_coming(self) -> None:
+        """The same of the head of those that are coming."""
+        self.coming.pin_head()
+        self.coming_refused_at = self.opportunities
 
     def stall(self) -> None:
         """There was nothing to schedule."""

@@ -13,6 +13,7 @@ Memory:
 
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
   if not, it stays the head of the queue, and nobody passes it;
+- so does one whose KV comes from elsewhere, in a queue of its own, beside the head of the other;
 - drafts of a decode have what is left, and preempt nobody;
 - an admission whose prompt goes on in host memory waits apart while that is copied;
 - a decode takes a block when it crosses into one; if there is none, a prompt that is half computed
@@ -50,7 +51,7 @@ from .step_promise import StepPromise
 
 
 class Scheduler:
-    """Sequences come in by `add` or `reserve` and leave by `remove`."""
+    """Sequences come in by `add` and leave by `remove`."""
 
     def __init__(
         self,
@@ -75,27 +76,31 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue it up behind all others of its caller."""
-        self.queues.add(sequence, self._tables.num_to_compute(sequence))
+        if sequence.state is SequenceState.COMING:
+            self.queues.coming.add(sequence, sequence.request.caller_id, sequence.num_tokens)
+        else:
+            self.queues.add(sequence, self._tables.num_to_compute(sequence))
 
-    def reserve(self, sequence: Sequence) -> bool:
-        """Take blocks for all slots of a new RESERVED sequence, or nothing: whether it fits.
+    def reserve(self) -> Sequence | None:
+        """Blocks for all slots of the next one that is coming; None: not now.
 
-        The head of the waiting queue goes first: only what fits beside it, and a slot that it does
-        not need, is given away.
+        The head of the waiting queue goes first: only what fits beside it is given away.
         """
-        assert sequence.state is SequenceState.RESERVED
+        sequence = self.queues.next_to_reserve
+        if sequence is None:
+            return None
         matched = self._tables.match(sequence, sequence.num_tokens)
-        head = self.queues.waiting.head
-        if not self.queues.has_slot(sequence, beside=head):
-            return False
         others = self._admission.footprints(self._owners_and_head())
         if not self._try_admit(sequence, matched, [], others):
-            return False
+            self.queues.refuse_coming()
+            return None
+        self.queues.coming.pop()
+        sequence.state = SequenceState.RESERVED
         self.queues.reserved.append(sequence)
         self.queues.take_in(sequence.group)
         if self._tables.host is not None:
             self._tables.host.write(sequence)  # a second use of what was matched
-        return True
+        return sequence
 
     def start(self, sequence: Sequence) -> None:
         """The KV of all known tokens but the last is in place: decode from here.

@@ -1,9 +1,9 @@
 """One request while it lives in an engine: its tokens, its blocks, how far its KV is computed.
 
-      add                                  reserve
-       │          admit          start        │
-       ▼      ──────────►      ◄────────      ▼
-    WAITING               RUNNING         RESERVED
+      add                                            reserve
+       │          admit          start         admit    │
+       ▼      ──────────►      ◄────────      ◄──────   ▼
+    WAITING               RUNNING       RESERVED     COMING
        │      ◄──────────    │ ▲
        │        preempt      │ │ copied
        └────────────► LOADING ─┘ first token of a held request
@@ -39,9 +39,13 @@ class SequenceState(enum.Enum):
     LOADING = "loading"  # holds blocks, some of which host memory fills
     RUNNING = "running"  # scheduled step by step
     HELD = "held"  # computed; keeps its blocks for a puller until released
+    COMING = "coming"  # holds no block; its KV is elsewhere
     RESERVED = "reserved"  # holds blocks that a pull fills
     PARKED = "parked"  # holds no block, and waits for the first of its group
     ENDED = "ended"
+
+
+_PULLED = (SequenceState.COMING, SequenceState.RESERVED)
 
 
 @dataclass(slots=True, eq=False)
@@ -165,11 +169,10 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that need a place in its blocks now; a reservation has one for the first token."""
+        """Tokens that need a place in its blocks now; one that is pulled has one for its first."""
         if self.state is SequenceState.HELD:
             return self.num_computed_tokens
-        reserved = self.state is SequenceState.RESERVED
-        num_tokens = len(self.token_ids) + self.num_awaited_tokens + reserved
+        num_tokens = len(self.token_ids) + self.num_awaited_tokens + (self.state in _PULLED)
         return num_tokens + len(self.draft_token_ids)
 
     @property

@@ -107,9 +107,8 @@ class Intended:
     """A dispatch announced that this request's KV will come. Takes no memory.
 
     `block_hashes` are those of the known tokens' full blocks; `num_blocks` counts the partial last
-    one too. Waiting for memory is fair between callers. A prefix out of the source's cache has its
-    memory already, which is `reserved`: it never waits for any while the source holds blocks.
-    `needs_slot`: it is computed with an adapter, for which there may be no slot.
+    one too. A prefix out of the source's cache has its memory already, which is `reserved`: it
+    never waits for any while the source holds blocks.
     """
 
     ticket: Ticket
@@ -117,9 +116,7 @@ class Intended:
     block_hashes: Sequence[BlockHash]
     num_blocks: int
     deadline_s: float
-    caller_id: int = 0
     reserved: Reservation | None = None
-    needs_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +128,10 @@ class IntentCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answer to `Reserve`. What it has comes back with `Complete` or `DropReservation`; None: not
-    now, for want of memory or of a slot for the adapter."""
+    """Answer to `Reserve`. It comes back with `Complete` or `DropReservation`."""
 
     transfer_id: str
-    reservation: Reservation | None = None
-    lacks_slot: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFreed:
-    """Blocks, or a slot, became free: what was refused may fit."""
+    reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +225,8 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Request the memory of this request from the engine, all or nothing. Answered exactly once."""
+    """Let this request wait for memory in the engine's queue. Answered once it has it, unless the
+    transfer ends before."""
 
     transfer_id: str
     key: str
@@ -297,8 +288,7 @@ SourceEvent: TypeAlias = PeerEvent | OfferEvent
 SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks | PinPrefix
 
 PullEvent: TypeAlias = (
-    Intended | IntentCancelled | Reserved | MemoryFreed
-    | WindowOpened | WindowFailed | PullEnded
+    Intended | IntentCancelled | Reserved | WindowOpened | WindowFailed | PullEnded
 )  # fmt: skip
 PullEffect: TypeAlias = (
     OpenWindow | CloseWindow | Reserve | StartPull | CancelPull

@@ -1,8 +1,7 @@
 """The puller's side of the hand-off: which KV is on its way here, and when it may be used.
 
-Owns intents, reservations in the making, pulls in flight and lease renewal; decides when a request
-may start. Knows no memory, stream or thread: `handle` maps events to effects, which `node.peers`
-carries out.
+Owns intents, pulls in flight and lease renewal; decides when a request may start. Knows no memory,
+stream or thread: `handle` maps events to effects, which `node.peers` carries out.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ from .events import (
     Failed,
     Intended,
     IntentCancelled,
-    MemoryFreed,
     OpenWindow,
     PullEffect,
     PullEnded,
-    PullerEffect,
-    PullerEvent,
     PullEvent,
     Reserve,
     Reserved,
@@ -45,7 +41,7 @@ from .events import (
 )
 from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import HandoffSide, Pair, PairState
-from .puller_transfer import PullerState, PullerTransfer, ReserveQueue
+from .puller_transfer import PullerState, PullerTransfer
 
 _COMPLETED = UnknownTransfer("the transfer is over: it completed")
 RELINK_WAIT_S = 0.3  # a link that ended is dialled again after 0.1 s
@@ -64,32 +60,18 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         super().__init__(hello, clock)
         self._link_wait_s = link_wait_s
         self._ended_s: dict[str, float] = {}  # links that ended less than that ago, by source
-        self._queue = ReserveQueue()
-
-    def handle(self, event: PullerEvent) -> list[PullerEffect]:
-        """And let whose turn it is now request memory."""
-        effects = super().handle(event)
-        head = self._queue.next_request()
-        if head is not None:
-            effects.append(Reserve(head, self._transfers[head].intent.key))
-        return effects
 
     def _on_event(self, event: PullEvent) -> None:
         match event:
             case PullEnded(transfer_id, seq, outcome):
                 self._on_pull_ended(transfer_id, seq, outcome)
-            case MemoryFreed():
-                self._queue.retry()
             case Intended():
                 self._on_intended(event)
             case IntentCancelled(transfer_id):
                 if (transfer := self._transfers.get(transfer_id)) is not None:
                     self._give_up(transfer, None)
-            case Reserved(transfer_id, reservation, lacks_slot):
-                is_granted = reservation is not None
-                self._queue.answered(transfer_id, was_granted=is_granted, lacks_slot=lacks_slot)
-                if reservation is not None:
-                    self._on_reserved(transfer_id, reservation)
+            case Reserved(transfer_id, reservation):
+                self._on_reserved(transfer_id, reservation)
             case WindowOpened(source, sees_steps):
                 if (pair := self._pairs.get(source)) is not None:
                     self._on_ready(source, pair, sees_steps=sees_steps)
@@ -259,9 +241,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         transfer.unpulled.append(manifest)
         if transfer.state is PullerState.ATTACHED:
             transfer.state = PullerState.QUEUED
-            intent, slot = transfer.intent, transfer.intent.needs_slot
-            name = transfer.transfer_id
-            self._queue.join(name, intent.caller_id, intent.num_blocks, needs_slot=slot)
+            self._effects.append(Reserve(transfer.transfer_id, transfer.intent.key))
 
     def _on_lost(self, source: str, pair: Pair | None, error: BatonError) -> None:
         """One whose last chunk is being copied may still end well: the generations decide."""
@@ -280,7 +260,6 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     # ---- time
 
     def _on_tick(self, now_s: float) -> None:
-        self._queue.retry()
         for transfer in [*self._transfers.values()]:
             if transfer.expires_s <= now_s:
                 self._give_up(transfer, transfer.expiry(now_s))
@@ -341,5 +320,4 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         del self._transfers[transfer.transfer_id]
 
     def _forget(self, transfer_id: str, epitaph: BatonError) -> None:
-        self._queue.leave(transfer_id)
         self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())

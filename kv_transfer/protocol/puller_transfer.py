@@ -1,5 +1,5 @@
-"""One transfer as the puller keeps it: how far it is, which manifests of it have come, and what it
-waits for: its turn to get memory, the renewal of its lease.
+"""One transfer as the puller keeps it: how far it is, which manifests of it have come, and when its
+lease is to be renewed.
 
 Plain bookkeeping: what an event changes is decided in puller.py.
 """
@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, field
 
 from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
-from ...core.fair_queue import FairQueue
 from ...engine.kv.block_pool import Reservation
 from .events import Intended
 from .messages import HandoffState, Manifest
@@ -115,82 +114,3 @@ class PullerTransfer:
         if now_s >= self.intent.deadline_s:
             return DeadlineExceeded("the deadline passed before the KV was here")
         return NodeLost("no link to the source came up in time")
-
-
-class ReserveQueue:
-    """Transfers that have something to pull and nowhere to put it; fair between callers, and of one
-    caller a FIFO.
-
-    join ──► [ head, ..., tail ]      only the head requests; refused, it does again after retry()
-               │   └── next_request() ──► Reserve ──► answered()
-               └──► apart, a FIFO of those that lack a slot for their adapter: its first requests
-                    before the head
-
-    A head that lacked memory is passed by nobody: a large prompt does not starve behind small ones.
-    Those apart are passed by all that need no slot.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: FairQueue[str] = FairQueue()
-        self._apart: dict[str, None] = {}
-        self._need_slots: set[str] = set()
-        self._requested: str | None = None  # its answer will come
-        self._refused: str | None = None  # who lacked memory, until retry()
-        self._may_have_slot = False  # the first of those apart
-
-    def join(
-        self, transfer_id: str, caller_id: int, num_blocks: int, *, needs_slot: bool = False
-    ) -> None:
-        self._waiting.add(transfer_id, caller_id, num_blocks)
-        if needs_slot:
-            self._need_slots.add(transfer_id)
-
-    def leave(self, transfer_id: str) -> None:
-        """Give up waiting. A request that is out is still answered. Unknown ones are no error."""
-        if transfer_id in self._waiting:
-            self._waiting.remove(transfer_id)
-        self._apart.pop(transfer_id, None)
-        self._need_slots.discard(transfer_id)
-
-    def next_request(self) -> str | None:
-        """The transfer that shall request memory now, if one shall; counts as requested."""
-        if self._requested is not None or self._must_wait_for_memory:
-            return None
-        self._requested = self._next()
-        return self._requested
-
-    def _next(self) -> str | None:
-        if self._apart and self._may_have_slot:
-            return next(iter(self._apart))
-        while (head := self._waiting.head) in self._need_slots and self._apart:
-            self._apart[self._waiting.pop()] = None
-        self._waiting.pin_head()
-        return head
-
-    @property
-    def _must_wait_for_memory(self) -> bool:
-        refused = self._refused
-        return refused is not None and (refused in self._waiting or refused in self._apart)
-
-    def answered(self, transfer_id: str, *, was_granted: bool, lacks_slot: bool = False) -> None:
-        assert transfer_id == self._requested, "an answer to a request that was not sent"
-        self._requested = None
-        is_head = transfer_id == self._waiting.head  # unless it has left meanwhile, or was apart
-        if (was_granted or lacks_slot) and is_head:
-            self._waiting.pop()
-        if was_granted:
-            self.leave(transfer_id)
-        elif not lacks_slot:
-            self._refused = transfer_id
-        else:
-            self._may_have_slot = False
-            if is_head:
-                self._apart[transfer_id] = None
-
-    def retry(self) -> None:
-        """Memory, or a slot, may have become free: who was refused may request again."""
-        self._refused = None
-        self._may_have_slot = True
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._apart)

@@ -13,7 +13,7 @@ Glue: `kv_transfer.protocol` decides about leases and transfers, the engine abou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol, assert_never
 
 from ...core.errors import BatonError
@@ -32,11 +32,9 @@ from ...kv_transfer.protocol.events import (
     PeerLost,
     PeerMessage,
     PinPrefix,
-    PullerEffect,
     PullerEvent,
     ReleaseBlocks,
     Reserve,
-    Reserved,
     Send,
     SourceEvent,
     StartPull,
@@ -55,7 +53,7 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
 
-    def reserve(self, transfer_id: str, key: str) -> Reserved: ...
+    def reserve(self, key: str) -> None: ...
 
     def complete(self, complete: Complete) -> None: ...
 
@@ -116,14 +114,7 @@ class Peers:
     # -- what it pulls from them ---------------------------------------------------------------
 
     def feed_puller(self, event: PullerEvent) -> None:
-        """A `Reserve` comes last, and its answer is fed: hundreds may get their memory in turn."""
-        answer: PullerEvent | None = event
-        while answer is not None:
-            answer = self._carry_out(self._puller.handle(answer))
-
-    def _carry_out(self, effects: Iterable[PullerEffect]) -> Reserved | None:
-        answer = None
-        for effect in effects:
+        for effect in self._puller.handle(event):
             match effect:
                 case Send() | ClosePeer():
                     self._to_peer(Kind.SOURCE, effect)
@@ -136,7 +127,7 @@ class Peers:
                 case CloseWindow(incarnation):
                     self.windows.close(incarnation)
                 case Reserve(transfer_id, key):
-                    answer = self._receiver(transfer_id).reserve(transfer_id, key)
+                    self._receiver(transfer_id).reserve(key)
                 case Complete(transfer_id):
                     self._receiver(transfer_id).complete(effect)
                 case Failed(transfer_id):
@@ -145,7 +136,6 @@ class Peers:
                     self._receiver(transfer_id).dropped(effect)
                 case _:
                     assert_never(effect)
-        return answer
 
     def _receiver(self, transfer_id: str) -> Receiver:
         if transfer_id in self.fetches.by_transfer:

@@ -121,7 +121,6 @@ class PrefixFetches:
             hashes,
             num_blocks,
             now_s + min(source.limit_s, self._most_limit_s),
-            request.caller_id,
             Reservation(request.key, prefix.block_ids, prefix.num_cached_blocks, num_blocks),
         )
 
@@ -139,7 +138,7 @@ class PrefixFetches:
                 return transfer_id
         return None
 
-    def reserve(self, transfer_id: str, key: str) -> NoReturn:
+    def reserve(self, key: str) -> NoReturn:
         raise AssertionError("a prefix has its room before it is intended")
 
     def complete(self, complete: Complete) -> None:

@@ -19,8 +19,8 @@ IMPATIENT = True  # ... at any moment
 CRASH = frozenset({"crash"})
 
 QUICK = [
-    (Bounds(faults=1, advances=1, attempts=1), 27_800),
-    (Bounds(faults=1, advances=0, attempts=1, launches=True, sees_steps=True), 6_730),
+    (Bounds(faults=1, advances=1, attempts=1), 27_300),
+    (Bounds(faults=1, advances=0, attempts=1, launches=True, sees_steps=True), 6_700),
     (Bounds(1, 0, attempts=2, is_impatient=PATIENT, kinds=CRASH), 6_000),
 ]
 FULL = [

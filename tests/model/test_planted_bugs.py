@@ -25,10 +25,11 @@ from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
+from baton.engine.scheduling.queues import Queues
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.protocol.pairing import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.puller_transfer import PullerTransfer, ReserveQueue
+from baton.kv_transfer.protocol.puller_transfer import PullerTransfer
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.node.peers.pulls import Pulls
@@ -286,13 +287,10 @@ BUGS = [
     Bug(
         "a small one overtakes in the queue for memory",
         "a large prompt starves behind small ones",
-        ReserveQueue.next_request,
-        [
-            (" or self._must_wait_for_memory", ""),
-            ("self._next()", "next((t for t in self._waiting if t != self._refused), None)"),
-        ],
+        Queues.refuse_coming,
+        [("self.coming.pin_head()", "pass"), ("self.opportunities", "None")],
         checks.nobody_overtakes,
-        shows="a later one asks before the first has room",
+        shows="a later one has room before the first",
     ),
     Bug(
         "the prefix cache skips what it lacks",

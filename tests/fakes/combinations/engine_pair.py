@@ -178,7 +178,12 @@ class EnginePair:
         """Reserve for it, or copy and go on."""
         (source, puller), request = self.engines, one.request
         if one.reservation is None:
-            one.reservation = puller.reserve(request)
+            if request.key not in puller.by_key:
+                puller.reserve(request)
+            reserved = puller.next_reservation()
+            for each in self._hand_offs:
+                if reserved is not None and each.request.key == reserved.key:
+                    each.reservation = reserved
             return
         self._hand_offs.remove(one)
         reservation = one.reservation

@@ -37,7 +37,6 @@ from baton.kv_transfer.protocol.events import (
     PullerEvent,
     ReleaseBlocks,
     Reserve,
-    Reserved,
     Send,
     StartPull,
     Tick,
@@ -196,10 +195,13 @@ def announced(puller: Puller, number: int, blocks: BlockRefs | None = None) -> l
 
 
 def nobody_overtakes() -> None:
-    puller = matched_puller(FakeClock())
-    assert Reserve(_ids(1)[0], "key1") in announced(puller, 1)
-    effects = [*announced(puller, 2), *puller.handle(Reserved(_ids(1)[0]))]
-    assert Reserve(_ids(2)[0], "key2") not in effects, "a later one asks before the first has room"
+    engine, params = new_engine(capacity=6), SamplingParams(max_tokens=2, temperature=0.0)
+    engine.reserve(Request("runs", 0, (3,) * 8, params))
+    assert engine.next_reservation() is not None
+    engine.reserve(Request("large", 0, (4,) * 16, params, caller_id=1))
+    assert engine.next_reservation() is None
+    engine.reserve(Request("small", 0, (5,) * 2, params, caller_id=2))
+    assert engine.next_reservation() is None, "a later one has room before the first"
 
 
 def another_prompt_s_blocks_are_refused() -> None:

@@ -37,7 +37,6 @@ from baton.kv_transfer.protocol.events import (
     Failed,
     Intended,
     IntentCancelled,
-    MemoryFreed,
     Offered,
     OpenWindow,
     PeerLinked,
@@ -275,6 +274,7 @@ class PullerSide(_Side):
         self.memory = MemoryPool(NUM_BLOCKS, BLOCK_BYTES)
         self.pool = BlockPool(NUM_BLOCKS, self.memory.generations)
         self.ends: dict[str, str | None] = {}  # transfer_id -> how its intent ended
+        self.waiting: dict[str, str] = {}  # for memory: transfer_id -> key, the next one first
         self.reservations: dict[str, list[int]] = {}
         self.openings: list[OpenWindow] = []
         self.windows: set[str] = set()  # sources whose window is wanted
@@ -304,6 +304,7 @@ class PullerSide(_Side):
         """The gateway gave the attempt up; not answered."""
         if self.ends.get(attempt.transfer_id) is None:
             self.ends[attempt.transfer_id] = "cancelled"
+            self._wait_no_more(attempt.transfer_id)
             self.feed(IntentCancelled(attempt.transfer_id))
 
     def hear_stranger(self, transfer_id: str) -> None:
@@ -380,15 +381,22 @@ class PullerSide(_Side):
                     self._drop(transfer_id)
 
     def _reserve(self, transfer_id: str, key: str) -> None:
-        """As the role does: the answer comes at once."""
-        assert transfer_id not in self.reservations, "reserved twice"
-        blocks = self.pool.allocate(NUM_CHUNKS)
-        if blocks is None:
-            self.feed(Reserved(transfer_id))
-            return
-        self.reservations[transfer_id] = blocks
-        reservation = Reservation(key, tuple(blocks), 0, NUM_CHUNKS)
-        self.feed(Reserved(transfer_id, reservation))
+        """As the engine does: first come, first served."""
+        assert transfer_id not in (*self.reservations, *self.waiting), "reserved twice"
+        self.waiting[transfer_id] = key
+        self._grant()
+
+    def _grant(self) -> None:
+        while self.waiting and (blocks := self.pool.allocate(NUM_CHUNKS)) is not None:
+            transfer_id = next(iter(self.waiting))
+            key = self.waiting.pop(transfer_id)
+            self.reservations[transfer_id] = blocks
+            reservation = Reservation(key, tuple(blocks), 0, NUM_CHUNKS)
+            self.feed(Reserved(transfer_id, reservation))
+
+    def _wait_no_more(self, transfer_id: str) -> None:
+        if self.waiting.pop(transfer_id, None) is not None:
+            self._grant()
 
     def _start_pull(self, pull: StartPull) -> None:
         name = (pull.transfer_id, pull.seq)
@@ -428,6 +436,7 @@ class PullerSide(_Side):
     def _end(self, transfer_id: str, how: str) -> None:
         assert self.ends[transfer_id] is None, f"{how} after it was {self.ends[transfer_id]}"
         self.ends[transfer_id] = how
+        self._wait_no_more(transfer_id)
         self.started = {each for each in self.started if each[0] != transfer_id}
         self.done.append((how, int(transfer_id, 16)))
 
@@ -437,7 +446,7 @@ class PullerSide(_Side):
         for block_id in self.reservations[transfer_id]:
             self.memory.block(block_id)[:] = bytes(BLOCK_BYTES)
         self.pool.release(self.reservations.pop(transfer_id))
-        self.feed(MemoryFreed())
+        self._grant()
 
     # ---- what must hold
 
@@ -450,7 +459,13 @@ class PullerSide(_Side):
     def assert_nothing_left(self) -> None:
         ledger = self.machine.ledger()
         assert ledger["transfers"] == {} and ledger["num_tombstones"] == 0, ledger
-        assert not self.reservations and not self.pulls and not self.reports and not self.early
+        assert (
+            not self.reservations
+            and not self.waiting
+            and not self.pulls
+            and not self.reports
+            and not self.early
+        )
         assert all(self.ends.values()), "an intent has no end"
 
 

@@ -39,7 +39,6 @@ from baton.kv_transfer.protocol.events import (
     Failed,
     Intended,
     IntentCancelled,
-    MemoryFreed,
     Offered,
     OpenWindow,
     PeerLinked,
@@ -176,7 +175,7 @@ class PullerNode:
         self.free = list(range(NUM_POOL_BLOCKS))
         self.prompts: dict[str, Prompt] = {}  # transfer_id -> what was intended
         self.reservations: dict[str, Reservation] = {}
-        self.question: Reserve | None = None
+        self.questions: list[Reserve] = []  # for memory; those who gave up may get it all the same
         self.openings: list[OpenWindow] = []
         self.windows: dict[str, MemoryWindow] = {}
         self.pulls: dict[tuple[str, int], MemoryPull] = {}  # in flight
@@ -185,11 +184,8 @@ class PullerNode:
 
     def intend(self, prompt: Prompt) -> None:
         self.prompts[prompt.transfer_id] = prompt
-        caller_id, hashes = len(self.prompts) % 2, prompt.hashes
-        event = Intended(
-            prompt.ticket, prompt.key, hashes, prompt.num_blocks, prompt.deadline_s, caller_id
-        )
-        self.feed(event)
+        hashes, num_blocks = prompt.hashes, prompt.num_blocks
+        self.feed(Intended(prompt.ticket, prompt.key, hashes, num_blocks, prompt.deadline_s))
 
     def cancel(self, prompt: Prompt) -> None:
         if prompt.key not in self.ends and prompt.transfer_id in self.prompts:
@@ -197,14 +193,11 @@ class PullerNode:
             self.feed(IntentCancelled(prompt.transfer_id))
 
     def answer_reserve(self, num_cached_blocks: int, *, is_full: bool = False) -> None:
-        """Grant the open question if there is room. The first blocks may be cached already."""
-        if self.question is None:
+        """Grant the first question if there is room. The first blocks may be cached already."""
+        if is_full or not self.may_grant:
             return
-        transfer_id, self.question = self.question.transfer_id, None
+        transfer_id = self.questions.pop(0).transfer_id
         prompt = self.prompts[transfer_id]
-        if is_full or len(self.free) < prompt.num_blocks:
-            self.feed(Reserved(transfer_id))
-            return
         num_cached = min(num_cached_blocks, len(prompt.hashes))
         block_ids = tuple(self.free.pop(0) for _ in range(prompt.num_blocks))
         for index, block_id in enumerate(block_ids):
@@ -214,6 +207,13 @@ class PullerNode:
         reservation = Reservation(prompt.key, block_ids, num_cached, prompt.num_blocks)
         self.reservations[transfer_id] = reservation
         self.feed(Reserved(transfer_id, reservation))
+
+    @property
+    def may_grant(self) -> bool:
+        """Whether there is room for the first that waits for memory."""
+        if not self.questions:
+            return False
+        return len(self.free) >= self.prompts[self.questions[0].transfer_id].num_blocks
 
     def answer_opening(self, *, is_good: bool) -> None:
         """Answer the oldest OpenWindow."""
@@ -235,9 +235,10 @@ class PullerNode:
             match effect:
                 case Send() | ClosePeer():
                     self.outbox.append(effect)
-                case Reserve():
-                    assert self.question is None, "one question at a time"
-                    self.question = effect
+                case Reserve(transfer_id):
+                    asked = {*self.reservations, *(each.transfer_id for each in self.questions)}
+                    assert transfer_id not in asked, "reserved twice"
+                    self.questions.append(effect)
                 case OpenWindow():
                     self.openings.append(effect)
                 case CloseWindow(incarnation):
@@ -406,17 +407,14 @@ class World:
             self.deliver(self.source)
             self.deliver(self.puller)
             self.puller.answer_opening(is_good=True)
-            was_short = self.puller.question is not None and bool(self.puller.reservations)
             self.puller.answer_reserve(num_cached_blocks)
             for pull in list(self.puller.pulls.values()):
                 pull.finish()
-            if was_short:
-                self.puller.feed(MemoryFreed())
             self.carry()
 
     def _is_busy(self) -> bool:
         puller = self.puller
-        return bool(puller.openings or puller.pulls or puller.question)
+        return bool(puller.openings or puller.pulls) or puller.may_grant
 
     def settle(self) -> None:
         """No more faults: everything must come to its one end, and nothing may be left."""

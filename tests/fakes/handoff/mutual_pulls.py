@@ -108,7 +108,7 @@ class Peer:
         prefix, due_s = self.prefix, self.clock.monotonic_s() + LIMIT_S
         hashes, num_cached = prefix.block_hashes, prefix.num_cached_blocks
         reserved = Reservation("key", prefix.block_ids, num_cached, len(hashes))
-        self.feed_puller(Intended(ticket, "key", hashes, len(hashes), due_s, 0, reserved))
+        self.feed_puller(Intended(ticket, "key", hashes, len(hashes), due_s, reserved))
 
     def leave(self) -> None:
         """The request that runs here has moved, or is over."""

@@ -141,7 +141,8 @@ def handed_over(demo: Demo, request: Request) -> list[int]:
     tokens: list[int] = []
     while not tokens:
         tokens = [token.token_id for token in source.engine.step().tokens]
-    reservation = puller.engine.reserve(request)
+    puller.engine.reserve(request)
+    reservation = puller.engine.next_reservation()
     assert reservation is not None
     known = list(reservation.block_ids[: reservation.num_known_blocks])
     refs = source.engine.block_refs(request.key, 0, len(known))

@@ -162,7 +162,8 @@ def test_outputs_are_those_without_speculation(runs_ahead: bool, has_cache: bool
 
 def hand_over(scene: Scene, source: Engine, puller: Engine, request: Request) -> None:
     """The whole blocks go, the draft model's part with them."""
-    reservation = puller.reserve(request)
+    puller.reserve(request)
+    reservation = puller.next_reservation()
     assert reservation is not None
     first, last = reservation.num_cached_blocks, reservation.num_known_blocks
     refs = source.block_refs(request.key, first, last)

@@ -270,10 +270,12 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.offered)
     @rule()
     def reserve(self) -> None:
-        """First come first served, as the contract asks of the caller."""
-        reservation = self.puller.reserve(self.requests[self.offered[0]])
+        """Let one that was offered wait for blocks, and the next one that does have its own."""
+        if key := next((key for key in self.offered if key not in self.puller.by_key), None):
+            self.puller.reserve(self.requests[key])
+        reservation = self.puller.next_reservation()
         if reservation is not None:
-            self.offered.pop(0)
+            self.offered.remove(reservation.key)
             self.reserved.append(reservation)
 
     @precondition(lambda self: self.reserved)
@@ -632,7 +634,8 @@ Handed = tuple[Engine, Engine, Request, int]
 def test_the_puller_goes_on_as_if_it_had_computed_the_prompt(handed_over: Handed) -> None:
     source, puller, request, token_id = handed_over
     for num_cached in (0, 3):  # the second time the puller has all full blocks
-        reservation = puller.reserve(request)
+        puller.reserve(request)
+        reservation = puller.next_reservation()
         assert reservation is not None
         assert reservation.num_cached_blocks == num_cached
         assert (reservation.num_known_blocks, len(reservation.block_ids)) == (4, 4)
@@ -642,7 +645,8 @@ def test_the_puller_goes_on_as_if_it_had_computed_the_prompt(handed_over: Handed
         recorder = Recorder()
         recorder.tokens[request.key].append(token_id)
         recorder.tokens[request.key] += [token.token_id for token in puller.step().tokens]
-        twin = puller.reserve(dataclasses.replace(request, attempt=1))
+        puller.reserve(dataclasses.replace(request, attempt=1))
+        twin = puller.next_reservation()
         assert twin is not None and twin.num_cached_blocks == 3, "cached with its first step"
         puller.drop(twin)
         run(puller, recorder)
@@ -652,7 +656,8 @@ def test_the_puller_goes_on_as_if_it_had_computed_the_prompt(handed_over: Handed
 def test_a_reservation_has_room_to_grow() -> None:
     puller = new_engine()
     request = new_request("r", range(16))
-    reservation = puller.reserve(request)
+    puller.reserve(request)
+    reservation = puller.next_reservation()
     assert reservation is not None
     assert (reservation.num_known_blocks, len(reservation.block_ids)) == (4, 5)
     check_integrity(puller)
@@ -663,7 +668,8 @@ def test_a_reservation_has_room_to_grow() -> None:
 
 def test_dropping_leaves_a_fenced_block_to_its_fence(handed_over: Handed) -> None:
     _source, puller, request, _token_id = handed_over
-    reservation = puller.reserve(request)
+    puller.reserve(request)
+    reservation = puller.next_reservation()
     assert reservation is not None
     fence = puller.pool.open_fence(reservation.block_ids)
     puller.drop(reservation)
@@ -677,7 +683,8 @@ def test_a_token_that_ends_the_request_is_not_handed_over(handed_over: Handed) -
     ended = dataclasses.replace(
         request, sampling=dataclasses.replace(request.sampling, stop_token_ids=(token_id,))
     )
-    reservation = puller.reserve(ended)
+    puller.reserve(ended)
+    reservation = puller.next_reservation()
     assert reservation is not None
     with pytest.raises(HandoffFailed):
         puller.start(reservation, token_id)
@@ -689,10 +696,11 @@ def test_a_reservation_that_does_not_fit_is_refused_until_something_ends() -> No
     puller.add(new_request("a", [1] * 20, max_tokens=2))
     puller.step()
     late = new_request("b", [2] * 24, max_tokens=2)
-    assert puller.reserve(late) is None
-    assert puller.reserve(late) is None
+    puller.reserve(late)
+    assert puller.next_reservation() is None
+    assert puller.next_reservation() is None
     run(puller)
-    reservation = puller.reserve(late)
+    reservation = puller.next_reservation()
     assert reservation is not None
     puller.drop(reservation)
     assert_idle(puller)
@@ -703,9 +711,10 @@ def test_a_reservation_gets_the_place_of_a_request_that_is_now_held() -> None:
     engine.add(new_request("a", [1] * 20), hold=True)
     engine.step()
     late = new_request("b", [2] * 4)
-    assert engine.reserve(late) is None
+    engine.reserve(late)
+    assert engine.next_reservation() is None
     engine.step()
-    reservation = engine.reserve(late)
+    reservation = engine.next_reservation()
     assert reservation is not None
     engine.drop(reservation)
     engine.abort("a/0")
@@ -714,7 +723,8 @@ def test_a_reservation_gets_the_place_of_a_request_that_is_now_held() -> None:
 
 def test_a_closed_fence_is_work_for_who_waits_for_its_blocks() -> None:
     engine = new_engine(10)
-    reservation = engine.reserve(new_request("a", [1] * 30))
+    engine.reserve(new_request("a", [1] * 30))
+    reservation = engine.next_reservation()
     assert reservation is not None
     fence = engine.pool.open_fence(reservation.block_ids)
     engine.drop(reservation)

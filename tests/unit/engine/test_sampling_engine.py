@@ -117,7 +117,8 @@ def hand_over(
     """Prefill on one engine, copy the blocks, decode all samples on the other."""
     source, puller = new_engine(models, which=0), new_engine(models, which=1)
     outputs = run(source, request, hold=True)
-    reservation = puller.reserve(request)
+    puller.reserve(request)
+    reservation = puller.next_reservation()
     assert reservation is not None
     known = reservation.block_ids[: reservation.num_known_blocks]
     theirs = source.block_refs(request.key, 0, len(known)).block_ids.tolist()

@@ -229,7 +229,8 @@ def test_drafts_behind_the_end_do_not_count_as_accepted(seed: int) -> None:
 
 
 def hand_over(scene: Scene, source: Engine, puller: Engine, key: str) -> Reservation:
-    reservation = puller.reserve(scene.requests[key])
+    puller.reserve(scene.requests[key])
+    reservation = puller.next_reservation()
     assert reservation is not None
     first, last = reservation.num_cached_blocks, reservation.num_known_blocks
     refs = source.block_refs(key, first, last)

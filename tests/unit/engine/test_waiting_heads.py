@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from engines.integrity import check_integrity
 from fakes.clock import TickingClock
 from fakes.runner import FakeRunner
 
@@ -64,7 +65,9 @@ def request(
 def take_over(engine: Engine, name: str, adapter: str = "") -> bool:
     """A hand-off whose KV is here at once."""
     one = request(name, 4, adapter, max_tokens=4)
-    if (reservation := engine.reserve(one)) is None:
+    engine.reserve(one)
+    if (reservation := engine.next_reservation()) is None:
+        engine.abort(one.key)
         return False
     source = engine_of(50)
     source.add(one, hold=True)
@@ -103,6 +106,40 @@ def test_hand_offs_do_not_pass_who_waits_for_an_adapter() -> None:
     engine.add(request("other", 3, "b", max_tokens=2))
     engine.add(request("late", 3, "a", max_tokens=2))
     assert tokens_of(engine, {"other", "late"}, "a") == {"other", "late"}
+
+
+def reserved(engine: Engine) -> list[str]:
+    """Those that have their blocks now."""
+    return [reservation.key for reservation in iter(engine.next_reservation, None)]
+
+
+def test_hand_offs_without_an_adapter_pass_those_that_wait_for_one() -> None:
+    engine = engine_of(200, max_num_seqs=8)
+    assert take_over(engine, "x", "a")
+    for name, adapter in (("two", "b"), ("base", ""), ("three", "a"), ("other base", "")):
+        engine.reserve(request(name, 4, adapter, max_tokens=4))
+    assert reserved(engine) == ["base/0", "other base/0"], "an adapter's request passes no other's"
+    engine.reserve(request("late base", 4, max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    assert reserved(engine) == ["late base/0", "two/0"]
+    engine.abort("two/0")  # a pull may write to its blocks
+    assert reserved(engine) == []
+    engine.abort("three/0")
+    assert "three/0" not in engine.by_key and "two/0" in engine.by_key
+    check_integrity(engine)
+
+
+def test_a_hand_off_that_has_its_adapter_and_lacks_memory_is_passed_by_nobody() -> None:
+    engine = engine_of(8, max_num_seqs=8)
+    engine.reserve(request("runs", 12, max_tokens=2))
+    assert reserved(engine) == ["runs/0"]
+    engine.reserve(request("large", 16, "a", max_tokens=2))
+    engine.reserve(request("small", 3, max_tokens=2))
+    assert reserved(engine) == []
+    engine.abort("large/0")
+    assert reserved(engine) == ["small/0"]
+    check_integrity(engine)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

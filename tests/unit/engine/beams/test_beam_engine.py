@@ -339,7 +339,8 @@ def handed_over(source: Engine, puller: Engine, request: Request) -> None:
         assert not output.tokens
         for chunk in output.chunks:
             first = chunk.first or first
-    reservation = puller.reserve(request)
+    puller.reserve(request)
+    reservation = puller.next_reservation()
     assert reservation is not None
     blocks = (reservation.num_cached_blocks, reservation.num_known_blocks)
     refs = source.block_refs(request.key, *blocks)

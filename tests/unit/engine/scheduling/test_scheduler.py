@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import PromptTooLarge
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.schedule import Schedule
-from baton.engine.scheduling.sequence import SequenceState
+from baton.engine.scheduling.sequence import Sequence, SequenceState
 
 
 def test_decodes_then_chunks_then_admissions_share_the_budget() -> None:
@@ -277,8 +277,9 @@ def test_what_was_pulled_outlives_a_preemption_before_the_first_step() -> None:
     a = bench.add(2, first_id=100)
     assert bench.step() == {"a": 2}
     b = bench.new(12, first_id=200)
-    b.state = SequenceState.RESERVED
-    assert bench.scheduler.reserve(b)
+    b.state = SequenceState.COMING
+    bench.scheduler.add(b)
+    assert bench.scheduler.reserve() is b
     assert [bench.step() for _ in range(2)] == [{"a": 1}, {"a": 1}]  # its block is full
     b.token_ids.append(9)
     bench.scheduler.start(b)
@@ -362,10 +363,11 @@ def test_a_reservation_leaves_room_for_the_head_of_the_queue() -> None:
     bench = Bench(capacity=4)
     head = bench.add(8, first_id=100)
     late = bench.new(8, first_id=200)
-    late.state = SequenceState.RESERVED
-    assert not bench.scheduler.reserve(late)  # 2 blocks and 3, one too many
+    late.state = SequenceState.COMING
+    bench.scheduler.add(late)
+    assert bench.scheduler.reserve() is None  # 2 blocks and 3, one too many
     bench.scheduler.remove(head)
-    assert bench.scheduler.reserve(late)
+    assert bench.scheduler.reserve() is late
     assert len(late.block_ids) == 3
 
 
@@ -375,8 +377,9 @@ def test_a_reservation_needs_a_slot(max_num_seqs: int) -> None:
     bench.add(4, first_id=100)
     bench.step()
     late = bench.new(8, first_id=200)
-    late.state = SequenceState.RESERVED
-    assert bench.scheduler.reserve(late) == (max_num_seqs == 2)
+    late.state = SequenceState.COMING
+    bench.scheduler.add(late)
+    assert bench.scheduler.reserve() is (late if max_num_seqs == 2 else None)
     bench.add(4, first_id=300)
     assert bench.step() == {"a": 1}
 
@@ -384,8 +387,9 @@ def test_a_reservation_needs_a_slot(max_num_seqs: int) -> None:
 def test_a_started_reservation_runs_by_its_arrival() -> None:
     bench = Bench(capacity=5)
     early = bench.new(8, first_id=100)
-    early.state = SequenceState.RESERVED
-    assert bench.scheduler.reserve(early)
+    early.state = SequenceState.COMING
+    bench.scheduler.add(early)
+    assert bench.scheduler.reserve() is early
     b = bench.add(8, first_id=200)
     assert bench.step() == {"b": 8}
     early.token_ids.append(9)
@@ -393,6 +397,32 @@ def test_a_started_reservation_runs_by_its_arrival() -> None:
     assert bench.scheduler.queues.running == [early, b]
     assert bench.step() == {"a": 1}
     assert b.state is SequenceState.WAITING
+
+
+def test_those_that_are_coming_take_turns_between_callers_but_for_their_head() -> None:
+    bench = Bench(capacity=6, guess=1)
+
+    def coming(num_tokens: int, caller_id: int) -> Sequence:
+        one = bench.new(num_tokens, first_id=100 * len(bench.sequences), caller_id=caller_id)
+        one.state = SequenceState.COMING
+        bench.scheduler.add(one)
+        return one
+
+    other = coming(8, 0)
+    assert bench.scheduler.reserve() is other
+    a, b, c = (coming(12, 1) for _ in range(3))
+    assert bench.scheduler.reserve() is None, "3 blocks and 4, one too many"
+    light = coming(4, 2)
+    assert bench.scheduler.reserve() is None, "whoever did not fit is passed by nobody"
+    bench.scheduler.remove(a)
+    assert bench.scheduler.reserve() is light
+    assert bench.scheduler.reserve() is None
+    bench.scheduler.remove(other)
+    assert bench.scheduler.reserve() is b
+    assert bench.scheduler.reserve() is None and [*bench.scheduler.queues.coming] == [c]
+    for one in (b, c, light):
+        bench.scheduler.remove(one)
+    assert bench.pool.counts.held == 0
 
 
 def test_a_clear_decode_is_looked_at_when_it_needs_a_block_and_at_its_end() -> None:

@@ -209,7 +209,8 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
         held.add(one, hold=True)
     tokens = run(held)
     for one in asked:
-        reservation = decoding.reserve(one)
+        decoding.reserve(one)
+        reservation = decoding.next_reservation()
         assert reservation is not None
         first, last = reservation.num_cached_blocks, reservation.num_known_blocks
         theirs = held.block_refs(one.key, first, last).block_ids.tolist()

@@ -140,7 +140,8 @@ def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None
         held.add(one, hold=True)
     tokens = run(held)
     for one in requests():
-        reservation = decoding.reserve(one)
+        decoding.reserve(one)
+        reservation = decoding.next_reservation()
         assert reservation is not None
         first, last = reservation.num_cached_blocks, reservation.num_known_blocks
         theirs = held.block_refs(one.key, first, last).block_ids.tolist()

@@ -39,7 +39,6 @@ from baton.kv_transfer.protocol.events import (
     Failed,
     Intended,
     IntentCancelled,
-    MemoryFreed,
     OpenWindow,
     PeerLinked,
     PeerLost,
@@ -67,7 +66,6 @@ from baton.kv_transfer.protocol.messages import (
 )
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.puller import RELINK_WAIT_S, Puller
-from baton.kv_transfer.protocol.puller_transfer import ReserveQueue
 from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.transport import PullOutcome
 
@@ -198,67 +196,15 @@ def test_completes_without_a_copy_if_all_is_cached(world: World) -> None:
     world.assert_over()
 
 
-def test_nobody_overtakes_in_the_queue_for_memory(world: World) -> None:
+def test_each_waits_for_memory_once_there_is_something_to_pull(world: World) -> None:
     world.intend(1)
     world.intend(2)
     assert world.manifest(0, 0, 3, number=2) == [Reserve(T2, "key2")]
-    assert world.manifest(0, 0, 3, number=1) == []
-    assert world.feed(Reserved(T2)) == []
-    assert world.feed(MemoryFreed()) == [Reserve(T2, "key2")]
-    assert world.feed(MemoryFreed()) == []  # one question at a time
-    effects = world.reserve(number=2)
-    assert isinstance(effects[0], StartPull)
-    assert effects[1:] == [Reserve(T, "key1")]
-
-
-def test_the_queue_for_memory_is_fair_between_callers_but_for_its_head() -> None:
-    queue = ReserveQueue()
-    for transfer_id in ("a", "b", "c"):
-        queue.join(transfer_id, caller_id=1, num_blocks=9)
-    assert queue.next_request() == "a"
-    queue.join("light", caller_id=2, num_blocks=1)
-    queue.answered("a", was_granted=False)
-    queue.retry()
-    assert queue.next_request() == "a", "whoever has requested is passed by nobody"
-    queue.leave("a")
-    queue.answered("a", was_granted=True)
-    assert queue.next_request() == "light"
-    queue.answered("light", was_granted=True)
-    assert queue.next_request() == "b" and len(queue) == 2
-
-
-def test_who_lacks_a_slot_is_passed_by_those_that_need_none() -> None:
-    queue = ReserveQueue()
-    for transfer_id in ("two", "base", "three", "other base"):
-        queue.join(transfer_id, 1, 9, needs_slot="base" not in transfer_id)
-    assert queue.next_request() == "two"
-    queue.answered("two", was_granted=False, lacks_slot=True)
-    assert queue.next_request() == "base"
-    queue.answered("base", was_granted=True)
-    assert queue.next_request() == "other base", "an adapter's request passes no other's"
-    queue.answered("other base", was_granted=True)
-    assert queue.next_request() is None and len(queue) == 2
-    queue.join("late base", 1, 9)
-    queue.retry()
-    assert queue.next_request() == "two"
-    queue.answered("two", was_granted=False)  # it has a slot, but no memory
-    assert queue.next_request() is None, "whoever lacks memory is passed by nobody"
-    queue.retry()
-    assert queue.next_request() == "two"
-    queue.answered("two", was_granted=True)
-    assert queue.next_request() == "three"
-    queue.leave("three")
-    queue.answered("three", was_granted=False, lacks_slot=True)
-    assert queue.next_request() == "late base" and len(queue) == 1
-
-
-def test_the_next_in_the_queue_asks_when_the_head_gives_up(world: World) -> None:
-    world.intend(1)
-    world.intend(2)
-    world.manifest(0, 0, 3, number=1)
-    world.manifest(0, 0, 3, number=2)
-    world.feed(Reserved(T))
-    assert Reserve(T2, "key2") in world.feed(IntentCancelled(T))
+    assert world.manifest(0, 0, 1, number=1) == [Reserve(T, "key1")]
+    assert world.manifest(1, 1, 3, number=1) == []  # it waits already
+    assert world.wait(1) == []
+    assert world.reserve() == [pull(0, 0, 1), pull(1, 1, 3)]
+    assert isinstance(only(world.reserve(number=2), StartPull), StartPull)
 
 
 def test_memory_granted_to_who_gave_up_is_dropped(world: World) -> None:
@@ -267,7 +213,7 @@ def test_memory_granted_to_who_gave_up_is_dropped(world: World) -> None:
     world.manifest(0, 0, 3, number=1)
     world.manifest(0, 0, 3, number=2)
     assert world.feed(IntentCancelled(T)) == [Send(SOURCE, Release(T))]
-    assert world.reserve(number=1) == [DropReservation(T, reservation()), Reserve(T2, "key2")]
+    assert world.reserve(number=1) == [DropReservation(T, reservation())]
 
 
 @pytest.mark.parametrize("outcome", [STALE, PullOutcome.FAILED, CANCELLED])

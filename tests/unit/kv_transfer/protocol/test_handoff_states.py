@@ -23,8 +23,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from baton.kv_transfer.protocol.events import MemoryFreed
-
 SMALL = st.integers(0, 3)
 RARELY = st.sampled_from([False] * 9 + [True])
 
@@ -156,11 +154,6 @@ class Handoff(RuleBasedStateMachine):
     @rule(num_cached_blocks=SMALL, is_full=RARELY)
     def answer_reserve(self, num_cached_blocks: int, is_full: bool) -> None:
         self.world.puller.answer_reserve(num_cached_blocks, is_full=is_full)
-        self.world.carry()
-
-    @rule()
-    def memory_freed(self) -> None:
-        self.world.puller.feed(MemoryFreed())
         self.world.carry()
 
     @precondition(lambda self: self.world.puller.pulls)
