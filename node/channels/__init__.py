@@ -1,1 +1,1 @@
-"""How an engine is reached: sockets, frames, inbox and outbox."""
+"""How an engine is reached: sockets, frames, the inbox."""

@@ -25,8 +25,8 @@ from ...kv_transfer.protocol.messages import Message, Refused, decode, encode
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from .broadcast import Broadcast
+from .inbox import Inbox
 from .links import ChannelItem, Kind, Link, LinkOver, Received
-from .mailboxes import Inbox
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
+from ..channels.inbox import Inbox
 from ..channels.links import Kind, Link
-from ..channels.mailboxes import Inbox
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
+"""The engine process's one thread of decisions: inbox -> role -> engine step -> outputs.
 
     supervisor ──────────┐                    ┌─ flush: one message a gateway and step
     gateways, peers ─────┼─► inbox ─► turn ───┼─ changes of the cache, for the supervisor
@@ -24,8 +24,8 @@ from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage
 from ...kv_transfer.protocol.messages import Message, Refused
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
+from ..channels.inbox import Inbox
 from ..channels.links import ChannelItem, Kind, Link, LinkOver, Received
-from ..channels.mailboxes import Inbox, Outbox
 from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
@@ -52,7 +52,6 @@ class EngineLoop:
     _role: EngineRole[Any]
     _peers: Peers
     _requests: RequestIO
-    _outbox: Outbox
     _cache_report: CacheReport
     _inbox: Inbox[Item]
     _send: Send
@@ -119,7 +118,7 @@ class EngineLoop:
 
     def _flush(self) -> None:
         """Users first."""
-        self._outbox.flush()
+        self._requests.flush()
         self._cache_report.flush()
 
     def _handle(self, item: Item) -> None:

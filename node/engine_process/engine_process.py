@@ -43,7 +43,7 @@ from ...kv_transfer.ranks.mirrored_generations import generations_of
 from ...kv_transfer.ranks.ranked import WindowOpener
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.mailboxes import Inbox, Outbox
+from ..channels.inbox import Inbox
 from ..peers.peers import Peers
 from ..peers.prefixes import PrefixFetches, PrefixLoans
 from ..peers.windows import Windows
@@ -171,7 +171,7 @@ def _serve(
         inbox.watch_writes(frames, not found)
         return found
 
-    outbox, cache_report = Outbox(links.channels.to_gateway), CacheReport(frames.send, has_room)
+    cache_report = CacheReport(frames.send, has_room)
     mirrored = generations_of(generations, ranks.followers)
     assembly = Assembly(
         engine_config, runner, ranks.followers, limits, mirrored, grammars, cache_report
@@ -188,7 +188,8 @@ def _serve(
     assembly.begin()  # no sooner: steps would take longer beside it
     offered.callback(assembly.close)
     name = node_config.name or plan.name.value
-    requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
+    vocab_size = runner.model_config.vocab_size
+    requests = RequestIO(links.channels.to_gateway, clock, name, vocab_size)
     hello = Hello(incarnation, runner.fingerprint)
     mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
     opener = WindowOpener(mine, parts, ranks.followers, host_id(), wrapping(tls))
@@ -204,7 +205,7 @@ def _serve(
         Puller(hello, clock, LINK_WAIT_S),
         partial(Windows, opener.open, inbox.put),
         links.channels,
-        outbox.flush,
+        requests.flush,
         PrefixLoans(engine),
         fetches,
         clock,
@@ -240,7 +241,6 @@ def _serve(
         role,
         peers,
         requests,
-        outbox,
         cache_report,
         inbox,
         frames.send,

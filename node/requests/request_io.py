@@ -1,9 +1,10 @@
 """The requests that an engine holds: dispatches in, outputs out, for whom and until when.
 
-Decodes and files dispatches, writes tokens and errors as RequestOutputs, stamps timelines. An entry
-opens with a dispatch and closes with the request's end here, whichever it is. A closed key leaves a
-tombstone for 30 s, and so does a cancel that came first: a dispatch that arrives late is refused
-instead of running for nobody. Knows no block, and gives no order to the engine.
+Decodes and files dispatches, writes tokens and errors as RequestOutputs, stamps timelines. All
+outputs of a step for one gateway travel in one message. An entry opens with a dispatch and closes
+with the request's end here, whichever it is. A closed key leaves a tombstone for 30 s, and so does
+a cancel that came first: a dispatch that arrives late is refused instead of running for nobody.
+Knows no block, and gives no order to the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,23 +25,47 @@ from ...engine.scheduling.outputs import FinishedBeam, PromptLogprobs, TokenOutp
 from ...kv_transfer.protocol.pairing import Tombstones
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from ..channels.mailboxes import Outbox
 
 log = logging.getLogger(__name__)
 
 _OVER = Cancelled("the request is over here")
 
 
-class RequestIO:
-    """Belongs to the engine loop's thread."""
+@dataclass(slots=True)
+class _Step:
+    """What a step has for one gateway. Tokens, of outputs that have nothing else: request id,
+    attempt, index, token id."""
 
-    def __init__(self, outbox: Outbox, clock: Clock, node_name: str, vocab_size: int) -> None:
+    outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
+    tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    def message(self) -> node_pb2.StepOutputs:
+        if not self.tokens:
+            return node_pb2.StepOutputs(outputs=self.outputs)
+        request_ids, attempts, indices, token_ids = zip(*self.tokens, strict=True)
+        tokens = node_pb2.PlainTokens(
+            request_ids=request_ids, attempts=attempts, indices=indices, token_ids=token_ids
+        )
+        return node_pb2.StepOutputs(outputs=self.outputs, tokens=tokens)
+
+
+class RequestIO:
+    """Belongs to the engine loop's thread. `send_to`: for a gateway, by its name."""
+
+    def __init__(
+        self,
+        send_to: Callable[[str, node_pb2.NodeMessage], None],
+        clock: Clock,
+        node_name: str,
+        vocab_size: int,
+    ) -> None:
         self.node_name = node_name
         self.is_draining = False
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
         self._tombstones = Tombstones()
-        self._outbox = outbox
+        self._send_to = send_to
+        self._steps: dict[str, _Step] = {}  # by gateway
         self._clock = clock
         self._vocab_size = vocab_size
         self._step_began_ns = 0
@@ -65,7 +90,7 @@ class RequestIO:
             output = node_pb2.RequestOutput(
                 request_id=request_id, attempt=dispatch.attempt, error=codec.error_to_wire(error)
             )
-            self._outbox.to_gateway(gateway, output)
+            self._step(gateway).outputs.append(output)
 
     def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
         request = codec.request_from_wire(dispatch)
@@ -133,9 +158,8 @@ class RequestIO:
         """Queue one token, with all that has waited for an output of this request."""
         request = entry.request
         if token.finish_reason is None and request.sampling.logprobs is None and entry.is_quiet:
-            self._outbox.token_to_gateway(
-                entry.gateway, request.request_id, request.attempt, token.index, token.token_id
-            )
+            plain = (request.request_id, request.attempt, token.index, token.token_id)
+            self._step(entry.gateway).tokens.append(plain)
             return
         output = self._queue(entry)
         output.first_index = token.index
@@ -147,7 +171,9 @@ class RequestIO:
 
     def flush(self) -> None:
         """Send what is queued: users need not wait for the rest of the turn."""
-        self._outbox.flush()
+        steps, self._steps = self._steps, {}
+        for gateway, step in steps.items():
+            self._send_to(gateway, node_pb2.NodeMessage(outputs=step.message()))
 
     def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
         """Queue the whole output of a request."""
@@ -181,7 +207,7 @@ class RequestIO:
 
     def forget_gateway(self, gateway: str) -> list[str]:
         """The keys that now run for nobody."""
-        self._outbox.forget_gateway(gateway)
+        self._steps.pop(gateway, None)
         return [key for key, entry in self._entries.items() if entry.gateway == gateway]
 
     def overdue(self) -> list[str]:
@@ -212,8 +238,13 @@ class RequestIO:
         )
         entry.stamps.clear()
         entry.cached_tokens = entry.transfer = None
-        self._outbox.to_gateway(entry.gateway, output)
+        self._step(entry.gateway).outputs.append(output)
         return output
+
+    def _step(self, gateway: str) -> _Step:
+        if (step := self._steps.get(gateway)) is None:
+            step = self._steps[gateway] = _Step()
+        return step
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ QUICK = [
 FULL = [
     (Bounds(faults=1, advances=1, attempts=1, launches=True, sees_steps=True), 78_800),
     (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 37_700),
-    (Bounds(faults=2, advances=1, attempts=1), 434_000),
+    (Bounds(faults=2, advances=1, attempts=1), 383_000),
     (Bounds(faults=2, advances=0, attempts=1, launches=True, sees_steps=True), 100_900),
     (Bounds(1, 0, attempts=2, is_impatient=PATIENT, launches=True, sees_steps=True), 173_900),
     (Bounds(faults=1, advances=0, attempts=2, is_impatient=IMPATIENT), 103_900),

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from baton.node.channels.mailboxes import Inbox
+from baton.node.channels.inbox import Inbox
 from baton.node.engine_process.engine_loop import Item
 
 from .channel_pairs import PlayedChannel

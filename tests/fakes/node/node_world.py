@@ -28,7 +28,6 @@ from baton.kv_transfer.window.block_pieces import BlockPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.links import Kind, Link
-from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.cache_report import CacheReport
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
@@ -137,9 +136,8 @@ class Node:
         self.frames: list[engine_pb2.EngineOutput] = []  # what the supervisor was told
         self.members: list[engine_pb2.Members] = []
         self.channels = EngineChannels(inbox, node_pb2.Welcome(incarnation=incarnation))
-        self.outbox = Outbox(self.channels.to_gateway)
         self.cache_report = CacheReport(self.frames.append)
-        self.desk = RequestIO(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
+        self.desk = RequestIO(self.channels.to_gateway, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
         self.timeout_s = math.inf  # what the last turn said about the next one
@@ -163,7 +161,7 @@ class Node:
             puller,
             lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
             self.channels,
-            self.outbox.flush,
+            self.desk.flush,
             PrefixLoans(self.engine),
             fetches,
             self.clock,
@@ -176,7 +174,7 @@ class Node:
             self.engine, role, peers, self.desk, orders, _OPEN_GATE, pulse, self.clock
         )
         self.loop = EngineLoop(
-            self.engine, role, peers, self.desk, self.outbox, self.cache_report, self.inbox,
+            self.engine, role, peers, self.desk, self.cache_report, self.inbox,
             self.frames.append, pulse, numbers, self.clock, self.channels, _OPEN_GATE, orders,
             self.members.append,
         )  # fmt: skip

@@ -23,8 +23,8 @@ from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.inbox import Inbox
 from baton.node.channels.links import Kind, Link, Received
-from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
 REASON = "the device does not answer"

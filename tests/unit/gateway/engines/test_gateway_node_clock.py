@@ -37,11 +37,11 @@ class OffClock(FakeClock):
 
 
 @dataclass
-class Outbox:
+class Sent:
     outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
 
-    def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
-        self.outputs.append(output)
+    def to_gateway(self, gateway: str, message: node_pb2.NodeMessage) -> None:
+        self.outputs += message.outputs.outputs
 
 
 @dataclass
@@ -81,9 +81,9 @@ async def test_stages_do_not_depend_on_a_nodes_time_of_day(
 ) -> None:
     """`older_s`: another host's monotonic clock began at another time; the last one only seems to
     be this host."""
-    clock, outbox = FakeClock(), Outbox()
+    clock, sent = FakeClock(), Sent()
     node = OffClock(clock, ahead_s, older_s)
-    desk = RequestIO(outbox, node, "p", 100)  # type: ignore[arg-type]
+    desk = RequestIO(sent.to_gateway, node, "p", 100)  # type: ignore[arg-type]
     timeline = [Stamp(Event.ARRIVED, clock.unix_ns(), "gateway")]
     clock.advance(1.0)
     timeline.append(Stamp(Event.ROUTED, clock.unix_ns(), "gateway"))
@@ -97,8 +97,9 @@ async def test_stages_do_not_depend_on_a_nodes_time_of_day(
     desk.stamp_started(entry, Event.PREFILL_STARTED)
     desk.stamp(entry, Event.FIRST_TOKEN)
     desk.emit(entry, TokenOutput("r/0", 0, 7, 0.0, None))
+    desk.flush()
     clock.advance(delivery_s)
-    (wire,) = outbox.outputs
+    (wire,) = sent.outputs
     output = received(clock, wire, is_here=is_here)
     timeline += output.stamps
     assert {stamp.node for stamp in output.stamps} == {"p"}

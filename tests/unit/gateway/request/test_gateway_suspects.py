@@ -32,8 +32,8 @@ class Door:
 
     def __init__(self, cluster: Cluster, link: FakeLink) -> None:
         self._cluster, self._link = cluster, link
-        outbox: Any = None  # nothing is output
-        self._requests = RequestIO(outbox, cluster.clock, "n", 1000)
+        send: Any = None  # nothing is output
+        self._requests = RequestIO(send, cluster.clock, "n", 1000)
         self._trials = Trials(self._requests, lambda key: len(self._answer_of(key)))
         self._entries: list[Entry] = []
         self.num_refused = 0

@@ -19,8 +19,8 @@ from baton.core.channels.frames import MAX_FRAME_BYTES, FrameBuffer, encode_payl
 from baton.core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest, NodeLost
 from baton.kv_transfer.protocol.messages import Attach, Message, decode, encode
 from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.inbox import Inbox
 from baton.node.channels.links import Kind, Link, LinkOver, Received
-from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
 WELCOME = node_pb2.Welcome(incarnation="a" * 32)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.node.channels.mailboxes import Inbox
+from baton.node.channels.inbox import Inbox
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from baton.core.channels.channel import Channel
 from baton.core.channels.frames import encode_payload
 from baton.node.channels import broadcast
 from baton.node.channels.engine_channels import EngineChannels
+from baton.node.channels.inbox import Inbox
 from baton.node.channels.links import Kind, Link, LinkOver
-from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
 SILENCE_S = 1.2

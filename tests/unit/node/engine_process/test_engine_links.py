@@ -24,8 +24,8 @@ from baton.core.channels.handshake import key_id
 from baton.core.config import NodeConfig
 from baton.core.errors import EngineFailed, PermissionDenied
 from baton.node.channels import source_dialer
+from baton.node.channels.inbox import Inbox
 from baton.node.channels.links import Kind, Link, LinkOver
-from baton.node.channels.mailboxes import Inbox
 from baton.node.engine_process.engine_links import EngineLinks, Keys
 from baton.proto.v1 import engine_pb2, node_pb2
 

@@ -77,13 +77,7 @@ class World:
 
     def __init__(self) -> None:
         self.refused: list[tuple[str, str]] = []  # with what
-        outbox: Any = SimpleNamespace(
-            flush=lambda: None,
-            to_gateway=lambda _, output: self.refused.append(
-                (output.request_id[-1:], output.error.code)
-            ),
-        )
-        self.desk = RequestIO(outbox, FakeClock(), "n", 1000)
+        self.desk = RequestIO(self._to_gateway, FakeClock(), "n", 1000)
         self.grammars, self.role = SlowGrammars(), Role(self.desk)
         self.inbox = FakeInbox()
         self.gate = self.make_gate()
@@ -91,13 +85,18 @@ class World:
         numbers = SimpleNamespace(recount=lambda: 0.0)
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
+        report: Any = SimpleNamespace(flush=lambda: None)
         engine: Any = SimpleNamespace(has_work=False, unpark=lambda: None)
         peers: Any = SimpleNamespace(pulls=SimpleNamespace(poll=lambda: None, are_waiting=False))
         self.loop = EngineLoop(
-            engine, self.role, peers, self.desk, outbox, outbox, self.inbox,  # type: ignore[arg-type]
+            engine, self.role, peers, self.desk, report, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, numbers, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
             lambda members: None,
         )  # fmt: skip
+
+    def _to_gateway(self, _: str, message: node_pb2.NodeMessage) -> None:
+        outputs = message.outputs.outputs
+        self.refused += [(output.request_id[-1:], output.error.code) for output in outputs]
 
     def make_gate(self, adapters: Any = None) -> DispatchGate:
         """`adapters` are a room and a reader."""

@@ -1,4 +1,4 @@
-"""The small parts of a node: request book, outbox, back-off, pulse, placement, policy."""
+"""The small parts of a node: request book, its outputs, back-off, pulse, placement, policy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from baton.core.errors import (
     InvalidRequest,
     StartupFailed,
 )
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import FinishReason, Request, SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.engine_connection import tokens_from_wire
 from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
-from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.cache_report import CacheReport
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
@@ -34,13 +34,13 @@ from baton.prefill_node import engine_main as prefill_main
 from baton.proto.v1 import engine_pb2, node_pb2
 
 
-def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entry:
-    request = Request(f"{number:032x}", 0, (1, 2, 3), SamplingParams())
+def entry(number: int, *, gateway: str = "g", attempt: int = 0, deadline_s: float = 100.0) -> Entry:
+    request = Request(f"{number:032x}", attempt, (1, 2, 3), SamplingParams())
     return Entry(request, gateway, deadline_s, ticket=None)
 
 
-def book_of(clock: FakeClock) -> RequestIO:
-    return RequestIO(Outbox(Recipients().to_gateway), clock, "n", 1000)
+def book_of(clock: FakeClock, to: Recipients | None = None) -> RequestIO:
+    return RequestIO((to or Recipients()).to_gateway, clock, "n", 1000)
 
 
 class TestRequestBook:
@@ -107,16 +107,16 @@ def never(_: engine_pb2.EngineOutput) -> None:
     raise AssertionError("nothing has changed")
 
 
-def test_outbox_batches_by_gateway() -> None:
+def test_outputs_are_batched_by_gateway() -> None:
     to = Recipients()
-    outbox = Outbox(to.to_gateway)
-    for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
-        outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
-    outbox.forget_gateway("gone")
-    outbox.flush()
-    batches = [(name, [o.request_id for o in step.outputs]) for name, step in to.steps]
-    assert batches == [("x", ["a", "c"]), ("y", ["b"])]
-    outbox.flush()
+    book = book_of(FakeClock(), to)
+    for number, gateway in enumerate(("x", "y", "x", "gone")):
+        book.emit_progress(entry(number, gateway=gateway))
+    book.forget_gateway("gone")
+    book.flush()
+    batches = [(name, [int(o.request_id, 16) for o in step.outputs]) for name, step in to.steps]
+    assert batches == [("x", [0, 2]), ("y", [1])]
+    book.flush()
     assert len(to.steps) == 2
 
 
@@ -156,20 +156,24 @@ def test_who_waits_for_room_stops_once_it_is_there_though_nothing_is_left_to_say
     assert len(answers) == 2
 
 
-def test_outbox_puts_plain_tokens_into_columns() -> None:
+def test_plain_tokens_are_put_into_columns() -> None:
     to = Recipients()
-    outbox = Outbox(to.to_gateway)
-    outbox.token_to_gateway("x", "a", 0, 7, 300)
-    outbox.token_to_gateway("y", "b", 1, 8, 301)
-    outbox.to_gateway("x", node_pb2.RequestOutput(request_id="c"))
-    outbox.token_to_gateway("x", "d", 2, 9, 302)
-    outbox.token_to_gateway("gone", "e", 0, 0, 0)
-    outbox.forget_gateway("gone")
-    outbox.flush()
+    book = book_of(FakeClock(), to)
+    a, b, c = entry(1, gateway="x"), entry(2, gateway="y", attempt=1), entry(3, gateway="x")
+    d, gone = entry(4, gateway="x", attempt=2), entry(5, gateway="gone")
+    book.emit(a, TokenOutput(a.key, 7, 300, 0.0, None))
+    book.emit(b, TokenOutput(b.key, 8, 301, 0.0, None))
+    book.emit(c, TokenOutput(c.key, 6, 299, 0.0, FinishReason.STOP))
+    book.emit(d, TokenOutput(d.key, 9, 302, 0.0, None))
+    book.emit(gone, TokenOutput(gone.key, 0, 0, 0.0, None))
+    book.forget_gateway("gone")
+    book.flush()
     steps = dict(to.steps)
-    assert tokens_from_wire(steps["x"].tokens) == [("a", 0, 7, 300), ("d", 2, 9, 302)]
-    assert [output.request_id for output in steps["x"].outputs] == ["c"]
-    assert tokens_from_wire(steps["y"].tokens) == [("b", 1, 8, 301)]
+    names = [each.request.request_id for each in (a, b, c, d)]
+    plain = [(names[0], 0, 7, 300), (names[3], 2, 9, 302)]
+    assert tokens_from_wire(steps["x"].tokens) == plain
+    assert [output.request_id for output in steps["x"].outputs] == [names[2]]
+    assert tokens_from_wire(steps["y"].tokens) == [(names[1], 1, 8, 301)]
     assert len(to.steps) == 2
 
 

@@ -16,8 +16,8 @@ from baton.node.requests.trials import Trials
 
 class Rig:
     def __init__(self) -> None:
-        outbox: Any = None  # nothing is output
-        self.requests = RequestIO(outbox, FakeClock(), "n", 1000)
+        send: Any = None  # nothing is output
+        self.requests = RequestIO(send, FakeClock(), "n", 1000)
         self.num_outputs = Counter[str]()
         self.trials = Trials(self.requests, lambda key: self.num_outputs[key])
 

@@ -1,11 +1,10 @@
-"""Both ends of a turn of the engine loop: what it waits for, and what it sends.
+"""What a turn of the engine loop waits for.
 
     other threads ── put ──► items, bell ──┐
     supervisor, peers, listener ── watch ──┴─► Inbox.receive ──► items, on the loop's thread
-    a step's outputs ── Outbox ──► gateways, at the turn's end
 
 No thread stands between a socket and the loop: to wake one up takes longer than to handle most
-messages. All outputs of a step for one gateway travel in one message. Knows no request's state.
+messages.
 """
 
 from __future__ import annotations
@@ -15,62 +14,9 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ...core.channels.channel import Channel, FrameSocket
-from ...proto.v1 import node_pb2
-
-
-@dataclass(slots=True)
-class _Step:
-    """What a step has for one gateway. Tokens: request id, attempt, index, token id."""
-
-    outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
-    tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
-
-    def message(self) -> node_pb2.StepOutputs:
-        if not self.tokens:
-            return node_pb2.StepOutputs(outputs=self.outputs)
-        request_ids, attempts, indices, token_ids = zip(*self.tokens, strict=True)
-        tokens = node_pb2.PlainTokens(
-            request_ids=request_ids, attempts=attempts, indices=indices, token_ids=token_ids
-        )
-        return node_pb2.StepOutputs(outputs=self.outputs, tokens=tokens)
-
-
-class Outbox:
-    """Belongs to the engine loop's thread. `send_to`: for a gateway, by its name."""
-
-    def __init__(self, send_to: Callable[[str, node_pb2.NodeMessage], None]) -> None:
-        self._send_to = send_to
-        self._steps: dict[str, _Step] = {}  # by gateway
-
-    def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
-        """Queue one request's output for this gateway."""
-        self._step(gateway).outputs.append(output)
-
-    def token_to_gateway(
-        self, gateway: str, request_id: str, attempt: int, index: int, token_id: int
-    ) -> None:
-        """The same for an output that is one token and nothing else."""
-        self._step(gateway).tokens.append((request_id, attempt, index, token_id))
-
-    def _step(self, gateway: str) -> _Step:
-        if (step := self._steps.get(gateway)) is None:
-            step = self._steps[gateway] = _Step()
-        return step
-
-    def forget_gateway(self, gateway: str) -> None:
-        """It is gone."""
-        self._steps.pop(gateway, None)
-
-    def flush(self) -> None:
-        """Send what is queued."""
-        steps, self._steps = self._steps, {}
-        for gateway, step in steps.items():
-            self._send_to(gateway, node_pb2.NodeMessage(outputs=step.message()))
-
 
 T = TypeVar("T")
 
