@@ -108,7 +108,7 @@ class Engine(LiveSequences):
         estimator = estimator or OutputLengthEstimator()
         scheduler = Scheduler(limits, pool, tables, estimator, costs)
         if adapters is not None:
-            scheduler.queues.parked = adapters.parked
+            scheduler.queues.in_adapter_room = adapters.parked
         constraints = None if grammars is None else Constraints(grammars)
         super().__init__(
             *(runner, limits, scheduler, tables, adapters, constraints),

@@ -202,7 +202,8 @@ class BeamSearches:
             self.fail(search, error, output)
         else:
             self._scheduler.preemption.preempt_group(search)
-            self._scheduler.queues.refuse_head()
+            queues = self._scheduler.queues
+            queues.refuse_head(queues.waiting)
 
     def _finish(self, search: BeamSearch, output: StepOutput) -> None:
         first = search.request.sample_index

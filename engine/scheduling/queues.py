@@ -22,21 +22,23 @@ from .schedule import step_shape
 from .sequence import Sequence, SequenceGroup, SequenceState
 
 
+class Line(FairQueue[Sequence]):
+    """`refused_at`: `Queues.opportunities` when its head did not fit."""
+
+    refused_at: int | None = None
+
+
 class Queues:
-    """`refused_at`: `opportunities` when the head of those that wait did not fit, or of those that
-    are coming."""
+    """Of one scheduler."""
 
     def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
-        self.waiting: FairQueue[Sequence] = FairQueue()
-        self.coming: FairQueue[Sequence] = FairQueue()
+        self.waiting, self.coming = Line(), Line()
         self.running: list[Sequence] = []  # by arrival
         self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []
-        self.parked: Collection[Sequence] = ()  # for an adapter's slot: see AdapterRoom
+        self.in_adapter_room: Collection[Sequence] = ()  # waiting, or coming, for a slot there
         self.groups: list[SequenceGroup] = []  # whose first member has blocks
-        self.refused_at: int | None = None
-        self.coming_refused_at: int | None = None
         self._limits = limits
         self._pool = pool
         self._stalled_at: int | None = None
@@ -51,6 +53,11 @@ class Queues:
     def num_held_blocks(self) -> int:
         """Blocks that wait to be pulled, or will: shared ones count once."""
         return len(distinct_blocks(self.holders()))
+
+    @property
+    def parked(self) -> list[Sequence]:
+        """Prompts that wait for their adapter's slot."""
+        return [one for one in self.in_adapter_room if one.state is SequenceState.WAITING]
 
     def owners(self) -> Iterator[Sequence]:
         """All that have blocks."""
@@ -104,19 +111,18 @@ class Queues:
     def next_to_admit(self) -> Sequence | None:
         """The head of those that wait, if it may run and was not refused since anything became
         free."""
-        head = self.waiting.head
-        if head is None or not self.has_slot(head) or self.refused_at == self.opportunities:
-            return None
-        return head
+        head = self._head_of(self.waiting)
+        return head if head is not None and self.has_slot(head) else None
 
     @property
     def next_to_reserve(self) -> Sequence | None:
         """The same of those that are coming. A slot that the head of those that wait needs is not
         given away."""
-        head = self.coming.head
-        if head is None or self.coming_refused_at == self.opportunities:
-            return None
-        return head if self.has_slot(head, beside=self.waiting.head) else None
+        head, beside = self._head_of(self.coming), self.waiting.head
+        return head if head is not None and self.has_slot(head, beside=beside) else None
+
+    def _head_of(self, line: Line) -> Sequence | None:
+        return None if line.refused_at == self.opportunities else line.head
 
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""
@@ -135,11 +141,11 @@ class Queues:
         add = self.waiting.add_first if is_first else self.waiting.add
         add(sequence, sequence.request.caller_id, num_to_compute)
         if is_first:
-            self.refused_at = None  # it is the head now
+            self.waiting.refused_at = None  # it is the head now
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence ends, whatever its state."""
-        queues: dict[SequenceState, MutableSequence[Sequence] | FairQueue[Sequence]] = {
+        queues: dict[SequenceState, MutableSequence[Sequence] | Line] = {
             SequenceState.WAITING: self.waiting,
             SequenceState.COMING: self.coming,
             SequenceState.RUNNING: self.running,
@@ -159,15 +165,10 @@ class Queues:
         if group is not None:
             self.groups.append(group)
 
-    def refuse_head(self) -> None:
+    def refuse_head(self, line: Line) -> None:
         """It does not fit: it stays the head, and is not tried again before anything is free."""
-        self.waiting.pin_head()
-        self.refused_at = self.opportunities
-
-    def refuse_coming(self) -> None:
-        """The same of the head of those that are coming."""
-        self.coming.pin_head()
-        self.coming_refused_at = self.opportunities
+        line.pin_head()
+        line.refused_at = self.opportunities
 
     def stall(self) -> None:
         """There was nothing to schedule."""

@@ -92,7 +92,7 @@ class Scheduler:
         matched = self._tables.match(sequence, sequence.num_tokens)
         others = self._admission.footprints(self._owners_and_head())
         if not self._try_admit(sequence, matched, [], others):
-            self.queues.refuse_coming()
+            self.queues.refuse_head(self.queues.coming)
             return None
         self.queues.coming.pop()
         sequence.state = SequenceState.RESERVED
@@ -288,7 +288,7 @@ class Scheduler:
                 beside = self._admission.footprints(self.queues.owners())
             coming = [] if in_host is None else in_host.coming
             if not self._try_admit(sequence, matched, coming, beside):
-                self.queues.refuse_head()
+                self.queues.refuse_head(self.queues.waiting)
                 return
             self.queues.waiting.pop(num_tokens)
             self.queues.take_in(sequence.group)

@@ -287,8 +287,8 @@ BUGS = [
     Bug(
         "a small one overtakes in the queue for memory",
         "a large prompt starves behind small ones",
-        Queues.refuse_coming,
-        [("self.coming.pin_head()", "pass"), ("self.opportunities", "None")],
+        Queues.refuse_head,
+        [("line.pin_head()", "pass"), ("self.opportunities", "None")],
         checks.nobody_overtakes,
         shows="a later one has room before the first",
     ),

@@ -119,6 +119,9 @@ def test_hand_offs_without_an_adapter_pass_those_that_wait_for_one() -> None:
     for name, adapter in (("two", "b"), ("base", ""), ("three", "a"), ("other base", "")):
         engine.reserve(request(name, 4, adapter, max_tokens=4))
     assert reserved(engine) == ["base/0", "other base/0"], "an adapter's request passes no other's"
+    assert engine.adapters is not None and len(engine.adapters.parked) == 2
+    load = engine.stats.load()
+    assert (load.num_waiting, load.waiting_tokens) == (0, 0), "nothing of theirs is to be computed"
     engine.reserve(request("late base", 4, max_tokens=4))
     while engine.has_work:
         engine.step()
