@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence as Row
 
 from ..kv.block_pool import BlockPool, BlockRefs, Fence
+from ..kv.host_tier import HostMatch
 from ..kv.prefix_cache import PrefixCache
 from .host_prefixes import HostPrefixes
 from .sequence import Sequence
@@ -66,14 +67,16 @@ class BlockTables:
             return []
         return sequence.find(self._cache.match, 0, num_tokens, self._block_size)
 
-    def num_to_compute(self, sequence: Sequence) -> int:
-        """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
-        num_tokens = sequence.num_tokens - 1
-        num_matched = len(self.match(sequence, num_tokens))
-        if self.host is not None:
-            in_host = self.host.match(sequence, num_tokens, num_matched)
-            num_matched += 0 if in_host is None else in_host.num_blocks
-        return sequence.num_tokens - num_matched * self._block_size
+    def find(self, sequence: Sequence) -> tuple[list[int], HostMatch | None, int]:
+        """Cached blocks that hold the beginning of an empty-handed sequence, what goes on behind
+        them in host memory, and how many tokens are left to compute: one at least, or there would
+        be no logits to sample from."""
+        num_tokens, in_host = sequence.num_tokens - 1, None
+        matched = self.match(sequence, num_tokens)
+        num_blocks = len(matched)
+        if self.host is not None and (in_host := self.host.match(sequence, num_tokens, num_blocks)):
+            num_blocks += in_host.num_blocks
+        return matched, in_host, sequence.num_tokens - num_blocks * self._block_size
 
     def take(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
         """Give an empty-handed sequence blocks for all its slots, or none.

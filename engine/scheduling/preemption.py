@@ -138,4 +138,5 @@ class Preemption:
     def wait_again(self, sequence: Sequence) -> None:
         """Queue it up before all others."""
         sequence.state = SequenceState.WAITING
-        self._queues.add(sequence, self._tables.num_to_compute(sequence), is_first=True)
+        _, _, num_to_compute = self._tables.find(sequence)
+        self._queues.add(sequence, num_to_compute, is_first=True)

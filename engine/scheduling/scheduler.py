@@ -79,7 +79,8 @@ class Scheduler:
         if sequence.state is SequenceState.COMING:
             self.queues.coming.add(sequence, sequence.request.caller_id, sequence.num_tokens)
         else:
-            self.queues.add(sequence, self._tables.num_to_compute(sequence))
+            _, _, num_to_compute = self._tables.find(sequence)
+            self.queues.add(sequence, num_to_compute)
 
     def reserve(self) -> Sequence | None:
         """Blocks for all slots of the next one that is coming; None: not now.
@@ -263,13 +264,7 @@ class Scheduler:
                 continue
             if before is not None and not self._may_pass(sequence, before, num_tokens=1):
                 return  # as far as can be told without a look into the prefix cache
-            # At least one token must be computed, or there would be no logits to sample from.
-            matched = self._tables.match(sequence, sequence.num_tokens - 1)
-            in_host = None
-            if host is not None:
-                in_host = host.match(sequence, sequence.num_tokens - 1, len(matched))
-            num_matched = len(matched) + (0 if in_host is None else in_host.num_blocks)
-            num_tokens = sequence.num_tokens - num_matched * self._limits.block_size
+            matched, in_host, num_tokens = self._tables.find(sequence)
             if schedule.would_stretch(sequence.request.caller_id, num_tokens):
                 if before is None:
                     self._is_long_due = True

@@ -142,28 +142,26 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             return
         assert transfer.state is PullerState.QUEUED
         assert len(reservation.block_ids) >= transfer.intent.num_blocks
-        transfer.state = PullerState.PULLING
         transfer.reservation = reservation
+        self._pull(transfer, reservation)
+
+    def _pull(self, transfer: PullerTransfer, reservation: Reservation) -> None:
+        """Pull what was announced by now, but for what the prefix cache here holds already."""
+        transfer.state = PullerState.PULLING
         manifests, transfer.unpulled = transfer.unpulled, []
         for manifest in manifests:
-            self._start_pull(transfer, reservation, manifest)
+            seq, sources, first = manifest.seq, manifest.blocks, transfer.num_begun_blocks
+            transfer.num_begun_blocks += len(sources)
+            num_cached = max(0, reservation.num_cached_blocks - first)
+            if num_cached >= len(sources):
+                continue
+            pairs = BlockPairs.join(sources, reservation.block_ids[first:])  # growth behind
+            pairs = pairs[num_cached:]
+            transfer.in_flight.add(seq)
+            transfer.num_pulled_blocks += len(pairs)
+            pull = StartPull(transfer.transfer_id, seq, transfer.source, pairs, manifest.step)
+            self._effects.append(pull)
         self._complete_if_done(transfer)
-
-    def _start_pull(
-        self, transfer: PullerTransfer, reservation: Reservation, manifest: Manifest
-    ) -> None:
-        """Pull one chunk, but for what the prefix cache here holds already."""
-        first = transfer.num_begun_blocks
-        transfer.num_begun_blocks += len(manifest.blocks)
-        num_cached = max(0, reservation.num_cached_blocks - first)
-        if num_cached >= len(manifest.blocks):
-            return
-        pairs = BlockPairs.join(manifest.blocks, reservation.block_ids[first:])  # growth behind
-        pairs = pairs[num_cached:]
-        transfer.in_flight.add(manifest.seq)
-        transfer.num_pulled_blocks += len(pairs)
-        pull = StartPull(manifest.transfer_id, manifest.seq, transfer.source, pairs, manifest.step)
-        self._effects.append(pull)
 
     def _on_pull_ended(self, transfer_id: str, seq: int, outcome: PullOutcome) -> None:
         transfer = self._transfers.get(transfer_id)
@@ -233,13 +231,10 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._give_up(transfer, error)
             return
         transfer.start_lease(manifest.lease_remaining_s, self._clock.monotonic_s())
-        if transfer.reservation is not None:
-            transfer.state = PullerState.PULLING
-            self._start_pull(transfer, transfer.reservation, manifest)
-            self._complete_if_done(transfer)
-            return
         transfer.unpulled.append(manifest)
-        if transfer.state is PullerState.ATTACHED:
+        if transfer.reservation is not None:
+            self._pull(transfer, transfer.reservation)
+        elif transfer.state is PullerState.ATTACHED:
             transfer.state = PullerState.QUEUED
             self._effects.append(Reserve(transfer.transfer_id, transfer.intent.key))
 

@@ -26,7 +26,6 @@ from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.queues import Queues
-from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.protocol.pairing import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer
@@ -303,8 +302,8 @@ BUGS = [
     Bug(
         "a wholly cached prompt has nothing to compute",
         "there are no logits to sample its first token from",
-        Scheduler._admit_waiting,
-        [("match(sequence, sequence.num_tokens - 1)", "match(sequence, sequence.num_tokens)")],
+        BlockTables.find,
+        [("sequence.num_tokens - 1, None", "sequence.num_tokens, None")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         shows="num_launched_tokens=8",
     ),
