@@ -21,7 +21,7 @@ from ...core.ports import Clock
 from ...core.process.collector import collect_some
 from ...engine.engine import Engine
 from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage
-from ...kv_transfer.protocol.messages import Message, Refused
+from ...kv_transfer.protocol.messages import Refused
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
 from ..channels.inbox import Inbox
@@ -122,7 +122,7 @@ class EngineLoop:
         self._cache_report.flush()
 
     def _handle(self, item: Item) -> None:
-        """Whatever one request does to us, the others go on."""
+        """Whatever one request or peer does to us, the others go on."""
         try:
             match item:
                 case Received(link, message):
@@ -130,8 +130,10 @@ class EngineLoop:
                         pass
                     elif isinstance(message, node_pb2.GatewayMessage):
                         self._from_gateway(link.name, message)
+                    elif isinstance(message, Refused):
+                        self._end(link, message.error)
                     else:
-                        self._from_peer(link, message)
+                        self._peers.feeds[link.kind](PeerMessage(link.name, message))
                 case Link():
                     self._add(item)
                 case LinkOver(link, error):
@@ -191,21 +193,6 @@ class EngineLoop:
             return
         self._peers.feeds[link.kind](PeerLost(link.name))
 
-    def _from_peer(self, link: Link, message: Message | Refused) -> None:
-        """A message that cannot be taken ends its pair, and nothing else."""
-        if isinstance(message, Refused):
-            self._end(link, message.error)
-            return
-        try:
-            self._peers.feeds[link.kind](PeerMessage(link.name, message))
-        except EngineFailed:
-            raise
-        except Exception as error:
-            log.error("message from peer %s failed", link.name, exc_info=error)
-            public = error if isinstance(error, BatonError) else BatonError("internal error")
-            self._channels.refuse(link, public)
-            self._end(link, public)
-
     def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         match message.WhichOneof("body"):
             case "dispatch":
@@ -228,13 +215,18 @@ class EngineLoop:
             self._role.dispatch(gateway, dispatch)
 
     def _blame(self, item: Item, error: Exception) -> None:
-        """Fail the request on whose account `error` was raised."""
-        key = _key_of(item)
-        if key is None:
-            raise EngineFailed(f"{type(error).__name__}: {error}") from error
-        log.error("request %s failed", key, exc_info=error)
+        """Fail the request on whose account `error` was raised, or end the pair of a peer whose
+        message cannot be taken."""
         public = error if isinstance(error, BatonError) else BatonError("internal error")
-        self._role.end(key, public)
+        if (key := _key_of(item)) is not None:
+            log.error("request %s failed", key, exc_info=error)
+            self._role.end(key, public)
+        elif isinstance(item, Received):
+            log.error("message from peer %s failed", item.link.name, exc_info=error)
+            self._channels.refuse(item.link, public)
+            self._end(item.link, public)
+        else:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:

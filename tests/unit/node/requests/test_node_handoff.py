@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from effort import examples
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed
 from baton.core.request.request import FinishReason, Request
 from baton.engine.kv.block_pool import BlockRefs
+from baton.kv_transfer.protocol.events import PeerMessage
 from baton.kv_transfer.protocol.messages import Manifest, Message, Release, Revoked
 from baton.node.channels.links import Kind
 from baton.proto.v1 import node_pb2
@@ -464,6 +466,27 @@ def test_fault_of_one_request_leaves_the_others(
     world.cancel(bad)
     world.settle()
     assert_clean(world)
+
+
+def test_fault_of_one_peer_message_costs_the_pair_and_nothing_else(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeds: Any = world.decode.peers.feeds
+    feed = feeds[Kind.SOURCE]
+
+    def faulty(event: object) -> None:
+        if isinstance(event, PeerMessage):
+            raise ZeroDivisionError
+        feed(event)
+
+    monkeypatch.setitem(feeds, Kind.SOURCE, faulty)
+    one, local = request(1, 19), request(2, 19)
+    world.hand_off(one)
+    world.settle()
+    assert not world.is_linked and world.decode.received[one.key].error
+    world.dispatch(local, node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+    world.settle()
+    assert world.tokens(local) == reference(local)
 
 
 ACTIONS = st.lists(
