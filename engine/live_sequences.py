@@ -257,17 +257,17 @@ class LiveSequences:
             return
         sequence.num_computed_tokens += num_tokens
         self._tables.store(sequence)
-        goes_on, first = True, None
+        is_chunk = sequence.is_held
         if sampled is not None and sequence.num_candidates:
-            if sequence.is_held:
+            if is_chunk:
                 self._hold(sequence)
-            if sequence.is_held or self.beams.found(sequence, sampled):
-                first = sampled
+            else:
+                is_chunk = self.beams.found(sequence, sampled)
         elif sampled is not None:
-            goes_on = self._append(sequence, sampled, output)
-        if first is not None or (sequence.is_held and goes_on):
+            is_chunk = self._append(sequence, sampled, output) and is_chunk
+        if is_chunk:
             num_tokens, is_last = sequence.num_computed_tokens, sampled is not None
-            output.chunks.append(ChunkOutput(sequence.key, num_tokens, is_last, first))
+            output.chunks.append(ChunkOutput(sequence.key, num_tokens, is_last, sampled))
 
     def _append(self, sequence: Sequence, sampled: SampledToken, output: StepOutput) -> bool:
         """Output a token, and with the first one those of its forks; whether it goes on, or its KV

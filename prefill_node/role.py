@@ -9,7 +9,7 @@ Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
@@ -63,9 +63,8 @@ class PrefillRole(EngineRole[_Offer]):
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
         self._requests.flush()  # the first token is on its way before the manifest behind it
-        first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
-            self._on_chunk(chunk, first_tokens)
+            self._on_chunk(chunk)
 
     def _on_token(self, token: TokenOutput) -> None:
         super()._on_token(token)
@@ -75,7 +74,7 @@ class PrefillRole(EngineRole[_Offer]):
                 ended = Cancelled("the request ended with its first token")
                 self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, ended))
 
-    def _on_chunk(self, chunk: ChunkOutput, first_tokens: Mapping[str, int]) -> None:
+    def _on_chunk(self, chunk: ChunkOutput) -> None:
         """Offer the blocks that its tokens fill, with the last chunk also the partial one, and that
         were not offered when it was launched."""
         offer = self._handoffs.get(chunk.key)
@@ -85,11 +84,11 @@ class PrefillRole(EngineRole[_Offer]):
         last = limits.blocks_for(num_tokens) if chunk.is_last else num_tokens // limits.block_size
         offer.num_offered_blocks = num_blocks = max(first, last)
         blocks, state = self._engine.block_refs(chunk.key, first, num_blocks), None
-        if chunk.is_last and not chunk.step:
+        if (sampled := chunk.sampled) is not None:
             lacking = self._engine.first_undrafted(chunk.key)
-            tokens = [0] if chunk.first else [first_tokens[each.key] for each in offer.samples]
-            token_id, *others = tokens
-            state = HandoffState(token_id, tuple(others), chunk.first, lacking)
+            forks = tuple(fork.token_id for fork in sampled.forks)
+            of_beams = sampled if sampled.candidates else None
+            state = HandoffState(sampled.token_id, forks, of_beams, lacking)
             offer.is_first_token_out = True  # or none will be: of beams the puller outputs all
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))

@@ -53,14 +53,14 @@ class ChunkOutput:
     steps are: see `batch.LaunchedStep.number`.
 
     One with a step is followed by one without, unless the request ends before. That is the last one
-    with the first token, or with `first`: what a search of beams begins with, which comes of one
-    that is not held too.
+    with what is `sampled` behind its tokens: a token, or the candidates that a search of beams
+    begins with, which come of one that is not held too.
     """
 
     key: str
     num_tokens: int
     is_last: bool
-    first: SampledToken | None = None
+    sampled: SampledToken | None = None
     step: int = 0
 
 

@@ -160,7 +160,8 @@ class EngineRole(ABC, Generic[H]):
         for token in output.tokens:
             self._on_token(token)
         for chunk in output.chunks:
-            if chunk.first is not None and (entry := self._requests.get(chunk.key)):
+            is_of_beams = chunk.sampled is not None and chunk.sampled.candidates
+            if is_of_beams and (entry := self._requests.get(chunk.key)):
                 self._requests.emit_progress(entry)  # its prompt is computed
         for beam in output.beams:
             if entry := self._requests.get(beam.key):

@@ -130,7 +130,8 @@ class EnginePair:
             self._sent.pop(key, None)
         for chunk in step.chunks:
             if chunk.is_last and chunk.key in self._held:
-                self._hand_offs.append(HandOff(self._held.pop(chunk.key), chunk.first))
+                first = chunk.sampled if chunk.sampled and chunk.sampled.candidates else None
+                self._hand_offs.append(HandOff(self._held.pop(chunk.key), first))
 
     # -- what happens to requests -----------------------------------------------------------------
 

@@ -338,7 +338,7 @@ def handed_over(source: Engine, puller: Engine, request: Request) -> None:
         output = source.step()
         assert not output.tokens
         for chunk in output.chunks:
-            first = chunk.first or first
+            first = chunk.sampled or first
     puller.reserve(request)
     reservation = puller.next_reservation()
     assert reservation is not None
