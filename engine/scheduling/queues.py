@@ -22,7 +22,7 @@ from .schedule import step_shape
 from .sequence import Sequence, SequenceGroup, SequenceState
 
 
-class Line(FairQueue[Sequence]):
+class RequestQueue(FairQueue[Sequence]):
     """`refused_at`: `Queues.opportunities` when its head did not fit."""
 
     refused_at: int | None = None
@@ -32,7 +32,7 @@ class Queues:
     """Of one scheduler."""
 
     def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
-        self.waiting, self.coming = Line(), Line()
+        self.waiting, self.coming = RequestQueue(), RequestQueue()
         self.running: list[Sequence] = []  # by arrival
         self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
@@ -121,8 +121,8 @@ class Queues:
         head, beside = self._head_of(self.coming), self.waiting.head
         return head if head is not None and self.has_slot(head, beside=beside) else None
 
-    def _head_of(self, line: Line) -> Sequence | None:
-        return None if line.refused_at == self.opportunities else line.head
+    def _head_of(self, queue: RequestQueue) -> Sequence | None:
+        return None if queue.refused_at == self.opportunities else queue.head
 
     def decodes(self) -> StepShape:
         """A step of all that decode, of a pipeline of its share of them, and nothing else."""
@@ -145,7 +145,7 @@ class Queues:
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence ends, whatever its state."""
-        queues: dict[SequenceState, MutableSequence[Sequence] | Line] = {
+        queues: dict[SequenceState, MutableSequence[Sequence] | RequestQueue] = {
             SequenceState.WAITING: self.waiting,
             SequenceState.COMING: self.coming,
             SequenceState.RUNNING: self.running,
@@ -165,10 +165,10 @@ class Queues:
         if group is not None:
             self.groups.append(group)
 
-    def refuse_head(self, line: Line) -> None:
+    def refuse_head(self, queue: RequestQueue) -> None:
         """It does not fit: it stays the head, and is not tried again before anything is free."""
-        line.pin_head()
-        line.refused_at = self.opportunities
+        queue.pin_head()
+        queue.refused_at = self.opportunities
 
     def stall(self) -> None:
         """There was nothing to schedule."""

@@ -287,7 +287,7 @@ BUGS = [
         "a small one overtakes in the queue for memory",
         "a large prompt starves behind small ones",
         Queues.refuse_head,
-        [("line.pin_head()", "pass"), ("self.opportunities", "None")],
+        [("queue.pin_head()", "pass"), ("self.opportunities", "None")],
         checks.nobody_overtakes,
         shows="a later one has room before the first",
     ),
