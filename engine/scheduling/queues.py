@@ -118,8 +118,9 @@ class Queues:
     def next_to_reserve(self) -> Sequence | None:
         """The same of those that are coming. A slot that the head of those that wait needs is not
         given away."""
-        head, beside = self._head_of(self.coming), self.waiting.head
-        return head if head is not None and self.has_slot(head, beside=beside) else None
+        if (head := self._head_of(self.coming)) is None:
+            return None  # nearly always
+        return head if self.has_slot(head, beside=self.waiting.head) else None
 
     def _head_of(self, queue: RequestQueue) -> Sequence | None:
         return None if queue.refused_at == self.opportunities else queue.head
