@@ -145,6 +145,21 @@ def test_a_hand_off_that_has_its_adapter_and_lacks_memory_is_passed_by_nobody() 
     check_integrity(engine)
 
 
+def test_a_hand_off_with_an_adapter_has_its_turn_where_local_ones_always_wait() -> None:
+    engine = engine_of(200, max_num_seqs=8)
+    names = (f"local{number}" for number in itertools.count())
+    for _ in range(2):
+        engine.add(request(next(names), 3, "b", max_tokens=4))
+    engine.reserve(request("handed", 4, "a", max_tokens=4))
+    for _ in range(30):
+        while engine.stats.load().num_waiting < 2:
+            engine.add(request(next(names), 3, "b", max_tokens=4))
+        engine.step()
+        if reserved(engine) == ["handed/0"]:
+            return
+    raise AssertionError("local requests went before it again and again")
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_one_that_fails_alone_makes_room_for_who_waited_for_its_adapter(runs_ahead: bool) -> None:
     engine = engine_of(4, runs_ahead=runs_ahead)

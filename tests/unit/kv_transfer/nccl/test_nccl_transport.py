@@ -224,7 +224,7 @@ def test_a_transfer_that_stalls_is_given_up() -> None:
         w.fabric.before_send.append(gone_on.wait)
         begin_s = time.monotonic()
         assert pull(window, w.pair(5, 3)) is PullOutcome.FAILED
-        assert 1 < time.monotonic() - begin_s < 1.5
+        assert 1 < time.monotonic() - begin_s < 5  # where others keep the machine busy
         gone_on.set()
         assert pull(window, w.pair(5, 3)) is PullOutcome.OK
 
