@@ -35,8 +35,12 @@ from .played.simulation import Call, Simulation
 from .serve.clients.arrivals import from_trace
 from .serve.clients.workloads import TRACE
 
-# Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.
-H200_8B = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8)
+# Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted; so are those of both kinds.
+H200_8B = StepCost(
+    *(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8),
+    mixed_s=2.7e-3,
+    mixed_pair_s=2.5e-10,
+)
 # Qwen3-30B-A3B, of gpu_30b-a3b.json: 13.5 ms for all experts, of which a row touches 8 of 128.
 _EXPERTS_S = [13.5e-3 * (1 - (1 - 8 / 128) ** rows) for rows in (*KNOTS, 2048)]
 _EACH_S = (

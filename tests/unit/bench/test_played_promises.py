@@ -16,7 +16,8 @@ from baton.core.membership import Role
 from baton.core.step_cost import StepCost, StepShape
 
 TARGET_S, TTFT_S, PHASE_S = 0.024, 1.0, 20.0
-LARGE = replace(H200_8B, base_s=0.012)  # its weights take half of a step that keeps the promise
+# Its weights take half of a step that keeps the promise, and both kinds of a step nothing more.
+LARGE = replace(H200_8B, base_s=0.012, mixed_s=0.0, mixed_pair_s=0.0)
 LONG, SHORT = ((8192, 256), 5.0), ((256, 1024), 12.0)  # prompt and output tokens, requests/s
 
 Phase = tuple[tuple[int, int], float]
