@@ -17,7 +17,6 @@ from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash
 from ..engine.engine import Engine
-from ..engine.execution.batch import SampledToken
 from ..engine.kv.block_pool import Reservation
 from ..kv_transfer.protocol.events import (
     Complete,
@@ -130,61 +129,42 @@ class DecodeRole(EngineRole[_Intent]):
         self._counts.num_transfers += 1
         self._counts.transfer_bytes += summary.bytes
         try:
-            self._start(intent, reservation, complete.state, summary)
+            self._start(intent.samples, reservation, complete.state)
         except HandoffFailed as error:
             self._fail_all(intent.samples, error)
         self._engine.drop(reservation)  # where the first sample does not decode
+        for sample in intent.samples:
+            if entry := self._requests.get(sample.key):  # it decodes
+                entry.transfer = summary
+                self._requests.stamp(entry, Event.TRANSFER_ENDED)
+                if sample.sampling.use_beam_search:
+                    self._requests.emit_progress(entry)  # beams' tokens come at the end
 
     def _start(
-        self,
-        intent: _Intent,
-        reservation: Reservation,
-        state: HandoffState,
-        summary: node_pb2.TransferInfo,
+        self, samples: Sequence[Request], reservation: Reservation, state: HandoffState
     ) -> None:
         """Raises HandoffFailed if the source sent what is nothing to go on from."""
-        first, *forks = intent.samples
+        first, *forks = samples
         if not self._requests.knows(_token_ids_of(state)):
             raise HandoffFailed("the source sampled what is no token of the vocabulary")
         self._engine.lacks_drafts(reservation, state.first_undrafted)
         if first.sampling.use_beam_search:
-            self._start_beams(intent, reservation, state.first, summary)
+            if state.first is None:
+                raise HandoffFailed("the source sent no candidates")
+            self._engine.start_beams(reservation, state.first)
+            for sample in samples:
+                if not self._is_open(sample):
+                    self._engine.abort(sample.key)
             return
         if len(state.fork_token_ids) != len(forks):
             raise HandoffFailed("the source sampled another number of forks")
         for sample, token_id in zip(forks, state.fork_token_ids, strict=True):
-            self._start_sample(sample, reservation, token_id, summary)
-        self._start_sample(first, reservation, state.first_token_id, summary)
+            self._start_sample(sample, reservation, token_id)
+        self._start_sample(first, reservation, state.first_token_id)
 
-    def _start_beams(
-        self,
-        intent: _Intent,
-        reservation: Reservation,
-        first: SampledToken | None,
-        summary: node_pb2.TransferInfo,
-    ) -> None:
-        """Let beams decode. The gateway is told that they do: their tokens come at the end."""
-        if first is None:
-            raise HandoffFailed("the source sent no candidates")
-        self._engine.start_beams(reservation, first)
-        for sample in intent.samples:
-            if entry := self._requests.get(sample.key):
-                entry.transfer = summary
-                self._requests.stamp(entry, Event.TRANSFER_ENDED)
-                self._requests.emit_progress(entry)
-            else:
-                self._engine.abort(sample.key)
-
-    def _start_sample(
-        self,
-        sample: Request,
-        reservation: Reservation,
-        token_id: int,
-        summary: node_pb2.TransferInfo,
-    ) -> None:
+    def _start_sample(self, sample: Request, reservation: Reservation, token_id: int) -> None:
         """Let a sample decode, unless it was cancelled or has ended with its first token."""
-        entry = self._requests.get(sample.key)
-        if entry is None:
+        if not self._is_open(sample):
             return
         fork = None if sample.key == reservation.key else sample
         try:
@@ -193,9 +173,6 @@ class DecodeRole(EngineRole[_Intent]):
             # Among several, one may end with its first token: the source reports it to the gateway.
             is_alone = not (fork or sample.fork_ids)
             self.end(sample.key, error if is_alone else Cancelled(error.message))
-            return
-        entry.transfer = summary
-        self._requests.stamp(entry, Event.TRANSFER_ENDED)
 
     # -- time and looking in -------------------------------------------------------------------
 
