@@ -193,8 +193,10 @@ def _serve(
     hello = Hello(incarnation, runner.fingerprint)
     mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
     opener = WindowOpener(mine, parts, ranks.followers, host_id(), wrapping(tls))
+    puller = Puller(hello, clock, LINK_WAIT_S)
     fetches = PrefixFetches(
         engine,
+        puller,
         clock,
         SystemEntropy(),
         incarnation=incarnation,
@@ -202,7 +204,7 @@ def _serve(
     )
     peers = Peers(
         Source(hello, clock, node_config.lease_s, access),
-        Puller(hello, clock, LINK_WAIT_S),
+        puller,
         partial(Windows, opener.open, inbox.put),
         links.channels,
         requests.flush,

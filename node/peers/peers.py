@@ -13,12 +13,11 @@ Glue: `kv_transfer.protocol` decides about leases and transfers, the engine abou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, assert_never
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
-from ...core.request.request import Request
 from ...kv_transfer.protocol.events import (
     CancelPull,
     ClosePeer,
@@ -26,7 +25,6 @@ from ...kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
-    IntentCancelled,
     OpenWindow,
     PeerLinked,
     PeerLost,
@@ -84,6 +82,7 @@ class Peers:
         self._channels, self._flush_gateways = channels, flush_gateways
         self._loans = loans
         self.fetches = fetches
+        fetches.feed = self.feed_puller
         self._clock = clock
         self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
         self.handoffs: Receiver | None = None
@@ -142,27 +141,6 @@ class Peers:
             return self.fetches
         assert self.handoffs is not None, "nothing is handed off to this engine"
         return self.handoffs
-
-    def fetch(self, request: Request, on_over: Callable[[], None]) -> bool:
-        """Pull the prefix that the request names; False: it is to be computed at once.
-
-        `on_over` is called once, when the prefix is here or will not come, unless `forget` is.
-        """
-        if request.prefix_source is None:
-            return False
-        if not self._puller.is_linked(request.prefix_source.incarnation):
-            self.fetches.not_linked()
-            return False
-        intended = self.fetches.plan(request, on_over)
-        if intended is not None:
-            self.feed_puller(intended)
-        return intended is not None
-
-    def forget(self, key: str, others: Container[str]) -> None:
-        """The request is over. If a prefix is awaited for it, and for no other sample of its prompt
-        that is among `others`, it is not any more."""
-        if (transfer_id := self.fetches.abandoned_by(key, others)) is not None:
-            self.feed_puller(IntentCancelled(transfer_id))
 
     # -- both ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ...core.errors import NodeLost, StaleBlocks
 from ...core.ports import Clock, Entropy
-from ...core.request.request import Request, Ticket
+from ...core.request.request import PrefixSource, Request, Ticket
 from ...engine.engine import Engine
 from ...engine.kv.block_pool import Fence, Reservation
 from ...engine.kv.lent_prefixes import BorrowedPrefix
@@ -28,12 +28,15 @@ from ...kv_transfer.protocol.events import (
     DropReservation,
     Failed,
     Intended,
+    IntentCancelled,
     Offered,
     PinPrefix,
+    PullerEvent,
     SourceEvent,
     Withdrawn,
 )
 from ...kv_transfer.protocol.messages import HandoffState
+from ...kv_transfer.protocol.puller import Puller
 from ...proto.v1 import node_pb2
 
 LOAN_KEY = ""  # of what is offered though no request here computes it
@@ -82,13 +85,17 @@ class PrefixFetches:
     def __init__(
         self,
         engine: Engine,
+        puller: Puller,
         clock: Clock,
         entropy: Entropy,
         *,
         incarnation: str,
         lease_s: float,
     ) -> None:
+        """`feed` is set by who carries out what the `puller` answers."""
+        self.feed: Callable[[PullerEvent], None]
         self._engine = engine
+        self._puller = puller
         self._clock = clock
         self._entropy = entropy
         self._incarnation = incarnation
@@ -101,32 +108,33 @@ class PrefixFetches:
         """Those that wait for their prefix."""
         return [fetch.request for fetch in self.by_transfer.values() if fetch.on_over is not None]
 
-    def plan(self, request: Request, on_over: Callable[[], None]) -> Intended | None:
-        """The transfer for the prefix that the request names, whose room is taken; None: it is to
-        be computed at once. `on_over` is called once the prefix is here, or will not come."""
-        source, size = request.prefix_source, self._engine.limits.block_size
-        if source is None or request.sampling.prompt_logprobs is not None:
-            return None
+    def begin(self, request: Request, source: PrefixSource, on_over: Callable[[], None]) -> bool:
+        """Pull the prefix that the request names; False: it is to be computed at once.
+
+        `on_over` is called once, when the prefix is here or will not come, unless `forget` is.
+        """
+        if not self._puller.is_linked(source.incarnation):
+            self.counts.failed_fetches[NodeLost.code] += 1
+            return False
+        if request.sampling.prompt_logprobs is not None:
+            return False
+        size = self._engine.limits.block_size
         num_blocks = min(source.num_blocks, (request.num_known_tokens - 1) // size)
         hashes = self._engine.block_hashes(request, num_blocks * size)
         prefix = self._engine.prefixes.borrow(hashes)
         if prefix is None:
-            return None
+            return False
         now_s = self._clock.monotonic_s()
         ticket = Ticket(self._entropy.new_id(), source.incarnation, self._incarnation)
         self.by_transfer[ticket.transfer_id] = _Fetch(request, prefix, now_s, on_over)
-        return Intended(
-            ticket,
-            request.key,
-            hashes,
-            num_blocks,
-            now_s + min(source.limit_s, self._most_limit_s),
-            Reservation(request.key, prefix.block_ids, prefix.num_cached_blocks, num_blocks),
-        )
+        until_s = now_s + min(source.limit_s, self._most_limit_s)
+        room = Reservation(request.key, prefix.block_ids, prefix.num_cached_blocks, num_blocks)
+        self.feed(Intended(ticket, request.key, hashes, num_blocks, until_s, room))
+        return True
 
-    def abandoned_by(self, key: str, others: Container[str]) -> str | None:
-        """The transfer for which nobody waits any more, since this request was the last to: none
-        of its samples is among the `others`."""
+    def forget(self, key: str, others: Container[str]) -> None:
+        """The request is over. If a prefix is awaited for it, and for no other sample of its prompt
+        that is among `others`, it is not any more."""
         for transfer_id, fetch in self.by_transfer.items():
             keys = [sample.key for sample in (fetch.request, *fetch.request.forks)]
             if (
@@ -135,8 +143,8 @@ class PrefixFetches:
                 and not any(each in others for each in keys)
             ):
                 fetch.on_over = None
-                return transfer_id
-        return None
+                self.feed(IntentCancelled(transfer_id))
+                return
 
     def reserve(self, key: str) -> NoReturn:
         raise AssertionError("a prefix has its room before it is intended")
@@ -157,10 +165,6 @@ class PrefixFetches:
 
     def dropped(self, dropped: DropReservation) -> None:
         self._engine.prefixes.drop(self.by_transfer.pop(dropped.transfer_id).prefix)
-
-    def not_linked(self) -> None:
-        """The source that a request names is none of ours."""
-        self.counts.failed_fetches[NodeLost.code] += 1
 
     @staticmethod
     def _over(fetch: _Fetch) -> None:

@@ -61,7 +61,8 @@ class EngineRole(ABC, Generic[H]):
         try:
             self._check(entry, dispatch.work)
             has_prompt = dispatch.work != node_pb2.WORK_DECODE
-            if not (has_prompt and self._peers.fetch(entry.request, begin)):
+            source = entry.request.prefix_source if has_prompt else None
+            if source is None or not self._fetches.begin(entry.request, source, begin):
                 begin()
         except BatonError as error:
             self._fail_all(samples, error)
@@ -121,7 +122,7 @@ class EngineRole(ABC, Generic[H]):
                 self._engine.abort(key)
         elif not self._is_wanted(handoff):
             self._call_off(handoff, error or Cancelled("the request was cancelled"))
-        self._peers.forget(key, self._requests)
+        self._fetches.forget(key, self._requests)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:

@@ -151,11 +151,11 @@ class Node:
         """What it lends to its peers and pulls from them."""
         hello, name = self.hello, self.incarnation
         source = Source(hello, self.clock, lease_s, ACCESS)
+        puller = Puller(hello, self.clock, LINK_WAIT_S)
         fetches = PrefixFetches(
-            self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
+            self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
             lease_s=lease_s,
         )  # fmt: skip
-        puller = Puller(hello, self.clock, LINK_WAIT_S)
         return Peers(
             source,
             puller,
