@@ -44,7 +44,7 @@ class _Intent(Handoff):
 class DecodeRole(EngineRole[_Intent]):
     """Of a decode node's engine."""
 
-    ticket_work = node_pb2.WORK_DECODE
+    is_source = False
 
     def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
         super().__init__(engine, requests, peers, clock)

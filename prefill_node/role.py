@@ -22,7 +22,6 @@ from ..kv_transfer.protocol.messages import HandoffState
 from ..node.peers.peers import Peers
 from ..node.requests.request_io import Entry, RequestIO
 from ..node.requests.request_role import EngineRole, Handoff
-from ..proto.v1 import node_pb2
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ class _Offer(Handoff):
 class PrefillRole(EngineRole[_Offer]):
     """Of a prefill node's engine."""
 
-    ticket_work = node_pb2.WORK_PREFILL
+    is_source = True
 
     def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
         super().__init__(engine, requests, peers, clock)

@@ -129,17 +129,13 @@ def token_ids_from_wire(packed: bytes) -> array[int]:
 
 
 def dispatch_to_wire(
-    request: Request,
-    work: node_pb2.Work,
-    ticket: Ticket | None,
-    deadline_remaining_s: float,
+    request: Request, ticket: Ticket | None, deadline_remaining_s: float
 ) -> node_pb2.Dispatch:
     source, adapter = request.prefix_source, request.adapter
     fields = same_fields(request, node_pb2.Dispatch) | {
         "prompt_token_ids": pack(request.prompt_token_ids),
         "output_token_ids": pack(request.output_token_ids),
         "sampling": sampling_to_wire(request.sampling),
-        "work": work,
         "deadline_remaining_us": _microseconds(deadline_remaining_s),
         "fork_request_ids": request.fork_ids,
         "ticket": ticket and node_pb2.Ticket(**same_fields(ticket, node_pb2.Ticket)),

@@ -247,9 +247,9 @@ class Session:
         heard.by_message.setdefault(self._num_messages, []).extend(output.token_ids)
 
     async def dispatch(
-        self, request: Request, work: int, ticket: Ticket | None, deadline_s: float = 30.0
+        self, request: Request, ticket: Ticket | None, deadline_s: float = 30.0
     ) -> None:
-        dispatch = codec.dispatch_to_wire(request, work, ticket, deadline_s)
+        dispatch = codec.dispatch_to_wire(request, ticket, deadline_s)
         await self.write(node_pb2.GatewayMessage(dispatch=dispatch).SerializeToString())
 
     async def cancel(self, request: Request) -> None:

@@ -90,11 +90,7 @@ class EngineConnection:
         self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         """All of it, or where there is a ticket its part of the hand-off."""
-        work = node_pb2.WORK_LOCAL
-        if ticket is not None:
-            is_source = ticket.source_incarnation == self.member.incarnation
-            work = node_pb2.WORK_PREFILL if is_source else node_pb2.WORK_DECODE
-        wire = codec.dispatch_to_wire(request, work, ticket, deadline_remaining_s)
+        wire = codec.dispatch_to_wire(request, ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
     def cancel(self, request_id: str, attempt: int) -> None:

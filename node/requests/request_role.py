@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from ...core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, PromiseRefused
+from ...core.errors import BatonError, Cancelled, DeadlineExceeded, PromiseRefused
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
@@ -43,7 +43,7 @@ class EngineRole(ABC, Generic[H]):
     """Never raises because of one request: it fails that request. What it raises all the same, the
     loop turns into `end`."""
 
-    ticket_work: node_pb2.Work  # that this role does with a ticket
+    is_source: bool  # of hand-offs: it computes the prompts; else it decodes
 
     def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
         self._engine, self._requests, self._peers, self._clock = engine, requests, peers, clock
@@ -59,27 +59,27 @@ class EngineRole(ABC, Generic[H]):
         samples = (entry.request, *entry.request.forks)
         begin = partial(self._begin, entry, samples)
         try:
-            self._check(entry, dispatch.work)
-            has_prompt = dispatch.work != node_pb2.WORK_DECODE
-            source = entry.request.prefix_source if has_prompt else None
+            self._check(entry)
+            source = entry.request.prefix_source if self._has_prompt(entry) else None
             if source is None or not self._fetches.begin(entry.request, source, begin):
                 begin()
         except BatonError as error:
             self._fail_all(samples, error)
 
-    def _check(self, entry: Entry, work: node_pb2.Work) -> None:
-        """Raises BatonError if it is not for this engine, or not now."""
+    def _check(self, entry: Entry) -> None:
+        """Raises BatonError if it is not for this engine now."""
         if entry.request.is_on_trial:
             self._trials.admit(entry)
-        promise, may_refuse = self._engine.promise, entry.request.may_refuse
-        if promise.tbt_target_s is not None and may_refuse and work != node_pb2.WORK_PREFILL:
-            if work == node_pb2.WORK_LOCAL and not promise.is_promising:
+        promise, is_whole = self._engine.promise, entry.ticket is None
+        decodes = is_whole or not self.is_source
+        if promise.tbt_target_s is not None and entry.request.may_refuse and decodes:
+            if is_whole and not promise.is_promising:
                 raise PromiseRefused("this engine promises nothing now")
             promise.check(entry.request, self.num_coming)
-        is_half = work == self.ticket_work and entry.ticket is not None
-        if work != node_pb2.WORK_LOCAL and not is_half:
-            name = node_pb2.Work.Name(self.ticket_work)
-            raise InvalidRequest(f"this engine takes WORK_LOCAL, or {name} with a ticket")
+
+    def _has_prompt(self, entry: Entry) -> bool:
+        """Whether its prompt is computed here; else its KV is pulled."""
+        return self.is_source or entry.ticket is None
 
     def _begin(self, entry: Entry, samples: Sequence[Request]) -> None:
         """Its prefix is here, or will not come."""
@@ -147,7 +147,7 @@ class EngineRole(ABC, Generic[H]):
         """Report what a step brought: what began in it, prompts' scores, tokens, failures."""
         for key, cached_tokens in output.started.items():
             if entry := self._requests.get(key):
-                if entry.ticket is not None and self.ticket_work == node_pb2.WORK_DECODE:
+                if not self._has_prompt(entry):
                     self._requests.stamp_started(entry, Event.DECODE_STARTED)
                     if self._engine.promise.tbt_target_s is not None:
                         self._requests.emit_progress(entry)  # its first token waits for that

@@ -1,22 +1,10 @@
 from baton.proto.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    WORK_UNSPECIFIED: _ClassVar[Work]
-    WORK_PREFILL: _ClassVar[Work]
-    WORK_DECODE: _ClassVar[Work]
-    WORK_LOCAL: _ClassVar[Work]
-WORK_UNSPECIFIED: Work
-WORK_PREFILL: Work
-WORK_DECODE: Work
-WORK_LOCAL: Work
 
 class GatewayMessage(_message.Message):
     __slots__ = ("dispatch", "cancel", "set_promise", "load_adapter")
@@ -31,14 +19,13 @@ class GatewayMessage(_message.Message):
     def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., set_promise: _Optional[_Union[SetPromise, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id", "may_refuse", "prefix_source", "adapter", "is_on_trial")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id", "may_refuse", "prefix_source", "adapter", "is_on_trial")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    WORK_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -54,7 +41,6 @@ class Dispatch(_message.Message):
     output_token_ids: bytes
     sampling: _common_pb2.SamplingParams
     cache_salt: str
-    work: Work
     ticket: Ticket
     deadline_remaining_us: int
     sample_index: int
@@ -64,7 +50,7 @@ class Dispatch(_message.Message):
     prefix_source: PrefixSource
     adapter: Adapter
     is_on_trial: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ..., caller_id: _Optional[int] = ..., may_refuse: bool = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., is_on_trial: bool = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ..., caller_id: _Optional[int] = ..., may_refuse: bool = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., is_on_trial: bool = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path")

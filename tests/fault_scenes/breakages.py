@@ -31,7 +31,6 @@ from baton.core.membership import Member, Role
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.kv_transfer.protocol.messages import Hello, Refused, decode, encode
-from baton.proto.v1 import node_pb2
 
 NUM_CHUNKS = 8
 NUM_NEIGHBOURS = 31
@@ -265,23 +264,19 @@ async def send_crafted_tickets(scene: Scene) -> None:
         return Request(f"{number:032x}", 0, tuple(range(5, 45)), params)
 
     async with session(source) as to_source, session(puller) as to_puller:
-        await to_source.dispatch(request(1), node_pb2.WORK_PREFILL, good)
-        await to_puller.dispatch(request(1), node_pb2.WORK_DECODE, good)
+        await to_source.dispatch(request(1), good)
+        await to_puller.dispatch(request(1), good)
         await to_puller.until(lambda: _is_over(to_puller.heard, request(1)))
         crafted = (
-            (to_source, node_pb2.WORK_PREFILL, good),
-            (to_puller, node_pb2.WORK_DECODE, good),
-            (to_source, node_pb2.WORK_PREFILL, Ticket("b" * 32, puller, source)),
-            (
-                to_puller,
-                node_pb2.WORK_DECODE,
-                Ticket("c" * 32, source, scene.incarnation("decode-1")),
-            ),
-            (to_source, node_pb2.WORK_PREFILL, None),
-            (to_puller, node_pb2.WORK_DECODE, None),
+            (to_source, good),
+            (to_puller, good),
+            (to_source, Ticket("b" * 32, puller, source)),
+            (to_puller, Ticket("c" * 32, source, scene.incarnation("decode-1"))),
+            (to_source, Ticket("d" * 32, scene.incarnation("prefill-1"), puller)),
+            (to_puller, Ticket("e" * 32, puller, source)),
         )
-        for number, (to, work, ticket) in enumerate(crafted, 2):
-            await to.dispatch(request(number), work, ticket)
+        for number, (to, ticket) in enumerate(crafted, 2):
+            await to.dispatch(request(number), ticket)
             await to.until(lambda to=to, n=number: _is_over(to.heard, request(n)))
             heard = to.heard[request(number).key]
             # "handoff_failed": the used ticket's Release may not have reached its source yet.

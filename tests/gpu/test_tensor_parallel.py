@@ -27,7 +27,6 @@ from baton.engine.local import LocalEngine
 from baton.engine.parallel import peer_reduce
 from baton.engine.scheduling.outputs import StepOutput
 from baton.kernels.layers.ops_triton import send_product
-from baton.proto.v1 import node_pb2
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -197,7 +196,7 @@ async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signal
     """Signal rank 1 in the midst of a request; how long until the engine's streams have ended."""
     async with session(incarnation) as stream:
         request = request_of(400)
-        await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await stream.dispatch(request, None)
         await stream.until(lambda: request.key in stream.heard)
         (engine,) = node.engine_pids()
         with open(f"/proc/{engine}/task/{engine}/children") as children:  # noqa: ASYNC230
@@ -210,7 +209,7 @@ async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signal
 async def serve_one(node: NodeProcess, incarnation: str) -> None:
     async with session(incarnation) as stream:
         request = request_of(20)
-        await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await stream.dispatch(request, None)
         await stream.until(lambda: len(stream.heard.get(request.key, Heard()).tokens) == 20)
 
 

@@ -1,7 +1,7 @@
 """Baton's engines without disaggregation: each request is prefilled and decoded by one of them.
 
 Dials every engine that the directory names, as a gateway would, and deals requests to them in turn,
-as `WORK_LOCAL`. No gateway is in the way, so what is measured is the engines at their best: the
+each whole. No gateway is in the way, so what is measured is the engines at their best: the
 same scheduler, chunked prefill, one message a step.
 """
 
@@ -75,7 +75,7 @@ class _Engine:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         request = Request(secrets.token_hex(16), 0, tuple(prompt_ids), sampling)
         queue = self._queues[request.request_id] = asyncio.Queue()
-        dispatch = codec.dispatch_to_wire(request, node_pb2.WORK_LOCAL, None, _DEADLINE_S)
+        dispatch = codec.dispatch_to_wire(request, None, _DEADLINE_S)
         is_over = False
         try:
             await self._send(node_pb2.GatewayMessage(dispatch=dispatch))

@@ -334,18 +334,18 @@ class NodeWorld:
     # -- the gateway ---------------------------------------------------------------------------
 
     def dispatch(
-        self, request: Request, work: int, node: Node, ticket: Ticket | None, deadline_s: float
+        self, request: Request, node: Node, ticket: Ticket | None, deadline_s: float
     ) -> None:
         message = node_pb2.GatewayMessage(
-            dispatch=codec.dispatch_to_wire(request, work, ticket, deadline_s)
+            dispatch=codec.dispatch_to_wire(request, ticket, deadline_s)
         )
         node.hear_gateway(message)
 
     def hand_off(self, request: Request, *, deadline_s: float = 60.0) -> None:
         """Dispatch to both nodes, as a gateway does."""
         ticket = Ticket(request.request_id, SOURCE, PULLER)
-        self.dispatch(request, node_pb2.WORK_PREFILL, self.prefill, ticket, deadline_s)
-        self.dispatch(request, node_pb2.WORK_DECODE, self.decode, ticket, deadline_s)
+        self.dispatch(request, self.prefill, ticket, deadline_s)
+        self.dispatch(request, self.decode, ticket, deadline_s)
 
     def cancel(self, request: Request) -> None:
         cancel = node_pb2.Cancel(request_id=request.request_id, attempt=request.attempt)

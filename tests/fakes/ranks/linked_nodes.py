@@ -13,7 +13,6 @@ from node_driver import OUR_MARK, NodeProcess, Session, members, session
 
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
-from baton.proto.v1 import node_pb2
 
 
 @dataclass
@@ -51,8 +50,8 @@ class Pair:
         assert self.prefill.welcome is not None and self.decode.welcome is not None
         engines = (self.prefill.welcome.incarnation, self.decode.welcome.incarnation)
         ticket = Ticket(request.request_id, *engines)
-        await self.prefill.dispatch(request, node_pb2.WORK_PREFILL, ticket)
-        await self.decode.dispatch(request, node_pb2.WORK_DECODE, ticket)
+        await self.prefill.dispatch(request, ticket)
+        await self.decode.dispatch(request, ticket)
 
     async def finish(self, request: Request) -> list[int]:
         key, heard = request.key, self.decode.heard

@@ -40,7 +40,6 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
 from baton.prefix_index.pages import decode_contents
 from baton.prefix_index.redis_link import RedisIndexLink
-from baton.proto.v1 import node_pb2
 
 PATIENCE_S = 10.0
 SILENCE_S = 1.2  # the gateway's
@@ -335,7 +334,7 @@ async def test_a_supervisor_that_stops_alone_costs_its_engine_nothing(
                 for first in range(4):
                     prompt = tuple(range(first, first + 200))
                     request = Request(f"r{first}", 0, prompt, SamplingParams(max_tokens=4))
-                    await engine.dispatch(request, node_pb2.WORK_LOCAL, None)
+                    await engine.dispatch(request, None)
                     await engine.until(lambda key=request.key: key in engine.heard)  # type: ignore[misc]
                     heard = engine.heard[request.key]
                     await engine.until(lambda heard=heard: heard.is_over)  # type: ignore[misc]

@@ -38,7 +38,6 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.model import fingerprint
-from baton.proto.v1 import node_pb2
 
 NUM_BLOCKS = 256
 
@@ -121,8 +120,8 @@ class Gateway:
 
     async def hand_off(self, request: Request) -> None:
         ticket = Ticket(request.request_id, self.source, self.puller)
-        await self.prefill.dispatch(request, node_pb2.WORK_PREFILL, ticket)
-        await self.decode.dispatch(request, node_pb2.WORK_DECODE, ticket)
+        await self.prefill.dispatch(request, ticket)
+        await self.decode.dispatch(request, ticket)
 
     async def finish(self, request: Request) -> list[int]:
         """Wait for the end on the decode node; returns all tokens."""
@@ -280,7 +279,7 @@ async def test_strangers_are_refused(gateway: Gateway, nodes: Nodes) -> None:
 async def test_crafted_ticket_is_refused(gateway: Gateway) -> None:
     request = gateway.request(20)
     ticket = Ticket(request.request_id, "0" * 32, gateway.puller)
-    await gateway.prefill.dispatch(request, node_pb2.WORK_PREFILL, ticket)
+    await gateway.prefill.dispatch(request, ticket)
     await gateway.prefill.until(lambda: request.key in gateway.prefill.heard)
     assert gateway.prefill.heard[request.key].error == "unknown_transfer"
 
@@ -401,12 +400,12 @@ async def test_sigterm_lets_what_runs_finish(
             Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=600, temperature=0.0))
             for name in "ab"
         )
-        await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await busy.dispatch(request, None)
         await busy.until(lambda: request.key in busy.heard)
         os.killpg(node.process.pid, signal.SIGTERM)
         await idle.until(lambda: idle.ended is not None)
         await busy.until(lambda: busy.heartbeat.is_draining)
-        await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
+        await busy.dispatch(late, None)
         await busy.until(lambda: busy.heard[request.key].is_over)
         await busy.until(lambda: late.key in busy.heard)
     expected = single_process_tokens(reference, request)

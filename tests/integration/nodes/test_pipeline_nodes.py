@@ -21,7 +21,6 @@ from baton.core.errors import BatonError
 from baton.core.membership import Role
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.proto.v1 import node_pb2
 
 pytestmark = pytest.mark.slow
 
@@ -119,9 +118,7 @@ async def test_a_lost_stage_takes_its_engine_down_with_a_reason(
         try:
             async with connected(Nodes(*pair, redis.url)) as both:
                 os.kill(follower_pid(pair[1]), number)
-                await both.decode.dispatch(
-                    request_of(60, max_tokens=1500), node_pb2.WORK_LOCAL, None
-                )
+                await both.decode.dispatch(request_of(60, max_tokens=1500), None)
                 begin_s = time.monotonic()
                 await both.decode.until(lambda: both.decode.ended is not None)
                 assert time.monotonic() - begin_s < 1.5

@@ -31,7 +31,6 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.model import fingerprint
-from baton.proto.v1 import node_pb2
 
 NUM_BLOCKS = 256
 BLOCK_SIZE = 16
@@ -84,7 +83,7 @@ class Engines:
     async def run(self, name: str, request: Request) -> tuple[list[int], int]:
         """Its tokens, and how many of its prompt were cached."""
         to = self.sessions[name]
-        await to.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await to.dispatch(request, None)
         await to.until(lambda: request.key in to.heard and to.heard[request.key].is_over)
         heard = to.heard[request.key]
         assert not heard.error

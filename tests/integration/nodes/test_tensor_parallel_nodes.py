@@ -24,7 +24,6 @@ from baton.core.membership import Role
 from baton.core.request.request import Request
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.proto.v1 import node_pb2
 
 NUM_BLOCKS = 256
 
@@ -123,7 +122,7 @@ async def test_a_lost_rank_takes_its_engine_down_and_it_comes_back(
         lost = stream.welcome.incarnation
         os.kill(victim, number)
         request = request_of(60, max_tokens=1500)
-        await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await stream.dispatch(request, None)
         begin_s = time.monotonic()
         await stream.until(lambda: stream.ended is not None)
         assert time.monotonic() - begin_s < 4.0

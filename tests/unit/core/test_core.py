@@ -38,7 +38,7 @@ from baton.core.request.token_ids import (
     unpack,
 )
 from baton.proto import codec
-from baton.proto.v1 import common_pb2, inference_pb2, node_pb2
+from baton.proto.v1 import common_pb2, inference_pb2
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70))
@@ -293,7 +293,7 @@ def test_a_dispatch_carries_the_whole_request() -> None:
         prompt, output = column((1, 2)), column((3, 4))
         request = Request("a" * 32, 3, prompt, params, output, "salt", 2, ("b" * 32, "c" * 32))
         request = replace(request, caller_id=2**64 - 1)
-        wire = codec.dispatch_to_wire(request, node_pb2.WORK_DECODE, Ticket("t", "s", "p"), 1.0)
+        wire = codec.dispatch_to_wire(request, Ticket("t", "s", "p"), 1.0)
         assert codec.request_from_wire(wire) == request
     for kind in ConstraintKind:
         constraint = Constraint(kind, '["a", "b"]')

@@ -88,7 +88,7 @@ async def test_stages_do_not_depend_on_a_nodes_time_of_day(
     clock.advance(1.0)
     timeline.append(Stamp(Event.ROUTED, clock.unix_ns(), "gateway"))
     request = Request("r", 0, (1, 2), SamplingParams(max_tokens=5))
-    dispatch = codec.dispatch_to_wire(request, node_pb2.WORK_PREFILL, None, 60.0)
+    dispatch = codec.dispatch_to_wire(request, None, 60.0)
     entry = desk.accept("g", dispatch)
     assert entry is not None
     clock.advance(2.0)

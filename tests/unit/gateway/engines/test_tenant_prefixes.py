@@ -24,7 +24,6 @@ from baton.gateway.security.tenancy import Tenancy
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto import codec
-from baton.proto.v1 import node_pb2
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 60 + NUM_RESERVED_BLOCKS
 PROMPT = tuple(range(1, 30))
@@ -49,7 +48,7 @@ def cached_tokens(engine: Engine, name: str, cache_salt: str) -> int:
     """How much of the prompt a request finds, when it comes with this salt over the wire."""
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     request = Request(name, 0, PROMPT, sampling, cache_salt=cache_salt)
-    wire = codec.dispatch_to_wire(request, node_pb2.WORK_PREFILL, None, 1.0)
+    wire = codec.dispatch_to_wire(request, None, 1.0)
     engine.add(codec.request_from_wire(wire), hold=True)
     found = 0
     while engine.has_work:

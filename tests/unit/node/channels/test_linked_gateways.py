@@ -30,7 +30,7 @@ class Gateway:
         self.channel.send(node_pb2.GatewayMessage(**body).SerializeToString())  # type: ignore[arg-type]
 
     def dispatch(self, one: Request) -> None:
-        self.say(dispatch=codec.dispatch_to_wire(one, node_pb2.WORK_LOCAL, None, 60.0))
+        self.say(dispatch=codec.dispatch_to_wire(one, None, 60.0))
 
     def hear(self, one: Request) -> Received:
         """All that has come; it must be about this request alone."""

@@ -26,7 +26,7 @@ def listen(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[node_pb2.Heartbe
 
 def local(world: NodeWorld, node: Node, number: int, num_tokens: int, caller_id: int) -> None:
     one = replace(request(number, num_tokens, max_tokens=2), caller_id=caller_id)
-    world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+    world.dispatch(one, node, None, 60.0)
 
 
 def test_the_end_of_the_queue_is_told_in_the_turn_that_it_comes(
@@ -62,7 +62,7 @@ def test_a_prompt_that_came_between_two_steps_is_told_during_the_next(
 ) -> None:
     world = NodeWorld(prefill_blocks=200, counts_steps=True)
     engine = world.prefill
-    world.dispatch(request(1, 4, max_tokens=20), node_pb2.WORK_LOCAL, engine, None, 60.0)
+    world.dispatch(request(1, 4, max_tokens=20), engine, None, 60.0)
     for _ in range(4):
         world.turn(engine)
     heard = listen(engine, monkeypatch)
@@ -81,7 +81,7 @@ def test_a_queue_that_is_cancelled_away_is_told_at_once(
 ) -> None:
     heard = listen(world.prefill, monkeypatch)
     one = request(1, 60)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     world.turn(world.prefill)
     world.cancel(one)
     world.turn(world.prefill)
@@ -102,7 +102,7 @@ def test_what_the_prefix_cache_holds_does_not_count_but_for_prompt_logprobs(
         world.clock.advance(RECOUNT_S)
         for number in (8, 9):  # two in the step, the last of which begins it
             local(world, world.prefill, number + 10 * one.attempt, 30, caller_id=1)
-        world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+        world.dispatch(one, world.prefill, None, 60.0)
         heard.clear()
         world.turn(world.prefill)
         assert heard[-1].waiting_tokens == 2 * 30 - 8 + expected
@@ -126,12 +126,12 @@ def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.Mo
     capacity = world.decode.engine.limits.capacity
     one = replace(request(1, 4 * BLOCK_SIZE, max_tokens=BLOCK_SIZE), fork_ids=("f" * 32,))
     ticket = Ticket(one.request_id, world.prefill.incarnation, world.decode.incarnation)
-    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket, 60.0)
+    world.dispatch(one, world.decode, ticket, 60.0)
     world.turn(world.decode)
     # All of the prompt and one block of outputs; the fork shares the prompt.
     assert heard[-1].room_blocks == capacity - 5 - 1
     assert heard[-1].num_requests == 2 and heard[-1].num_waiting == 2
-    world.dispatch(one, node_pb2.WORK_PREFILL, world.prefill, ticket, 60.0)
+    world.dispatch(one, world.prefill, ticket, 60.0)
     world.link()
     rooms = set()
     while len(world.decode.received) < 2:
@@ -155,7 +155,7 @@ def test_prompts_for_others_to_decode_take_no_places(
     local(world, world.prefill, 1, 20, caller_id=7)
     handed = replace(request(2, 20, max_tokens=2), fork_ids=("f" * 32,))
     ticket = Ticket(handed.request_id, world.prefill.incarnation, world.decode.incarnation)
-    world.dispatch(handed, node_pb2.WORK_PREFILL, world.prefill, ticket, 60.0)
+    world.dispatch(handed, world.prefill, ticket, 60.0)
     world.turn(world.prefill)
     assert heard[-1].num_requests == 1
     world.settle()

@@ -52,7 +52,7 @@ def other(world: NodeWorld, node: Node) -> Node:
 def compute_at(world: NodeWorld, node: Node, one: Request) -> None:
     """Whole, so that its blocks are cached there."""
     first = dataclasses.replace(one, request_id="c" + one.request_id[1:], prefix_source=None)
-    world.dispatch(first, node_pb2.WORK_LOCAL, node, None, 60.0)
+    world.dispatch(first, node, None, 60.0)
     world.settle()
 
 
@@ -80,7 +80,7 @@ def test_a_prefix_comes_from_either_engine(world: NodeWorld, name: str) -> None:
     one = from_peer(request(1, LENGTH), other(world, node))
     compute_at(world, other(world, node), one)
     num_before = sum(map(sum, node.runner.batch_sizes))
-    world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+    world.dispatch(one, node, None, 60.0)
     world.settle()
     assert list(heard(node, one).tokens.values()) == reference(one)
     assert heard(node, one).cached_tokens == NUM_BLOCKS * BLOCK_SIZE
@@ -128,7 +128,7 @@ def test_that_blocks_lack_a_draft_models_kv_goes_with_them(
     if is_handed_off:
         world.hand_off(dataclasses.replace(one, prefix_source=None))
     else:
-        world.dispatch(one, node_pb2.WORK_LOCAL, puller, None, 60.0)
+        world.dispatch(one, puller, None, 60.0)
     world.settle()
     found = caches[1].match(hashes)
     assert len(found) == NUM_BLOCKS and caches[1].first_undrafted(found) == 2
@@ -140,12 +140,10 @@ def test_only_what_is_missing_is_pulled(world: NodeWorld) -> None:
     compute_at(world, world.decode, one)
     short = dataclasses.replace(one, prompt_token_ids=one.prompt_token_ids[: 2 * BLOCK_SIZE + 1])
     compute_at(world, world.prefill, short)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
     assert counts(world.prefill).fetched_blocks == NUM_BLOCKS - 2
-    world.dispatch(
-        dataclasses.replace(one, attempt=1), node_pb2.WORK_LOCAL, world.prefill, None, 60.0
-    )
+    world.dispatch(dataclasses.replace(one, attempt=1), world.prefill, None, 60.0)
     world.settle()
     assert counts(world.prefill).num_fetches == 1, "all of it was there"
     assert_clean(world)
@@ -156,8 +154,8 @@ def test_both_engines_may_pull_from_each_other_at_once(world: NodeWorld) -> None
     compute_at(world, world.decode, one)
     compute_at(world, world.prefill, two)
     one, two = from_peer(one, world.decode), from_peer(two, world.prefill)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
-    world.dispatch(two, node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
+    world.dispatch(two, world.decode, None, 60.0)
     world.settle()
     assert list(heard(world.prefill, one).tokens.values()) == reference(one)
     assert list(heard(world.decode, two).tokens.values()) == reference(two)
@@ -169,7 +167,7 @@ def test_a_source_that_lacks_a_block_lends_none(world: NodeWorld) -> None:
     one = from_peer(request(1, LENGTH), world.decode)
     short = dataclasses.replace(one, prompt_token_ids=one.prompt_token_ids[: 2 * BLOCK_SIZE + 1])
     compute_at(world, world.decode, short)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
     assert list(heard(world.prefill, one).tokens.values()) == reference(one)
     assert heard(world.prefill, one).cached_tokens == 0
@@ -180,7 +178,7 @@ def test_a_source_that_lacks_a_block_lends_none(world: NodeWorld) -> None:
 def test_another_salt_s_blocks_are_never_fetched(world: NodeWorld) -> None:
     one = dataclasses.replace(from_peer(request(1, LENGTH), world.decode), cache_salt="mine")
     compute_at(world, world.decode, dataclasses.replace(one, cache_salt="yours"))
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
     assert list(heard(world.prefill, one).tokens.values()) == reference(one)
     assert heard(world.prefill, one).cached_tokens == 0
@@ -191,7 +189,7 @@ def test_another_salt_s_blocks_are_never_fetched(world: NodeWorld) -> None:
 def test_a_source_that_hangs_is_waited_for_no_longer_than_the_limit(world: NodeWorld) -> None:
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     for _ in range(20):
         world.turn(world.prefill)  # alone
     assert one.key not in world.prefill.received
@@ -207,7 +205,7 @@ def test_a_source_that_hangs_is_waited_for_no_longer_than_the_limit(world: NodeW
 def test_a_copy_that_hangs_keeps_its_room_until_it_has_ended(world: NodeWorld) -> None:
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     for _ in range(20):
         world.turn(world.prefill)
         world.turn(world.decode)  # but no byte is copied
@@ -226,7 +224,7 @@ def test_a_source_that_dies_costs_no_attempt(moment: int) -> None:
     world = linked_world()
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     for _ in range(moment):
         world.turn(world.prefill)
         world.turn(world.decode)
@@ -242,7 +240,7 @@ def test_a_source_that_is_not_linked_is_not_waited_for(world: NodeWorld) -> None
     one = dataclasses.replace(
         request(1, LENGTH), prefix_source=PrefixSource("d" * 32, NUM_BLOCKS, LIMIT_S)
     )
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
     assert list(heard(world.prefill, one).tokens.values()) == reference(one)
     assert counts(world.prefill).failed_fetches == {"node_lost": 1}
@@ -253,7 +251,7 @@ def test_blocks_that_are_rewritten_under_a_copy_are_not_used(world: NodeWorld) -
     """A source that lies: it says that it holds them, and gives them to somebody else."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     while not world.num_pulls():
         world.turn(world.prefill)
         world.turn(world.decode)
@@ -274,9 +272,9 @@ def test_what_runs_here_needs_its_memory_more() -> None:
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     running = request(3, 15, max_tokens=8)
-    world.dispatch(running, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(running, world.prefill, None, 60.0)
     world.turn(world.prefill)
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
     for each in (running, one):
         assert list(heard(world.prefill, each).tokens.values()) == reference(each)
@@ -336,7 +334,7 @@ def test_whatever_is_evicted_and_reused_meanwhile_no_token_is_wrong(actions: lis
                 if action != "fill":
                     one = from_peer(one, other(world, node))
                 sent.append((node, one))
-                world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+                world.dispatch(one, node, None, 60.0)
             case "cancel" if sent:
                 cancelled.add(sent[number % len(sent)][1].key)
                 world.cancel(sent[number % len(sent)][1])
@@ -365,8 +363,8 @@ def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: N
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     ticket = Ticket(one.request_id, SOURCE, PULLER)
-    world.dispatch(one, node_pb2.WORK_PREFILL, world.prefill, ticket, 1.0)
-    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket, 1.0)
+    world.dispatch(one, world.prefill, ticket, 1.0)
+    world.dispatch(one, world.decode, ticket, 1.0)
     world.turn(world.prefill)
     world.turn(world.decode)
     assert world.prefill.role.num_coming == 1
@@ -386,8 +384,8 @@ def test_a_prefix_with_a_long_limit_costs_no_hand_off(world: NodeWorld) -> None:
     one = dataclasses.replace(one, prefix_source=slow)
     compute_at(world, world.decode, one)
     ticket = Ticket(one.request_id, SOURCE, PULLER)
-    world.dispatch(one, node_pb2.WORK_PREFILL, world.prefill, ticket, 60.0)
-    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket, 60.0)
+    world.dispatch(one, world.prefill, ticket, 60.0)
+    world.dispatch(one, world.decode, ticket, 60.0)
     for _ in range(int(LEASE_S) + 1):
         for _ in range(20):
             world.turn(world.prefill)

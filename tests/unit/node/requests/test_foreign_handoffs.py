@@ -58,7 +58,7 @@ def test_a_prefix_that_is_asked_for_under_a_ticket_s_name(
     hashes = block_hashes(root_hash("toy", "", ""), one.known_token_ids, BLOCK_SIZE)[:2]
     world.hear_peer(world.prefill, Attach(two.request_id, False, tuple(hashes)))
     world.settle()
-    world.dispatch(two, node_pb2.WORK_PREFILL, world.prefill, ticket(two), 60.0)
+    world.dispatch(two, world.prefill, ticket(two), 60.0)
     world.settle()
     assert world.prefill.received[two.key].error is not None
     world.expire()
@@ -71,7 +71,7 @@ def test_a_ticket_that_is_used_twice(world: NodeWorld) -> None:
     while not world.num_pulls():
         world.turn(world.prefill)
         world.turn(world.decode)
-    world.dispatch(two, node_pb2.WORK_DECODE, world.decode, ticket(one), 60.0)
+    world.dispatch(two, world.decode, ticket(one), 60.0)
     world.settle()
     assert world.tokens(one) == reference(one) and world.decode.received[two.key].error is not None
     assert world.prefill.is_clean() and world.decode.is_clean()
@@ -101,11 +101,11 @@ def test_a_sample_that_was_over_before_its_dispatch_came(world: NodeWorld, is_ov
     one = replace(request(1, 9), fork_ids=(FORK,))
     gone, other = (one.request_id, FORK) if is_over == "first" else (FORK, one.request_id)
     world.decode.hear_gateway(cancel("e" * 32))  # the gateway is known
-    world.dispatch(one, node_pb2.WORK_PREFILL, world.prefill, ticket(one), 600.0)
+    world.dispatch(one, world.prefill, ticket(one), 600.0)
     world.settle()
     world.decode.hear_gateway(cancel(gone))
     world.settle()
-    dispatch = codec.dispatch_to_wire(one, node_pb2.WORK_DECODE, ticket(one), 600.0)
+    dispatch = codec.dispatch_to_wire(one, ticket(one), 600.0)
     world.decode.inbox.put(Gated(GATEWAY, dispatch, False, HandoffFailed(""), 0.0))
     world.settle()
     received = world.decode.received[f"{other}/0"]
@@ -116,7 +116,7 @@ def test_a_sample_that_was_over_before_its_dispatch_came(world: NodeWorld, is_ov
 def test_a_fork_that_was_cancelled_first_is_not_filed(world: NodeWorld) -> None:
     one = replace(request(1, 9), fork_ids=(FORK,))
     world.decode.hear_gateway(cancel(FORK))
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.decode, None, 600.0)
+    world.dispatch(one, world.decode, None, 600.0)
     world.settle()
     assert world.decode.received[one.key].finish_reason is not None
     assert world.decode.role.is_idle() and world.decode.is_clean()
@@ -124,7 +124,7 @@ def test_a_fork_that_was_cancelled_first_is_not_filed(world: NodeWorld) -> None:
 
 def test_two_samples_of_one_name(world: NodeWorld) -> None:
     one = replace(request(1, 9), fork_ids=(FORK, FORK))
-    world.dispatch(one, node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+    world.dispatch(one, world.decode, None, 60.0)
     world.settle()
     for key in keys_of(one):
         assert world.decode.received[key].error == InvalidRequest.code
@@ -142,12 +142,12 @@ def cancel(request_id: str) -> node_pb2.GatewayMessage:
 def test_a_dispatch_again_while_a_sample_of_the_first_waits(world: NodeWorld) -> None:
     """Its own sample is over, and one of another name is with it."""
     one = replace(request(1, 9), fork_ids=(FORK,))
-    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket(one), 60.0)
+    world.dispatch(one, world.decode, ticket(one), 60.0)
     world.settle()
     world.decode.hear_gateway(cancel(one.request_id))
     world.settle()
     again, other = replace(one, fork_ids=("e" * 32,)), Ticket("d" * 32, SOURCE, PULLER)
-    world.dispatch(again, node_pb2.WORK_DECODE, world.decode, other, 60.0)
+    world.dispatch(again, world.decode, other, 60.0)
     world.settle()
     assert world.decode.received[f"{'e' * 32}/0"].error == InvalidRequest.code
     for request_id in (FORK, "e" * 32):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from effort import examples
 from fakes.gateway.step_outputs import outputs_of
-from fakes.node.node_world import BLOCK_SIZE, LEASE_S, NodeWorld, Received, request
+from fakes.node.node_world import BLOCK_SIZE, LEASE_S, PULLER, SOURCE, NodeWorld, Received, request
 from fakes.runner import expected_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import EngineFailed
-from baton.core.request.request import FinishReason, Request
+from baton.core.request.request import FinishReason, Request, Ticket
 from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.events import PeerMessage
 from baton.kv_transfer.protocol.messages import Manifest, Message, Release, Revoked
@@ -138,7 +138,7 @@ def test_first_token_that_ends_the_request_needs_no_handoff(world: NodeWorld) ->
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_local_work_runs_on_either_node(world: NodeWorld, name: str) -> None:
     one, node = request(1, 19), getattr(world, name)
-    world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+    world.dispatch(one, node, None, 60.0)
     world.settle()
     assert world.tokens(one) == reference(one)
     assert node.received[one.key].events == ["prefill_queued", "prefill_started", "first_token"]
@@ -190,7 +190,7 @@ def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str
 
 def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
     for n in range(3):
-        world.dispatch(request(n, 3), node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+        world.dispatch(request(n, 3), world.decode, None, 60.0)
     world.decode.loop.turn(0.0)
     sent = [each for each in world.decode.sent if isinstance(each, node_pb2.NodeMessage)]
     (last,) = (each for each in sent if each.HasField("outputs"))
@@ -275,7 +275,7 @@ def test_cancel_of_what_is_over_leaves_the_blocks_that_a_copy_still_writes_to(
     world.turn(world.decode)
     assert world.num_pulls() and world.decode.engine.pool.counts.held == 5
     other = request(2, 200)  # takes nearly all of the other blocks
-    world.dispatch(other, node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+    world.dispatch(other, world.decode, None, 60.0)
     world.settle()
     assert world.tokens(other) == reference(other)
     world.expire()
@@ -405,14 +405,13 @@ def test_prompt_larger_than_a_pool_is_refused_by_that_node() -> None:
     assert_clean(world)
 
 
-@pytest.mark.parametrize(
-    ("work", "name"), [(node_pb2.WORK_DECODE, "prefill"), (node_pb2.WORK_PREFILL, "decode")]
-)
-def test_work_of_the_other_role_is_refused(world: NodeWorld, work: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_work_of_the_other_role_is_refused(world: NodeWorld, name: str) -> None:
     one, node = request(1, 19), getattr(world, name)
-    world.dispatch(one, work, node, None, 60.0)
+    world.dispatch(one, node, Ticket(one.request_id, PULLER, SOURCE), 60.0)
     world.settle()
-    assert node.received[one.key].error == "invalid_request"
+    assert node.received[one.key].error == "unknown_transfer"
+    assert not node.received[one.key].tokens
     assert_clean(world)
 
 
@@ -430,7 +429,7 @@ def test_draining_node_refuses_and_ends_when_it_holds_nothing(world: NodeWorld) 
     world.hand_off(one)
     world.turn(world.prefill)
     world.prefill.tell(drain=True)
-    world.dispatch(late, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(late, world.prefill, None, 60.0)
     world.settle()
     assert world.tokens(one) == reference(one)
     assert world.prefill.received[late.key].error == "unavailable"
@@ -440,7 +439,7 @@ def test_draining_node_refuses_and_ends_when_it_holds_nothing(world: NodeWorld) 
 def test_strange_peer_message_costs_the_pair_and_nothing_else(world: NodeWorld) -> None:
     world.ends[0]._arrive(b"\x78\x01")  # type: ignore[union-attr]
     local = request(2, 19)
-    world.dispatch(local, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.dispatch(local, world.prefill, None, 60.0)
     world.settle()
     assert not world.is_linked
     assert world.tokens(local) == reference(local)
@@ -484,7 +483,7 @@ def test_fault_of_one_peer_message_costs_the_pair_and_nothing_else(
     world.hand_off(one)
     world.settle()
     assert not world.is_linked and world.decode.received[one.key].error
-    world.dispatch(local, node_pb2.WORK_LOCAL, world.decode, None, 60.0)
+    world.dispatch(local, world.decode, None, 60.0)
     world.settle()
     assert world.tokens(local) == reference(local)
 
@@ -646,7 +645,7 @@ def test_a_lost_link_fails_every_sample_once(world: NodeWorld) -> None:
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_samples_as_local_work(world: NodeWorld, name: str) -> None:
     one, node = samples(1, 19, 3), getattr(world, name)
-    world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+    world.dispatch(one, node, None, 60.0)
     world.settle()
     for sample in (one, *one.forks):
         assert world.tokens(sample) == reference_of(sample)
