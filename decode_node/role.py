@@ -138,7 +138,7 @@ class DecodeRole(EngineRole[_Intent]):
                 entry.transfer = summary
                 self._requests.stamp(entry, Event.TRANSFER_ENDED)
                 if sample.sampling.use_beam_search:
-                    self._requests.emit_progress(entry)  # beams' tokens come at the end
+                    self._requests.queue_output(entry)  # beams' tokens come at the end
 
     def _start(
         self, samples: Sequence[Request], reservation: Reservation, state: HandoffState

@@ -53,10 +53,6 @@ class PrefillRole(EngineRole[_Offer]):
         self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
 
-    @property
-    def num_staying(self) -> int:
-        return len(self._requests) - self._requests.num_with_ticket
-
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:

@@ -154,6 +154,20 @@ class RequestIO:
     def _now_ns(self) -> int:
         return int(self._clock.monotonic_s() * 1e9)
 
+    def queue_output(self, entry: Entry) -> node_pb2.RequestOutput:
+        """An output of this request, which may be filled, with all that has waited for one."""
+        output = node_pb2.RequestOutput(
+            request_id=entry.request.request_id,
+            attempt=entry.request.attempt,
+            events=entry.stamps,
+            cached_tokens=entry.cached_tokens,
+            transfer=entry.transfer,
+        )
+        entry.stamps.clear()
+        entry.cached_tokens = entry.transfer = None
+        self._step(entry.gateway).outputs.append(output)
+        return output
+
     def emit(self, entry: Entry, token: TokenOutput) -> None:
         """Queue one token, with all that has waited for an output of this request."""
         request = entry.request
@@ -161,7 +175,7 @@ class RequestIO:
             plain = (request.request_id, request.attempt, token.index, token.token_id)
             self._step(entry.gateway).tokens.append(plain)
             return
-        output = self._queue(entry)
+        output = self.queue_output(entry)
         output.first_index = token.index
         output.token_ids.append(token.token_id)
         output.finish_reason = codec.finish_to_wire(token.finish_reason)
@@ -177,20 +191,16 @@ class RequestIO:
 
     def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
         """Queue the whole output of a request."""
-        output = self._queue(entry)
+        output = self.queue_output(entry)
         output.token_ids.extend(beam.token_ids)
         output.finish_reason = codec.finish_to_wire(beam.finish_reason)
         if entry.request.sampling.logprobs is not None:
             output.logprobs.extend(map(codec.logprobs_to_wire, beam.logprobs))
 
-    def emit_progress(self, entry: Entry) -> None:
-        """Queue what has waited for an output."""
-        self._queue(entry)
-
     def emit_prompt(self, prompt: PromptLogprobs) -> None:
         """Queue what is known of a request's prompt; of one that is over, nothing."""
         if entry := self._entries.get(prompt.key):
-            output = self._queue(entry)
+            output = self.queue_output(entry)
             output.first_prompt_index = prompt.first_index
             output.prompt_logprobs.extend(map(codec.logprobs_to_wire, prompt.logprobs))
 
@@ -202,7 +212,7 @@ class RequestIO:
         if entry is not None and error is not None:
             if not isinstance(error, Cancelled):
                 log.info("failed %s: %s", key, error.message)
-            self._queue(entry).error.CopyFrom(codec.error_to_wire(error))
+            self.queue_output(entry).error.CopyFrom(codec.error_to_wire(error))
         return entry
 
     def forget_gateway(self, gateway: str) -> list[str]:
@@ -226,20 +236,6 @@ class RequestIO:
         while self._deadlines and self._deadlines[0][1] not in self._entries:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
-
-    def _queue(self, entry: Entry) -> node_pb2.RequestOutput:
-        """An output, to be filled, with all that has waited for one."""
-        output = node_pb2.RequestOutput(
-            request_id=entry.request.request_id,
-            attempt=entry.request.attempt,
-            events=entry.stamps,
-            cached_tokens=entry.cached_tokens,
-            transfer=entry.transfer,
-        )
-        entry.stamps.clear()
-        entry.cached_tokens = entry.transfer = None
-        self._step(entry.gateway).outputs.append(output)
-        return output
 
     def _step(self, gateway: str) -> _Step:
         if (step := self._steps.get(gateway)) is None:

@@ -105,7 +105,8 @@ class EngineRole(ABC, Generic[H]):
     @property
     def num_staying(self) -> int:
         """Requests here, but for those that are to go on elsewhere."""
-        return len(self._requests)
+        num_leaving = self._requests.num_with_ticket if self.is_source else 0
+        return len(self._requests) - num_leaving
 
     @property
     def num_coming(self) -> int:
@@ -150,7 +151,7 @@ class EngineRole(ABC, Generic[H]):
                 if not self._has_prompt(entry):
                     self._requests.stamp_started(entry, Event.DECODE_STARTED)
                     if self._engine.promise.tbt_target_s is not None:
-                        self._requests.emit_progress(entry)  # its first token waits for that
+                        self._requests.queue_output(entry)  # its first token waits for that
                     continue
                 self._prompt_started(entry, cached_tokens)
                 for fork in entry.request.forks if entry.ticket is not None else ():
@@ -163,7 +164,7 @@ class EngineRole(ABC, Generic[H]):
         for chunk in output.chunks:
             is_of_beams = chunk.sampled is not None and chunk.sampled.candidates
             if is_of_beams and (entry := self._requests.get(chunk.key)):
-                self._requests.emit_progress(entry)  # its prompt is computed
+                self._requests.queue_output(entry)  # its prompt is computed
         for beam in output.beams:
             if entry := self._requests.get(beam.key):
                 self._requests.emit_beam(entry, beam)

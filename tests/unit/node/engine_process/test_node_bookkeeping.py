@@ -111,7 +111,7 @@ def test_outputs_are_batched_by_gateway() -> None:
     to = Recipients()
     book = book_of(FakeClock(), to)
     for number, gateway in enumerate(("x", "y", "x", "gone")):
-        book.emit_progress(entry(number, gateway=gateway))
+        book.queue_output(entry(number, gateway=gateway))
     book.forget_gateway("gone")
     book.flush()
     batches = [(name, [int(o.request_id, 16) for o in step.outputs]) for name, step in to.steps]
