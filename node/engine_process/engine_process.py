@@ -194,7 +194,8 @@ def _serve(
     mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
     opener = WindowOpener(mine, parts, ranks.followers, host_id(), wrapping(tls))
     puller = Puller(hello, clock, LINK_WAIT_S)
-    fetches = PrefixFetches(
+    make_fetches = partial(
+        PrefixFetches,
         engine,
         puller,
         clock,
@@ -209,7 +210,7 @@ def _serve(
         links.channels,
         requests.flush,
         PrefixLoans(engine),
-        fetches,
+        make_fetches,
         clock,
     )
     role = plan.build(engine, requests, peers, clock)

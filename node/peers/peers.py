@@ -72,17 +72,17 @@ class Peers:
         channels: EngineChannels,
         flush_gateways: Callable[[], None],
         loans: PrefixLoans,
-        fetches: PrefixFetches,
+        make_fetches: Callable[[Callable[[PullerEvent], None]], PrefixFetches],
         clock: Clock,
     ) -> None:
-        """`make_windows` is told whom to feed; `flush_gateways` sends what is queued for them."""
+        """`make_windows` and `make_fetches` are told whom to feed; `flush_gateways` sends what is
+        queued for them."""
         self._source, self._puller = source, puller
         self.windows = make_windows(self.feed_puller)
         self.pulls = self.windows.pulls
         self._channels, self._flush_gateways = channels, flush_gateways
         self._loans = loans
-        self.fetches = fetches
-        fetches.feed = self.feed_puller
+        self.fetches = make_fetches(self.feed_puller)
         self._clock = clock
         self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
         self.handoffs: Receiver | None = None

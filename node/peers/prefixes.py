@@ -88,14 +88,14 @@ class PrefixFetches:
         puller: Puller,
         clock: Clock,
         entropy: Entropy,
+        feed: Callable[[PullerEvent], None],
         *,
         incarnation: str,
         lease_s: float,
     ) -> None:
-        """`feed` is set by who carries out what the `puller` answers."""
-        self.feed: Callable[[PullerEvent], None]
+        """`feed`: the `puller`, and carry out what it answers."""
         self._engine = engine
-        self._puller = puller
+        self._puller, self._feed = puller, feed
         self._clock = clock
         self._entropy = entropy
         self._incarnation = incarnation
@@ -129,7 +129,7 @@ class PrefixFetches:
         self.by_transfer[ticket.transfer_id] = _Fetch(request, prefix, now_s, on_over)
         until_s = now_s + min(source.limit_s, self._most_limit_s)
         room = Reservation(request.key, prefix.block_ids, prefix.num_cached_blocks, num_blocks)
-        self.feed(Intended(ticket, request.key, hashes, num_blocks, until_s, room))
+        self._feed(Intended(ticket, request.key, hashes, num_blocks, until_s, room))
         return True
 
     def forget(self, key: str, others: Container[str]) -> None:
@@ -143,7 +143,7 @@ class PrefixFetches:
                 and not any(each in others for each in keys)
             ):
                 fetch.on_over = None
-                self.feed(IntentCancelled(transfer_id))
+                self._feed(IntentCancelled(transfer_id))
                 return
 
     def reserve(self, key: str) -> NoReturn:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,9 +153,9 @@ class Node:
         hello, name = self.hello, self.incarnation
         source = Source(hello, self.clock, lease_s, ACCESS)
         puller = Puller(hello, self.clock, LINK_WAIT_S)
-        fetches = PrefixFetches(
-            self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
-            lease_s=lease_s,
+        make_fetches = partial(
+            PrefixFetches, self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)),
+            incarnation=name, lease_s=lease_s,
         )  # fmt: skip
         return Peers(
             source,
@@ -163,7 +164,7 @@ class Node:
             self.channels,
             self.desk.flush,
             PrefixLoans(self.engine),
-            fetches,
+            make_fetches,
             self.clock,
         )
 
