@@ -75,7 +75,6 @@ class EngineChannels:
         if older is not None:
             self.remove(older)
         self._inbox.watch(link.channel, lambda: self._read(link))
-        link.is_watched = True
         log.info("linked with %s", link)
         with self.broadcast.greeting() as payloads:
             links[link.name] = link
@@ -88,17 +87,14 @@ class EngineChannels:
         """End a link. A second time does nothing."""
         if link.channel.is_closed:
             return
-        links = self._by_kind[link.kind]
-        if links.get(link.name) is link:
-            del links[link.name]
-        if link.is_watched:
-            self._inbox.forget(link.channel)
+        del self._by_kind[link.kind][link.name]
+        self._inbox.forget(link.channel)
         link.channel.close()
         self._on_over(link)
 
     def watch_writes(self, link: Link) -> None:
         """Send the rest once there is room, if anything is left."""
-        if link.is_watched and not link.channel.is_closed:
+        if not link.channel.is_closed:
             self._inbox.watch_writes(link.channel, link.channel.has_unsent)
 
     # -- out ---------------------------------------------------------------------------------------

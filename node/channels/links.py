@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...core.channels.channel import Channel
@@ -36,7 +36,6 @@ class Link:
     ended_by: str = ""
     opens_late: bool = False
     peer: str = ""
-    is_watched: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
         """For log lines."""
