@@ -28,7 +28,7 @@ from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
-from baton.engine.execution.step_parts import SampledRows, has_extras, metadata_of
+from baton.engine.execution.step_parts import metadata_of
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -70,22 +70,21 @@ class HostRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
         batch = StepBatch.of(batch)
-        rows = SampledRows.of(batch)
-        assert rows.is_decode or any(piece.is_prompt for piece in batch.others)
-        decode_arrays(batch, _BLOCK_SIZE, rows, sum(batch.query_lens))
-        assert not (rows.special or has_extras(batch, rows))
+        assert batch.is_decode or any(piece.is_prompt for piece in batch.others)
+        decode_arrays(batch, _BLOCK_SIZE, sum(batch.query_lens))
+        assert not (batch.special or batch.has_extras)
         metadata = metadata_of(batch, torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
         join_tables(metadata.block_tables)
         divide(seq_lens, 8, is_8bit=False)
-        return HostStep(partial(self.results, len(batch), rows))
+        return HostStep(partial(self.results, batch))
 
-    def results(self, num_slices: int, rows: SampledRows) -> list[SampledToken | None]:
+    def results(self, batch: StepBatch) -> list[SampledToken | None]:
         """Token 7 for everybody."""
-        n = len(rows)
+        n = len(batch.logits_indices)
         ids, logprobs = torch.full((n,), 7), torch.zeros(n)
         tokens = SampledToken.many(ids.tolist(), logprobs.tolist())
-        return rows.results(num_slices, tokens)
+        return batch.results(tokens)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("nobody forks")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -108,7 +108,11 @@ NO_DECODES = DecodeColumns(
 
 @dataclass(frozen=True, eq=False)
 class StepBatch(Sequence[SequenceSlice]):
-    """All slices of a step: `decodes`, and behind them `others` in the order of any batch."""
+    """All slices of a step: `decodes`, and behind them `others` in the order of any batch.
+
+    It samples in rows: one of each of `decodes`, and behind them those of `others`, of which one
+    with drafts has several and a chunk that is not the last has none.
+    """
 
     decodes: DecodeColumns
     others: Sequence[SequenceSlice]
@@ -142,6 +146,81 @@ class StepBatch(Sequence[SequenceSlice]):
     @property
     def adapter_slots(self) -> list[int | None]:
         return [*self.decodes.adapter_slots, *(piece.adapter_slot for piece in self.others)]
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Slices at the beginning that are decodes: one token, and drafts behind it."""
+        for index, piece in enumerate(self.others, len(self.decodes)):
+            if len(piece.token_ids) != 1 + len(piece.draft_samples):
+                return index
+        return len(self)
+
+    @property
+    def is_decode(self) -> bool:
+        """Decodes alone, all of which sample."""
+        all_sample = all(piece.sample is not None for piece in self.others)
+        return all_sample and self.num_decodes == len(self)
+
+    @cached_property
+    def logits_indices(self) -> list[int]:
+        """The rows' tokens, of the step."""
+        end = len(self.decodes)
+        indices = [*range(end)]
+        for piece in self.others:
+            end += len(piece.token_ids)
+            if piece.sample is not None:
+                indices.extend(range(end - 1 - len(piece.draft_samples), end))
+        return indices
+
+    @cached_property
+    def specs(self) -> list[SampleSpec]:
+        """Of the rows behind those of `decodes`."""
+        found = list[SampleSpec]()
+        for piece in self.others:
+            if piece.sample is not None:
+                found.extend((*piece.draft_samples, piece.sample))
+        return found
+
+    def spec(self, row: int) -> SampleSpec:
+        """How the row is sampled."""
+        n = len(self.decodes)
+        return self.decodes.spec(row) if row < n else self.specs[row - n]
+
+    @property
+    def special(self) -> list[int]:
+        """Rows for which temperature and noise are not all there is to their tokens."""
+        specs = chain(self.decodes.specs.items(), enumerate(self.specs, len(self.decodes)))
+        return [*self.decodes.special, *(row for row, one in specs if one.needs_more_than_noise)]
+
+    @property
+    def asking(self) -> list[int]:
+        """Rows that ask for more than a token."""
+        n, asking = len(self.decodes), list(self.decodes.asking)
+        for row, spec in enumerate(self.specs, n):
+            if spec.fork_keys or spec.params.logprobs or spec.num_candidates:
+                asking.append(row)
+        return asking
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether anybody asks for more than a token a row: see extras.py."""
+        return bool(self.asking) or any(piece.prompt_targets for piece in self.others)
+
+    def results(self, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
+        """`tokens` of the rows, by slice; without any, of a stage that samples none, all None."""
+        if not tokens:
+            return [None] * len(self)
+        rows = iter(tokens)
+        results: list[SampledToken | None] = [*islice(rows, len(self.decodes))]
+        for piece in self.others:
+            if piece.sample is None:
+                results.append(None)
+            elif piece.draft_samples:
+                at_drafts = tuple(islice(rows, len(piece.draft_samples)))
+                results.append(next(rows)._replace(at_drafts=at_drafts))
+            else:
+                results.append(next(rows))
+        return results
 
 
 class Candidate(NamedTuple):

@@ -13,7 +13,7 @@ from ..lora.rank_adapters import RankAdapters
 from .batch import CompletedStep, SampledToken, SequenceSlice, StepBatch
 from .extras import compute_extras
 from .step_model import StepHead, StepModel
-from .step_parts import SampledRows, flatten, has_extras, metadata_of, padded, plan_adapters
+from .step_parts import flatten, metadata_of, padded, plan_adapters
 
 
 class CpuSteps:
@@ -43,7 +43,7 @@ class CpuSteps:
         pieces = padded(batch)
         hidden = self._forward(pieces)
         if not self._is_last_stage:
-            return CompletedStep([None] * len(batch))
+            return CompletedStep(batch.results([]))
         return self._sample(batch, pieces, hidden)
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> CompletedStep:
@@ -52,22 +52,20 @@ class CpuSteps:
         return self._sample(batch, batch, hidden)
 
     def _sample(self, batch: StepBatch, pieces: StepBatch, hidden: Tensor) -> CompletedStep:
-        rows, tokens, logits = SampledRows.of(batch), list[SampledToken](), None
+        indices, tokens, logits = batch.logits_indices, list[SampledToken](), None
         token_ids = torch.empty(0, dtype=torch.int64)
-        if len(rows):
-            logits = self._logits(hidden.index_select(0, torch.tensor(rows.tokens)))
-            token_ids, logprobs = sample(logits, [*map(rows.spec, range(len(rows)))])
+        if indices:
+            logits = self._logits(hidden.index_select(0, torch.tensor(indices)))
+            token_ids, logprobs = sample(logits, [*map(batch.spec, range(len(indices)))])
             tokens = SampledToken.many(token_ids.tolist(), logprobs.tolist())
         if self.head is not None:
             assert self.model.kept is not None
-            at = range(len(tokens))
-            self.head.follow(pieces, self.model.kept, rows, token_ids, at)
-        if not has_extras(batch, rows):
-            return CompletedStep(rows.results(len(batch), tokens))
-        extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
-        assert extras is not None
+            self.head.follow(pieces, self.model.kept, token_ids, range(len(tokens)))
+        if not batch.has_extras:
+            return CompletedStep(batch.results(tokens))
+        extras = compute_extras(batch, logits, hidden, self._logits, lambda whole: whole)
         extras.add_to(tokens)
-        return CompletedStep(rows.results(len(batch), tokens), extras.prompt_logprobs())
+        return CompletedStep(batch.results(tokens), extras.prompt_logprobs())
 
     def _forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [tokens, hidden]."""

@@ -20,7 +20,6 @@ from ...kernels.sampling.sampling import sample, token_logprobs
 from ...kernels.sampling.top_logprobs import candidates, top_logprobs
 from ...kernels.upload import upload_numbers
 from .batch import Candidate, SampledToken, StepBatch
-from .step_parts import SampledRows, has_extras
 
 WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
 _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
@@ -89,21 +88,17 @@ class Extras:
 
 def compute_extras(
     batch: StepBatch,
-    rows: SampledRows,
     logits: Tensor | None,
     hidden: Tensor | None,
     project: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
-) -> Extras | None:
-    """`logits`: this rank's of the `rows`; None where there are none.
+) -> Extras:
+    """Of a batch that has any. `logits`: this rank's of its rows; None where there are none.
 
     `hidden` [tokens, hidden] of all slices (None: none asks for its prompt). `project` makes whole
-    logits [n, vocab] of rows of it, `gather` of rows of `logits`. None if nobody asks for anything;
-    waits for nothing.
+    logits [n, vocab] of rows of it, `gather` of rows of `logits`. Waits for nothing.
     """
-    if not has_extras(batch, rows):
-        return None
-    asking = [(row, rows.spec(row)) for row in rows.asking]
+    asking = [(row, batch.spec(row)) for row in batch.asking]
     forks = [row for row, spec in asking for _ in spec.fork_keys]
     tops = [(row, n) for row, spec in asking if (n := spec.params.logprobs)]
     beams = [(row, n) for row, spec in asking if (n := spec.num_candidates)]
@@ -119,7 +114,7 @@ def compute_extras(
         top_tokens = _find_tops([row for row, _ in tops], whole, max(n for _, n in tops))
     if beams:
         places = [row for row, _ in beams]
-        found = _find_candidates(places, [*map(rows.spec, places)], whole)
+        found = _find_candidates(places, [*map(batch.spec, places)], whole)
     parts, prompt_tokens = _score_prompts(batch, hidden, project)
     return Extras(
         forks,

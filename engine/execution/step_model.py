@@ -14,7 +14,6 @@ from ..model.communicator import Communicator
 from ..model.layers import Product
 from ..model.stages import LayerRange
 from .batch import Drafter, StepBatch
-from .step_parts import SampledRows
 
 
 class LmHead(Protocol):
@@ -62,10 +61,5 @@ class StepHead(Drafter, Protocol):
     def capture_graphs(self) -> None: ...
 
     def follow(
-        self,
-        batch: StepBatch,
-        features: Tensor,
-        rows: SampledRows,
-        sampled: Tensor,
-        at: Sequence[int],
+        self, batch: StepBatch, features: Tensor, sampled: Tensor, at: Sequence[int]
     ) -> None: ...

@@ -1,28 +1,19 @@
-"""What steps on either device share: the batch as arrays, and where it samples."""
+"""What steps on either device share: the batch as arrays, and what attention and adapters plan it
+by."""
 
 from __future__ import annotations
 
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionMetadata
-from ...kernels.sampling.sample_spec import SampleSpec
 from ..kv.block_pool import PADDING_BLOCK
 from ..lora.rank_adapters import RankAdapters
-from .batch import (
-    NO_DECODES,
-    DecodeColumns,
-    Int64s,
-    SampledToken,
-    SequenceSlice,
-    StepBatch,
-)
+from .batch import Int64s, SequenceSlice, StepBatch
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
@@ -67,77 +58,6 @@ def _flatten_chunks(
     slots[:] = np.array(blocks)[places] * block_size + positions % block_size
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """Where a step samples, as parallel lists: a slice with drafts has several rows, one by one.
-    The first rows are those of `decodes`, the others have `specs`."""
-
-    slices: list[int]
-    tokens: list[int]  # of the step
-    decodes: DecodeColumns = NO_DECODES
-    specs: list[SampleSpec] = field(default_factory=list)
-    is_decode: bool = False  # decodes alone, all of which sample
-
-    @classmethod
-    def of(cls, batch: StepBatch) -> SampledRows:
-        n = len(batch.decodes)
-        is_decode = num_decodes(batch) == len(batch)
-        is_decode = is_decode and all(piece.sample is not None for piece in batch.others)
-        found, end = cls([*range(n)], [*range(n)], batch.decodes, [], is_decode), n
-        for index, piece in enumerate(batch.others, n):
-            end += len(piece.token_ids)
-            if piece.sample is None:
-                continue
-            num_rows = 1 + len(piece.draft_samples)
-            found.slices.extend([index] * num_rows)
-            found.tokens.extend(range(end - num_rows, end))
-            found.specs.extend((*piece.draft_samples, piece.sample))
-        return found
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def spec(self, row: int) -> SampleSpec:
-        """How the row is sampled."""
-        n = len(self.decodes)
-        return self.decodes.spec(row) if row < n else self.specs[row - n]
-
-    @property
-    def special(self) -> list[int]:
-        """Rows for which temperature and noise are not all there is to their tokens."""
-        specs = chain(self.decodes.specs.items(), enumerate(self.specs, len(self.decodes)))
-        return [*self.decodes.special, *(row for row, one in specs if one.needs_more_than_noise)]
-
-    @property
-    def asking(self) -> list[int]:
-        """Rows that ask for more than a token."""
-        n, asking = len(self.decodes), list(self.decodes.asking)
-        for row, spec in enumerate(self.specs, n):
-            if spec.fork_keys or spec.params.logprobs or spec.num_candidates:
-                asking.append(row)
-        return asking
-
-    def results(self, num_slices: int, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
-        """`tokens` of the rows, by slice."""
-        is_one_each = self.is_decode and len(tokens) == num_slices
-        if is_one_each or self.slices == [*range(num_slices)]:
-            return [*tokens]
-        results: list[SampledToken | None] = [None] * num_slices
-        end = 0
-        for index, rows in itertools.groupby(self.slices):
-            begin, end = end, end + sum(1 for _ in rows)
-            token = tokens[end - 1]
-            if end - begin > 1:
-                token = token._replace(at_drafts=tuple(tokens[begin : end - 1]))
-            results[index] = token
-        return results
-
-
-def has_extras(batch: StepBatch, rows: SampledRows) -> bool:
-    """Whether anybody asks for more than a token a row: see extras.py."""
-    return bool(rows.asking) or any(piece.prompt_targets for piece in batch.others)
-
-
 def metadata_of(
     batch: StepBatch,
     slots: Tensor,
@@ -151,18 +71,10 @@ def metadata_of(
         seq_lens=batch.seq_lens,
         block_tables=[*batch.decodes.block_tables, *(piece.block_table for piece in batch.others)],
         slot_mapping=slots,
-        num_decodes=num_decodes(batch),
+        num_decodes=batch.num_decodes,
         is_graph=is_graph,
         graph_decodes=graph_decodes,
     )
-
-
-def num_decodes(batch: StepBatch) -> int:
-    """Slices at the beginning that are decodes: one token, and drafts behind it."""
-    for index, piece in enumerate(batch.others, len(batch.decodes)):
-        if len(piece.token_ids) != 1 + len(piece.draft_samples):
-            return index
-    return len(batch)
 
 
 def plan_adapters(adapters: RankAdapters | None, batch: StepBatch, num_rows: int) -> bool:

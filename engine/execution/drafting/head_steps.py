@@ -27,7 +27,7 @@ from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
 from ..batch import DecodeColumns, LaunchedStep, SequenceSlice, StepBatch
 from ..cpu_steps import CpuSteps
-from ..step_parts import SampledRows, flatten
+from ..step_parts import flatten
 from .draft_steps import DraftSteps
 from .head_decoder import HeadDecoder
 
@@ -65,15 +65,10 @@ class HeadSteps(DraftSteps):
         self._steps.capture_graphs()
 
     def follow(
-        self,
-        batch: StepBatch,
-        features: Tensor,
-        rows: SampledRows,
-        sampled: Tensor,
-        at: Sequence[int],
+        self, batch: StepBatch, features: Tensor, sampled: Tensor, at: Sequence[int]
     ) -> None:
-        """Behind a step of the model over `batch` that kept `features`; of its `rows` tokens were
-        sampled, which lie in `sampled` `at` these places."""
+        """Behind a step of the model over `batch` that kept `features`; the tokens of its rows lie
+        in `sampled` `at` these places."""
         known = None if self._behind.runs_ahead else sampled.tolist()
         pieces, first = list[SequenceSlice](), len(batch.decodes)
         for piece in batch.others:
@@ -93,7 +88,8 @@ class HeadSteps(DraftSteps):
         num_tokens = arrays.shape[1]
         self._states[:num_tokens].copy_(self._head.fuse(features[:num_tokens]))
         self._behind.launch(behind)
-        self._slots, self._tokens = arrays[2, rows.tokens].tolist(), rows.tokens
+        self._tokens = batch.logits_indices
+        self._slots = arrays[2, self._tokens].tolist()
         self._sampled = (sampled, at)
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ....core.errors import EngineFailed
 from ....core.request.request import TokenLogprobs
-from ..batch import SampledToken
+from ..batch import SampledToken, StepBatch
 from ..extras import Extras
-from ..step_parts import SampledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +19,7 @@ class GpuStep:
     """A launched step."""
 
     number: int
-    num_slices: int
-    rows: SampledRows
+    batch: StepBatch
     token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
     logprobs: Tensor
     extras: Extras | None
@@ -39,7 +37,7 @@ class GpuStep:
         tokens = SampledToken.many(self.token_ids.tolist(), self.logprobs.tolist())
         if self.extras is not None:
             self.extras.add_to(tokens)
-        return self.rows.results(self.num_slices, tokens)
+        return self.batch.results(tokens)
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         """See `batch.LaunchedStep`."""

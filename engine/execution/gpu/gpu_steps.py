@@ -36,7 +36,7 @@ from ...lora.rank_adapters import RankAdapters
 from ..batch import SequenceSlice, StepBatch
 from ..extras import Extras, compute_extras
 from ..step_model import StepHead, StepModel
-from ..step_parts import PADDING_SLICE, SampledRows, metadata_of, num_decodes, plan_adapters
+from ..step_parts import PADDING_SLICE, metadata_of, plan_adapters
 from ..step_sizes import decode_graph_rows
 from .cuda_graphs import (
     ProductTimes,
@@ -48,7 +48,7 @@ from .cuda_graphs import (
 )
 from .gpu_step import GpuStep, device_errors
 from .graphed_model import GraphedModel
-from .step_arrays import decode_arrays, has_drafts, sampling_arrays, token_arrays
+from .step_arrays import decode_arrays, places_of_samples, sampling_arrays, token_arrays
 
 # Of graphs for prompts alone: with more tokens, or pairs of these with keys, FA3 gains more than
 # its plan takes the host. It is in graphs with room for both.
@@ -140,7 +140,7 @@ class GpuSteps:
         for size in reversed(graphs.sizes):
             batch = StepBatch.of([PADDING_SLICE] * size)
             inputs = graphs.inputs(size)
-            arrays = decode_arrays(batch, self._block_size, SampledRows([], []), size)
+            arrays = decode_arrays(batch, self._block_size, size)
             upload_into(inputs.flatten(), arrays.ravel())
             self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
             if graphs is self._adapter_graphs and self._adapters is not None:
@@ -184,40 +184,39 @@ class GpuSteps:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
             batch = StepBatch.of(batch)
-            rows = SampledRows.of(batch)
             slots = () if self._adapters is None else batch.adapter_slots
             has_adapters = any(slot is not None for slot in slots)
             graphs = self._adapter_graphs if has_adapters else self.graphs
-            graph = graphs.find(len(rows)) if rows.is_decode else None
+            graph = graphs.find(len(batch.logits_indices)) if batch.is_decode else None
             if graph is not None:
                 if has_adapters:
                     plan_adapters(self._adapters, batch, graph.size)
-                return self._launch_graph(graph, batch, rows)
-            return self._launch_eagerly(batch, rows)
+                return self._launch_graph(graph, batch)
+            return self._launch_eagerly(batch)
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> GpuStep:
         """A step of decodes whose hidden states are there already."""
         with device_errors(), torch.inference_mode():
-            batch = StepBatch.of(batch)
-            return self._sample(0, batch, SampledRows.of(batch), hidden)
+            return self._sample(0, StepBatch.of(batch), hidden)
 
     # -- decodes alone ----------------------------------------------------------------------------
 
-    def _launch_graph(self, graph: StepGraph, batch: StepBatch, rows: SampledRows) -> GpuStep:
-        padded = batch.followed_by([PADDING_SLICE] * (graph.size - len(rows)))
+    def _launch_graph(self, graph: StepGraph, batch: StepBatch) -> GpuStep:
+        num_rows = len(batch.logits_indices)
+        padded = batch.followed_by([PADDING_SLICE] * (graph.size - num_rows))
         inputs = self.graphs.inputs(graph.size)
-        arrays = decode_arrays(batch, self._block_size, rows, graph.size)
+        arrays = decode_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         self._graphed.replay(graph)
         number = self._mark()
         if not self.model.range.is_last:
-            return self._passed_on(number, len(batch))
-        at = range(len(rows))
-        self._resample(rows, at, graph.output)
-        number = self._let_head_follow(number, batch, rows, at)
-        extras = self._extras(batch, rows, graph.output, None)
-        return self._bring_back(number, len(batch), rows, self.sampled, extras)
+            return self._bring_back(number, batch, self.sampled, None)
+        at = range(num_rows)
+        self._resample(batch, at, graph.output)
+        number = self._let_head_follow(number, batch, at)
+        extras = self._extras(batch, graph.output, None)
+        return self._bring_back(number, batch, self.sampled, extras)
 
     def _decode(self, inputs: Tensor) -> Tensor:
         """What a graph holds: model and sampler over the fixed inputs [6, decodes] -> this rank's
@@ -262,7 +261,7 @@ class GpuSteps:
 
     def _find_prefill_graph(self, batch: StepBatch) -> tuple[int, StepGraph] | None:
         """(how many tokens of decodes its graph has room for, the graph)."""
-        lens, num_slices = batch.query_lens, num_decodes(batch)
+        lens, num_slices = batch.query_lens, batch.num_decodes
         num_rows, num_tokens = sum(lens[:num_slices]), sum(lens)
         if not 0 < len(batch) - num_slices < MAX_GRAPH_SLICES:
             return None
@@ -279,22 +278,21 @@ class GpuSteps:
         table = array("i", [PADDING_BLOCK]) * -(-num_tokens // self._block_size)
         return SequenceSlice((0,) * num_tokens, start=0, block_table=table, sample=None)
 
-    def _launch_eagerly(self, batch: StepBatch, rows: SampledRows) -> GpuStep:
+    def _launch_eagerly(self, batch: StepBatch) -> GpuStep:
         hidden = self._hidden(batch)
         number = self._mark()  # its KV is written: pullers need not wait for the sampler
         if not self.model.range.is_last:
-            return self._passed_on(number, len(batch))
-        return self._sample(number, batch, rows, hidden)
+            return self._bring_back(number, batch, self.sampled, None)
+        return self._sample(number, batch, hidden)
 
-    def _sample(self, number: int, batch: StepBatch, rows: SampledRows, hidden: Tensor) -> GpuStep:
-        if not len(rows):
-            number = self._let_head_follow(number, batch, rows, ())
-            extras = self._extras(batch, rows, None, hidden)
-            return self._bring_back(number, len(batch), rows, self.sampled, extras)
-        # A step behind this one finds the tokens by slice; behind one with drafts there is none.
-        num_rows = len(rows)
-        at = range(num_rows) if has_drafts(batch) else rows.slices
-        arrays = np.vstack([np.array(at), np.array(rows.tokens), sampling_arrays(rows)])
+    def _sample(self, number: int, batch: StepBatch, hidden: Tensor) -> GpuStep:
+        indices = batch.logits_indices
+        num_rows, at = len(indices), places_of_samples(batch)
+        if not num_rows:
+            number = self._let_head_follow(number, batch, at)
+            extras = self._extras(batch, None, hidden)
+            return self._bring_back(number, batch, self.sampled, extras)
+        arrays = np.vstack([np.array(at), np.array(indices), sampling_arrays(batch)])
         places, tokens, keys, temperatures = upload(arrays, self._device)
         logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
         sampled, logprobs = self.sampled.new_empty(num_rows), self._logprobs[:num_rows]
@@ -302,11 +300,11 @@ class GpuSteps:
             logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
         )
         self.sampled.index_copy_(0, places, sampled)
-        self._resample(rows, at, logits)
-        number = self._let_head_follow(number, batch, rows, at)
-        extras = self._extras(batch, rows, logits, hidden)
+        self._resample(batch, at, logits)
+        number = self._let_head_follow(number, batch, at)
+        extras = self._extras(batch, logits, hidden)
         sampled = self.sampled.index_select(0, places)
-        return self._bring_back(number, len(batch), rows, sampled, extras)
+        return self._bring_back(number, batch, sampled, extras)
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -314,15 +312,13 @@ class GpuSteps:
         """The number of the step whose KV this is all of, but 0 if a head's is still to come."""
         return 0 if self._count is None or self.head is not None else self._count.mark()
 
-    def _let_head_follow(
-        self, number: int, batch: StepBatch, rows: SampledRows, at: Sequence[int]
-    ) -> int:
+    def _let_head_follow(self, number: int, batch: StepBatch, at: Sequence[int]) -> int:
         """Launch the head's part, if there is one, behind the samples, which lie `at` these places.
         The number of the step, so far `number`."""
         if self.head is None:
             return number
         assert self.model.kept is not None
-        self.head.follow(batch, self.model.kept, rows, self.sampled, at)
+        self.head.follow(batch, self.model.kept, self.sampled, at)
         return 0 if self._count is None else self._count.mark()
 
     def _filled(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -336,15 +332,15 @@ class GpuSteps:
         """What a graph holds of the model."""
         return self._graphed.forward(*self._filled(inputs), self._attention)
 
-    def _resample(self, rows: SampledRows, at: Sequence[int], logits: Tensor) -> None:
+    def _resample(self, batch: StepBatch, at: Sequence[int], logits: Tensor) -> None:
         """Sample again what needs filters or changed logits, into the places `at`. This rank's
-        logits are parallel to `rows`; of those rows, all ranks' are gathered."""
-        special = rows.special
+        logits are parallel to the rows; of those rows, all ranks' are gathered."""
+        special = batch.special
         if special:
             places = np.array([special, [at[index] for index in special]], np.int64)
             index, place = upload(places, self._device)
             whole = self.model.lm_head.gather(logits.index_select(0, index))
-            token_ids, logprobs = sample(whole, [*map(rows.spec, special)])
+            token_ids, logprobs = sample(whole, [*map(batch.spec, special)])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)
@@ -352,37 +348,26 @@ class GpuSteps:
             self._logprobs.index_copy_(0, index, logprobs)
 
     def _extras(
-        self,
-        batch: StepBatch,
-        rows: SampledRows,
-        logits: Tensor | None,
-        hidden: Tensor | None,
+        self, batch: StepBatch, logits: Tensor | None, hidden: Tensor | None
     ) -> Extras | None:
+        if not batch.has_extras:
+            return None
         head = self.model.lm_head
-        return compute_extras(batch, rows, logits, hidden, head.project, head.gather)
-
-    def _passed_on(self, number: int, num_slices: int) -> GpuStep:
-        """A step whose tokens are sampled on the last stage."""
-        rows = SampledRows([], [])
-        return self._bring_back(number, num_slices, rows, self.sampled, None)
+        return compute_extras(batch, logits, hidden, head.project, head.gather)
 
     def _bring_back(
-        self,
-        number: int,
-        num_slices: int,
-        rows: SampledRows,
-        token_ids: Tensor,
-        extras: Extras | None,
+        self, number: int, batch: StepBatch, token_ids: Tensor, extras: Extras | None
     ) -> GpuStep:
-        """The results of `rows` go to the host, behind all that was launched. Every step with some
-        is collected: until then it keeps the memory that they go to."""
-        n = len(rows)
+        """The results of the rows, which the last stage samples, go to the host, behind all that
+        was launched. Every step with some is collected: until then it keeps the memory that they go
+        to."""
+        n = len(batch.logits_indices) if self.model.range.is_last else 0
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
         write_results(token_ids, self._logprobs, host_ids, host_logprobs)
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
-        return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)
+        return GpuStep(number, batch, host_ids, host_logprobs, extras, is_done)
 
 
 def _part_of_rank(model: StepModel) -> VocabularyPart | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..batch import Int64s, StepBatch
-from ..step_parts import SampledRows, flatten
+from ..step_parts import flatten
 
 
-def sampling_arrays(rows: SampledRows) -> Int64s:
+def sampling_arrays(batch: StepBatch) -> Int64s:
     """[2, rows]: keys, and the bits of the temperatures in float64."""
-    decodes, specs, n = rows.decodes, rows.specs, len(rows.decodes)
-    arrays = np.empty((2, len(rows)), np.int64)
+    decodes, specs, n = batch.decodes, batch.specs, len(batch.decodes)
+    arrays = np.empty((2, n + len(specs)), np.int64)
     arrays[:, :n] = decodes.keys.view(np.int64), decodes.temperatures.view(np.int64)
     arrays[0, n:] = np.array([spec.key for spec in specs], np.uint64).view(np.int64)
     arrays[1, n:] = np.array([spec.params.temperature for spec in specs]).view(np.int64)
@@ -27,11 +29,11 @@ def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
     return arrays
 
 
-def decode_arrays(batch: StepBatch, block_size: int, rows: SampledRows, num_tokens: int) -> Int64s:
+def decode_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
     """[6, num_tokens]: what `token_arrays` and `sampling_arrays` give. Padding is greedy."""
     arrays = np.zeros((6, num_tokens), np.int64)
     arrays[:4] = token_arrays(batch, block_size, num_tokens)
-    arrays[4:, : len(rows)] = sampling_arrays(rows)
+    arrays[4:, : len(batch.logits_indices)] = sampling_arrays(batch)
     return arrays
 
 
@@ -51,5 +53,11 @@ def awaited_places(batch: StepBatch) -> Int64s:
     return found
 
 
-def has_drafts(batch: StepBatch) -> bool:
-    return any(piece.draft_samples for piece in batch.others)
+def places_of_samples(batch: StepBatch) -> Sequence[int]:
+    """Where the rows' tokens lie. A step behind this one finds them by slice; behind one with
+    drafts there is none."""
+    if any(piece.draft_samples for piece in batch.others):
+        return range(len(batch.logits_indices))
+    n = len(batch.decodes)
+    others = (i for i, piece in enumerate(batch.others, n) if piece.sample is not None)
+    return [*range(n), *others]

@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import DecodeColumns, SequenceSlice, StepBatch
-from baton.engine.execution.gpu.step_arrays import awaited_places, decode_arrays
-from baton.engine.execution.step_parts import SampledRows, flatten, metadata_of
+from baton.engine.execution.batch import (
+    DecodeColumns,
+    SampledToken,
+    SequenceSlice,
+    StepBatch,
+)
+from baton.engine.execution.gpu.step_arrays import (
+    awaited_places,
+    decode_arrays,
+    places_of_samples,
+)
+from baton.engine.execution.step_parts import flatten, metadata_of
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE = 4
@@ -30,7 +39,7 @@ def slices(draw: st.DrawFn) -> SequenceSlice:
         draw(st.lists(st.integers(0, 99), min_size=num_tokens, max_size=num_tokens)),
         start,
         draw(st.permutations(range(10))),
-        SPEC,
+        SPEC if num_drafts or follows is not None else draw(st.sampled_from([SPEC, None])),
         follows,
         draft_samples=[SPEC] * num_drafts,
     )
@@ -51,6 +60,20 @@ def test_each_token_has_its_place(batch: list[SequenceSlice]) -> None:
     assert found.tolist() == places
 
 
+@given(st.lists(slices(), min_size=1, max_size=6))
+def test_each_slice_has_what_its_rows_sample(slices: list[SequenceSlice]) -> None:
+    batch, end = StepBatch.of(slices), 0
+    found = SampledToken.many(batch.logits_indices, [0.0] * len(batch.logits_indices))
+    for piece, result in zip(slices, batch.results(found), strict=True):
+        begin, end = end, end + len(piece.token_ids)
+        if piece.sample is None or not found:
+            assert result is None
+        else:
+            assert result is not None
+            rows = [*(one.token_id for one in result.at_drafts), result.token_id]
+            assert rows == [*range(begin, end)][-1 - len(piece.draft_samples) :]
+
+
 @given(decode_columns(BLOCK_SIZE), st.lists(slices(), max_size=3))
 def test_columns_are_the_slices_that_they_stand_for(
     decodes: DecodeColumns, others: list[SequenceSlice]
@@ -58,13 +81,16 @@ def test_columns_are_the_slices_that_they_stand_for(
     batch = StepBatch(decodes, others)
     same, slots = StepBatch.of([*batch]), torch.empty(0)
     assert len(batch) == len(same) == len(decodes) + len(others)
-    rows, as_slices = SampledRows.of(batch), SampledRows.of(same)
     n = sum(batch.query_lens) + 2  # of padding
-    arrays, metadata = decode_arrays(batch, BLOCK_SIZE, rows, n), metadata_of(batch, slots)
-    assert arrays.tolist() == decode_arrays(same, BLOCK_SIZE, as_slices, n).tolist()
+    arrays, metadata = decode_arrays(batch, BLOCK_SIZE, n), metadata_of(batch, slots)
+    assert arrays.tolist() == decode_arrays(same, BLOCK_SIZE, n).tolist()
     assert metadata == metadata_of(same, metadata.slot_mapping)
-    assert (rows.slices, rows.tokens) == (as_slices.slices, as_slices.tokens)
-    assert (sorted(rows.special), rows.asking) == (as_slices.special, as_slices.asking)
-    assert rows.is_decode == as_slices.is_decode
-    assert [*map(rows.spec, range(len(rows)))] == as_slices.specs
+    assert batch.logits_indices == same.logits_indices
+    assert [*places_of_samples(batch)] == [*places_of_samples(same)]
+    assert (sorted(batch.special), batch.asking) == (same.special, same.asking)
+    assert (batch.is_decode, batch.num_decodes) == (same.is_decode, same.num_decodes)
+    num_rows = len(batch.logits_indices)
+    assert [*map(batch.spec, range(num_rows))] == same.specs
+    tokens = SampledToken.many([*range(num_rows)], [0.0] * num_rows)
+    assert batch.results(tokens) == same.results(tokens)
     assert batch.adapter_slots == same.adapter_slots
