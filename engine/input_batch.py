@@ -116,17 +116,25 @@ class InputBatch:
     def _launch_slice(
         self, sequence: Sequence, num_tokens: int, previous: Mapping[Sequence, int]
     ) -> SequenceSlice:
-        if sequence.draft_token_ids:
-            return self._launch_drafts(sequence)
+        """So many tokens of it. If it has drafts, its last one with these behind it, and what is
+        sampled in front of each of them."""
         start, num_known = sequence.num_launched_tokens, len(sequence.token_ids)
-        end = start + num_tokens
+        end, drafts = start + num_tokens, sequence.draft_token_ids
         is_prompt = start < sequence.num_prefill_tokens
         is_awaited = start == num_known
-        token_ids = _AWAITED if is_awaited else sequence.token_ids[start:end]
+        token_ids: Row[int] = _AWAITED if is_awaited else sequence.token_ids[start:end]
+        draft_samples: Row[SampleSpec] = ()
+        if drafts:
+            assert start == num_known - 1, "drafts follow a token that is known"
+            token_ids = [*token_ids, *drafts]
+            draft_samples = [
+                self._spec(sequence, num_known + place, drafts[:place])
+                for place in range(len(drafts))
+            ]
         follows = previous[sequence] if is_awaited else None
         sample = next_token_id = None
-        if end == num_known + sequence.num_awaited_tokens:
-            sample = self._spec(sequence, end)
+        if end == num_known + sequence.num_awaited_tokens + len(drafts):
+            sample = self._spec(sequence, end, drafts)
             sequence.num_awaited_tokens += sequence.awaits_tokens
         elif end < num_known:
             next_token_id = sequence.token_ids[end]
@@ -148,27 +156,9 @@ class InputBatch:
             first_target,
             num_top,
             sequence.adapter_slot,
+            draft_samples,
             is_prompt=is_prompt and sequence.num_drafted_tokens >= start,
             next_token_id=next_token_id,
-        )
-
-    def _launch_drafts(self, sequence: Sequence) -> SequenceSlice:
-        """Its last token and its drafts, with what is sampled behind each of them."""
-        start, drafts = sequence.num_launched_tokens, sequence.draft_token_ids
-        assert start == sequence.num_tokens - 1, "drafts follow a token that is known"
-        specs = [
-            self._spec(sequence, start + 1 + place, drafts[:place])
-            for place in range(len(drafts) + 1)
-        ]
-        sequence.num_awaited_tokens += 1
-        sequence.num_launched_tokens += 1 + len(drafts)
-        return SequenceSlice(
-            [sequence.token_ids[start], *drafts],
-            start,
-            sequence.block_ids,
-            specs.pop(),
-            adapter_slot=sequence.adapter_slot,
-            draft_samples=specs,
         )
 
     def _spec(self, sequence: Sequence, position: int, drafts: Row[int] = ()) -> SampleSpec:
