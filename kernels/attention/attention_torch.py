@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,32 +88,21 @@ class TorchAttention:
             q_and_k = norm_heads(q_and_k, self._kv_heads, norms)
         q, k = apply_rope(q_and_k, *rope).tensor_split([-self._kv_heads], dim=1)
         self._store_kv(self._pool, layer, k, v, self._blocks, self._offsets)
-        out = [self._run_slice(layer, s, q[s.first : s.last]) for s in self._slices]
-        return torch.cat(out).flatten(1)
+        tiles = [tile for s in self._slices for tile in self._run_slice(layer, s, q)]
+        return torch.cat(tiles).flatten(1)
 
-    def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Tensor:
-        """q [query_len, heads, dim] of one slice -> the same shape."""
+    def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Iterator[Tensor]:
+        """q [tokens, heads, dim] of the step -> the slice's part, in tiles: of a decode, each of
+        whose drafts is one of its own, in single rows."""
         gathered = self._pieces.index_select(0, s.rows[layer])
         if self._is_8bit:
             gathered = dequantize(gathered, self._dtype)
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
         k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
-        window = self._windows[layer]
-        if s.is_decode and len(q) == 1:
-            return self._run_decode(q, k, v, s.seq_len, window)
-        if s.is_decode:
-            ends = range(s.seq_len - len(q) + 1, s.seq_len + 1)
-            rows = zip(torch.split(q, 1), ends, strict=True)
-            return torch.cat([self._run_decode(row, k, v, end, window) for row, end in rows])
-        start = s.seq_len - len(q)
-        return torch.cat(
-            [
-                self._run_tile(tile, k, v, start + first + len(tile), window)
-                for first, tile in zip(
-                    range(0, len(q), _TILE_TOKENS), torch.split(q, _TILE_TOKENS), strict=True
-                )
-            ]
-        )
+        run, size = (self._run_decode, 1) if s.is_decode else (self._run_tile, _TILE_TOKENS)
+        for first in range(s.first, s.last, size):
+            last = min(first + size, s.last)
+            yield run(q[first:last], k, v, s.seq_len - s.last + last, self._windows[layer])
 
     def _run_decode(
         self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
