@@ -13,7 +13,7 @@ from ..lora.rank_adapters import RankAdapters
 from .batch import CompletedStep, SampledToken, SequenceSlice, StepBatch
 from .extras import compute_extras
 from .step_model import StepHead, StepModel
-from .step_parts import flatten, metadata_of, padded, plan_adapters
+from .step_parts import flatten, metadata_of, plan_adapters
 
 
 class CpuSteps:
@@ -40,30 +40,29 @@ class CpuSteps:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         batch = StepBatch.of(batch)
-        pieces = padded(batch)
-        hidden = self._forward(pieces)
+        hidden = self._forward(batch)
         if not self._is_last_stage:
             return CompletedStep(batch.results([]))
-        return self._sample(batch, pieces, hidden)
+        return self._sample(batch, hidden)
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> CompletedStep:
         """A step of decodes whose hidden states are there already."""
-        batch = StepBatch.of(batch)
-        return self._sample(batch, batch, hidden)
+        return self._sample(StepBatch.of(batch), hidden)
 
-    def _sample(self, batch: StepBatch, pieces: StepBatch, hidden: Tensor) -> CompletedStep:
-        indices, tokens, logits = batch.logits_indices, list[SampledToken](), None
+    def _sample(self, batch: StepBatch, hidden: Tensor) -> CompletedStep:
+        indices, project = batch.logits_indices, self.model.lm_head.project
+        tokens, logits = list[SampledToken](), None
         token_ids = torch.empty(0, dtype=torch.int64)
         if indices:
-            logits = self._logits(hidden.index_select(0, torch.tensor(indices)))
+            logits = project(hidden.index_select(0, torch.tensor(indices)))
             token_ids, logprobs = sample(logits, [*map(batch.spec, range(len(indices)))])
             tokens = SampledToken.many(token_ids.tolist(), logprobs.tolist())
         if self.head is not None:
             assert self.model.kept is not None
-            self.head.follow(pieces, self.model.kept, token_ids, range(len(tokens)))
+            self.head.follow(batch, self.model.kept, token_ids, range(len(tokens)))
         if not batch.has_extras:
             return CompletedStep(batch.results(tokens))
-        extras = compute_extras(batch, logits, hidden, self._logits, lambda whole: whole)
+        extras = compute_extras(batch, logits, hidden, project, lambda whole: whole)
         extras.add_to(tokens)
         return CompletedStep(batch.results(tokens), extras.prompt_logprobs())
 
@@ -73,9 +72,3 @@ class CpuSteps:
         self._attention.plan(metadata_of(batch, slots))
         plan_adapters(self._adapters, batch, len(token_ids))
         return self.model.forward(token_ids, positions, slots, self._attention)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `PADDING_SLICE`."""
-        if len(hidden) > 1:
-            return self.model.lm_head.project(hidden)
-        return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

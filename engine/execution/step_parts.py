@@ -4,25 +4,14 @@ by."""
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionMetadata
-from ..kv.block_pool import PADDING_BLOCK
 from ..lora.rank_adapters import RankAdapters
 from .batch import Int64s, SequenceSlice, StepBatch
-
-# BLAS multiplies a single row by another routine, whose sums round differently: with this second
-# row a decode alone gives bit for bit what it gives in a batch.
-PADDING_SLICE = SequenceSlice((0,), 0, block_table=array("i", [PADDING_BLOCK]), sample=None)
-
-
-def padded(batch: StepBatch) -> StepBatch:
-    """With a slice behind it that is nobody's, if it is a single row."""
-    return batch.followed_by([PADDING_SLICE]) if batch.query_lens == [1] else batch
 
 
 def flatten(batch: StepBatch, block_size: int) -> Int64s:

@@ -35,13 +35,13 @@ class Ops:
         """
         if isinstance(weight, Tensor):
             assert isinstance(x, Tensor)
-            return F.linear(x, weight, bias)
+            return _product(x, weight, bias)
         if isinstance(weight, Int4Weight):
             assert isinstance(x, Tensor)
-            return F.linear(x, weight.dequantised(x.dtype), bias)
+            return _product(x, weight.dequantised(x.dtype), bias)
         if isinstance(x, Tensor):
             x = quantise_activations(x, weight)
-        return F.linear(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)
+        return _product(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)
 
     def summand(
         self, x: Activations, weight: Weight, bias: Tensor | None
@@ -98,12 +98,8 @@ class Ops:
             if not 0 <= local < mixture.num_local:
                 continue
             tokens, place = torch.where(chosen == index)
-            inputs = x[tokens]
-            if len(tokens) == 1:
-                # BLAS multiplies a single row by another routine: see CpuSteps.
-                inputs = inputs.expand(2, -1)
-            gated = self.gated_linear(inputs, mixture.gate_up.of(local), None)
-            product = self.linear(gated, mixture.down.of(local), None)[: len(tokens)]
+            gated = self.gated_linear(x[tokens], mixture.gate_up.of(local), None)
+            product = self.linear(gated, mixture.down.of(local), None)
             out.index_add_(0, tokens, product * weights[tokens, place, None])
         return out
 
@@ -112,6 +108,14 @@ class Ops:
     ) -> Tensor | Summands:
         """`experts`, for `add_rms_norm`, where this rank has all of them."""
         return self.experts(x, mixture, loads)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """BLAS multiplies a single row by another routine, whose sums round differently. It is computed
+    twice: a decode alone gives bit for bit what it gives in a batch."""
+    if len(x) == 1:
+        return F.linear(x.expand(2, -1), weight, bias)[:1]
+    return F.linear(x, weight, bias)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from ...lora.rank_adapters import RankAdapters
 from ..batch import SequenceSlice, StepBatch
 from ..extras import Extras, compute_extras
 from ..step_model import StepHead, StepModel
-from ..step_parts import PADDING_SLICE, metadata_of, plan_adapters
+from ..step_parts import metadata_of, plan_adapters
 from ..step_sizes import decode_graph_rows
 from .cuda_graphs import (
     ProductTimes,
@@ -57,6 +57,7 @@ _MAX_PROMPT_TOKENS, _MAX_PROMPT_PAIRS = 512, 1 << 20
 # and 256 tokens.
 _MESSAGE_SIZES = (160, 208)
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
+_PADDING_SLICE = SequenceSlice((0,), 0, block_table=array("i", [PADDING_BLOCK]), sample=None)
 
 
 class GpuSteps:
@@ -138,7 +139,7 @@ class GpuSteps:
 
     def _capture_decodes(self, graphs: StepGraphs, times: ProductTimes) -> None:
         for size in reversed(graphs.sizes):
-            batch = StepBatch.of([PADDING_SLICE] * size)
+            batch = StepBatch.of([_PADDING_SLICE] * size)
             inputs = graphs.inputs(size)
             arrays = decode_arrays(batch, self._block_size, size)
             upload_into(inputs.flatten(), arrays.ravel())
@@ -203,7 +204,7 @@ class GpuSteps:
 
     def _launch_graph(self, graph: StepGraph, batch: StepBatch) -> GpuStep:
         num_rows = len(batch.logits_indices)
-        padded = batch.followed_by([PADDING_SLICE] * (graph.size - num_rows))
+        padded = batch.followed_by([_PADDING_SLICE] * (graph.size - num_rows))
         inputs = self.graphs.inputs(graph.size)
         arrays = decode_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
