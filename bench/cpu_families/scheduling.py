@@ -28,7 +28,6 @@ from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
-from baton.engine.execution.step_parts import metadata_of
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -73,7 +72,7 @@ class HostRunner:
         assert batch.is_decode or any(piece.is_prompt for piece in batch.others)
         decode_arrays(batch, _BLOCK_SIZE, sum(batch.query_lens))
         assert not (batch.special or batch.has_extras)
-        metadata = metadata_of(batch, torch.empty(0))
+        metadata = batch.metadata(torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
         join_tables(metadata.block_tables)
         divide(seq_lens, 8, is_8bit=False)

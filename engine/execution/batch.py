@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...core.request.request import SamplingParams, TokenLogprobs
+from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 
 Int64s = NDArray[np.int64]
@@ -144,6 +146,10 @@ class StepBatch(Sequence[SequenceSlice]):
         return [*(self.decodes.starts + 1).tolist(), *ends]
 
     @property
+    def block_tables(self) -> list[Sequence[int]]:
+        return [*self.decodes.block_tables, *(piece.block_table for piece in self.others)]
+
+    @property
     def adapter_slots(self) -> list[int | None]:
         return [*self.decodes.adapter_slots, *(piece.adapter_slot for piece in self.others)]
 
@@ -160,6 +166,30 @@ class StepBatch(Sequence[SequenceSlice]):
         """Decodes alone, all of which sample."""
         all_sample = all(piece.sample is not None for piece in self.others)
         return all_sample and self.num_decodes == len(self)
+
+    def flatten(self, block_size: int) -> Int64s:
+        """[3, tokens]: token ids, positions, slots (block_id * block_size + offset)."""
+        decodes, n = self.decodes, len(self.decodes)
+        arrays = np.empty((3, sum(self.query_lens)), np.int64)
+        offsets = decodes.starts % block_size
+        arrays[:, :n] = decodes.token_ids, decodes.starts, decodes.blocks * block_size + offsets
+        if self.others:
+            _flatten_chunks(self.others, self.query_lens[n:], arrays[:, n:], block_size)
+        return arrays
+
+    def metadata(
+        self, slots: Tensor, *, is_graph: bool = False, graph_decodes: int | None = None
+    ) -> AttentionMetadata:
+        """What attention plans the step by; `slots` [tokens] lie on the device."""
+        return AttentionMetadata(
+            query_lens=self.query_lens,
+            seq_lens=self.seq_lens,
+            block_tables=self.block_tables,
+            slot_mapping=slots,
+            num_decodes=self.num_decodes,
+            is_graph=is_graph,
+            graph_decodes=graph_decodes,
+        )
 
     @cached_property
     def logits_indices(self) -> list[int]:
@@ -221,6 +251,28 @@ class StepBatch(Sequence[SequenceSlice]):
             else:
                 results.append(next(rows))
         return results
+
+
+def _flatten_chunks(
+    chunks: Sequence[SequenceSlice], lens: Sequence[int], arrays: Int64s, block_size: int
+) -> None:
+    """The same of slices of any length, all at once too: decodes with drafts are many."""
+    token_ids, positions, slots = arrays
+    blocks: list[int] = []
+    block_offsets = []  # from a position's block to its place in `blocks`
+    for piece, n in zip(chunks, lens, strict=True):
+        first, last = piece.start // block_size, (piece.start + n - 1) // block_size
+        block_offsets.append(len(blocks) - first)
+        blocks += piece.block_table[first : last + 1]
+    num_tokens = token_ids.shape[0]
+    token_ids[:] = np.fromiter(
+        chain.from_iterable(piece.token_ids for piece in chunks), np.int64, num_tokens
+    )
+    counts = np.array(lens)
+    begins = np.array([piece.start for piece in chunks]) - (np.cumsum(counts) - counts)
+    positions[:] = np.arange(num_tokens) + np.repeat(begins, counts)
+    places = positions // block_size + np.repeat(block_offsets, counts)
+    slots[:] = np.array(blocks)[places] * block_size + positions % block_size
 
 
 class Candidate(NamedTuple):

@@ -13,7 +13,6 @@ from ..lora.rank_adapters import RankAdapters
 from .batch import CompletedStep, SampledToken, SequenceSlice, StepBatch
 from .extras import compute_extras
 from .step_model import StepHead, StepModel
-from .step_parts import flatten, metadata_of, plan_adapters
 
 
 class CpuSteps:
@@ -68,7 +67,8 @@ class CpuSteps:
 
     def _forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [tokens, hidden]."""
-        token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
-        self._attention.plan(metadata_of(batch, slots))
-        plan_adapters(self._adapters, batch, len(token_ids))
+        token_ids, positions, slots = map(torch.from_numpy, batch.flatten(self._block_size))
+        self._attention.plan(batch.metadata(slots))
+        if self._adapters is not None:
+            self._adapters.plan_step(batch.query_lens, batch.adapter_slots, len(token_ids))
         return self.model.forward(token_ids, positions, slots, self._attention)

@@ -9,7 +9,7 @@ decided by rank 0's AdapterRoom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,16 @@ class RankAdapters:
         with torch.inference_mode():
             self._bank[slot, : adapter.rank].copy_(adapter.rows, non_blocking=True)
             self._adds.set_rank(slot, adapter.rank)
+
+    def plan_step(
+        self, lengths: Iterable[int], slots: Collection[int | None], num_rows: int
+    ) -> bool:
+        """`plan`, or `rest` where no slice has an adapter; whether any has."""
+        if all(slot is None for slot in slots):
+            self.rest()
+            return False
+        self.plan(lengths, slots, num_rows)
+        return True
 
     def plan(self, lengths: Iterable[int], slots: Iterable[int | None], num_rows: int) -> None:
         """For the next step: of each slice how many rows it has, and its slot; rows behind them

@@ -23,7 +23,6 @@ from baton.engine.execution.gpu import gpu_steps
 from baton.engine.execution.gpu.cuda_graphs import ProductTimes
 from baton.engine.execution.gpu.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.execution.step_parts import metadata_of
 from baton.kernels.attention.attention import MAX_GRAPH_TOKENS
 from baton.kernels.attention.attention_gpu import make_gpu_attention
 from baton.kernels.attention.attention_triton import TritonGraphPrefill
@@ -65,7 +64,7 @@ def steps_of(runner: ModelRunner, *, has_graphs: bool, max_drafts: int = 0) -> G
         for size in graphs.sizes:
             inputs, padding = graphs.inputs(size), [steps._padding(size)]
             batch = StepBatch.of(padding)
-            attention.plan(metadata_of(batch, inputs[2], graph_decodes=min(room, size)))
+            attention.plan(batch.metadata(inputs[2], graph_decodes=min(room, size)))
             graph = Graph(size, partial(steps._forward, inputs))
             graphs._graphs[size] = graph  # type: ignore[assignment]
     return steps

@@ -27,7 +27,6 @@ from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
 from ..batch import DecodeColumns, LaunchedStep, SequenceSlice, StepBatch
 from ..cpu_steps import CpuSteps
-from ..step_parts import flatten
 from .draft_steps import DraftSteps
 from .head_decoder import HeadDecoder
 
@@ -84,7 +83,7 @@ class HeadSteps(DraftSteps):
                 first = end
             pieces.append(piece._replace(token_ids=token_ids, follows=follows, adapter_slot=None))
         behind = StepBatch(_columns_behind(batch.decodes, at, known), pieces)
-        arrays = flatten(behind, self._block_size)
+        arrays = behind.flatten(self._block_size)
         num_tokens = arrays.shape[1]
         self._states[:num_tokens].copy_(self._head.fuse(features[:num_tokens]))
         self._behind.launch(behind)

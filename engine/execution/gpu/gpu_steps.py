@@ -36,7 +36,6 @@ from ...lora.rank_adapters import RankAdapters
 from ..batch import SequenceSlice, StepBatch
 from ..extras import Extras, compute_extras
 from ..step_model import StepHead, StepModel
-from ..step_parts import metadata_of, plan_adapters
 from ..step_sizes import decode_graph_rows
 from .cuda_graphs import (
     ProductTimes,
@@ -128,7 +127,7 @@ class GpuSteps:
                 arrays = token_arrays(StepBatch.of([]), self._block_size, size)
                 upload_into(inputs.flatten(), arrays.ravel())
                 batch = StepBatch.of([padding])
-                metadata = metadata_of(batch, inputs[2], graph_decodes=min(room, size))
+                metadata = batch.metadata(inputs[2], graph_decodes=min(room, size))
                 self._attention.plan(metadata)
                 graphs.capture(size, partial(self._forward, inputs), times.library(size))
 
@@ -143,7 +142,7 @@ class GpuSteps:
             inputs = graphs.inputs(size)
             arrays = decode_arrays(batch, self._block_size, size)
             upload_into(inputs.flatten(), arrays.ravel())
-            self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
+            self._attention.plan(batch.metadata(inputs[2], is_graph=True))
             if graphs is self._adapter_graphs and self._adapters is not None:
                 self._adapters.plan([], [], size)
             graphs.capture(size, partial(self._decode, inputs), times.library(size))
@@ -185,13 +184,13 @@ class GpuSteps:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
             batch = StepBatch.of(batch)
-            slots = () if self._adapters is None else batch.adapter_slots
+            slots = [] if self._adapters is None else batch.adapter_slots
             has_adapters = any(slot is not None for slot in slots)
             graphs = self._adapter_graphs if has_adapters else self.graphs
             graph = graphs.find(len(batch.logits_indices)) if batch.is_decode else None
             if graph is not None:
-                if has_adapters:
-                    plan_adapters(self._adapters, batch, graph.size)
+                if has_adapters and self._adapters is not None:
+                    self._adapters.plan(batch.query_lens, slots, graph.size)
                 return self._launch_graph(graph, batch)
             return self._launch_eagerly(batch)
 
@@ -208,7 +207,7 @@ class GpuSteps:
         inputs = self.graphs.inputs(graph.size)
         arrays = decode_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
-        self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
+        self._attention.plan(padded.metadata(inputs[2], is_graph=True))
         self._graphed.replay(graph)
         number = self._mark()
         if not self.model.range.is_last:
@@ -242,13 +241,15 @@ class GpuSteps:
 
     def _hidden(self, batch: StepBatch) -> Tensor:
         """The hidden states of the batch's tokens, others behind them."""
-        num_tokens = sum(batch.query_lens)
-        has_adapters = plan_adapters(self._adapters, batch, num_tokens)
+        num_tokens, adapters = sum(batch.query_lens), self._adapters
+        has_adapters = adapters is not None and adapters.plan_step(
+            batch.query_lens, batch.adapter_slots, num_tokens
+        )
         found = None if has_adapters else self._find_prefill_graph(batch)
         if found is None:
             arrays = token_arrays(batch, self._block_size, num_tokens)
             inputs = upload(arrays, self._device)
-            self._attention.plan(metadata_of(batch, inputs[2]))
+            self._attention.plan(batch.metadata(inputs[2]))
             return self.model.forward(*self._filled(inputs), self._attention)
         room, graph = found
         inputs = self.prefill_graphs[room].inputs(graph.size)
@@ -256,7 +257,7 @@ class GpuSteps:
         upload_into(inputs.flatten(), arrays.ravel())
         padding = [self._padding(graph.size - num_tokens)] if num_tokens < graph.size else []
         padded, decodes = batch.followed_by(padding), min(room, graph.size)
-        self._attention.plan(metadata_of(padded, inputs[2], graph_decodes=decodes))
+        self._attention.plan(padded.metadata(inputs[2], graph_decodes=decodes))
         self._graphed.replay(graph)
         return graph.output
 

@@ -1,4 +1,4 @@
-"""A step as the arrays that a GPU gets: what `flatten` gives, and what it needs beside it."""
+"""A step as the arrays that a GPU gets: `StepBatch.flatten`, and what it needs beside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..batch import Int64s, StepBatch
-from ..step_parts import flatten
 
 
 def sampling_arrays(batch: StepBatch) -> Int64s:
@@ -22,7 +21,7 @@ def sampling_arrays(batch: StepBatch) -> Int64s:
 
 def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
     """[4, num_tokens]: what `flatten` and `awaited_places` give. Tokens behind them are padding."""
-    flat = flatten(batch, block_size)
+    flat = batch.flatten(block_size)
     arrays, n = np.zeros((4, num_tokens), np.int64), flat.shape[1]
     arrays[:3, :n] = flat
     arrays[3, :n], arrays[3, n:] = awaited_places(batch), -1

@@ -20,7 +20,6 @@ from baton.engine.execution.gpu.step_arrays import (
     decode_arrays,
     places_of_samples,
 )
-from baton.engine.execution.step_parts import flatten, metadata_of
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE = 4
@@ -54,7 +53,7 @@ def test_each_token_has_its_place(batch: list[SequenceSlice]) -> None:
             block = piece.block_table[position // BLOCK_SIZE]
             tokens.append((token_id, position, block * BLOCK_SIZE + position % BLOCK_SIZE))
             places.append(-1 if piece.follows is None else piece.follows + index)
-    assert [*map(tuple, flatten(StepBatch.of(batch), BLOCK_SIZE).T.tolist())] == tokens
+    assert [*map(tuple, StepBatch.of(batch).flatten(BLOCK_SIZE).T.tolist())] == tokens
     found = awaited_places(StepBatch.of(batch))
     assert found.dtype == np.int64
     assert found.tolist() == places
@@ -82,9 +81,9 @@ def test_columns_are_the_slices_that_they_stand_for(
     same, slots = StepBatch.of([*batch]), torch.empty(0)
     assert len(batch) == len(same) == len(decodes) + len(others)
     n = sum(batch.query_lens) + 2  # of padding
-    arrays, metadata = decode_arrays(batch, BLOCK_SIZE, n), metadata_of(batch, slots)
+    arrays, metadata = decode_arrays(batch, BLOCK_SIZE, n), batch.metadata(slots)
     assert arrays.tolist() == decode_arrays(same, BLOCK_SIZE, n).tolist()
-    assert metadata == metadata_of(same, metadata.slot_mapping)
+    assert metadata == same.metadata(metadata.slot_mapping)
     assert batch.logits_indices == same.logits_indices
     assert [*places_of_samples(batch)] == [*places_of_samples(same)]
     assert (sorted(batch.special), batch.asking) == (same.special, same.asking)
