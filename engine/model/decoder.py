@@ -64,9 +64,11 @@ class Attention:
             placement,
             has_bias=config.has_output_bias,
         )
-        self._eps = config.rms_norm_eps
-        names = ("q_norm", "k_norm") if config.has_qk_norm else ()
-        self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
+        self._norms: HeadNorms | None = None
+        if config.has_qk_norm:
+            eps, names = config.rms_norm_eps, ("q_norm", "k_norm")
+            q, k = (RMSNorm(f"{prefix}.{name}", dim, eps, placement).weight for name in names)
+            self._norms = HeadNorms(q, k, eps)
         self._spread: Tensor | None = None  # which heads of the product the pool's layers have
         num_copies = (placement.pool_kv_heads or heads.num_kv_heads) // heads.num_kv_heads
         if num_copies > 1:
@@ -80,11 +82,7 @@ class Attention:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
         if self._spread is not None:
             qkv = qkv.index_select(1, self._spread)
-        norms = None
-        if self.head_norms:
-            q_norm, k_norm = self.head_norms
-            norms = HeadNorms(q_norm.weight, k_norm.weight, self._eps)
-        return self.out(attention.run(self._layer, qkv, rope, norms, self.out.fp8_weight))
+        return self.out(attention.run(self._layer, qkv, rope, self._norms, self.out.fp8_weight))
 
 
 def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs]:
