@@ -73,6 +73,7 @@ class EngineStats:
             held_blocks=held_blocks,
             room_blocks=self._scheduler.room_blocks(pending),
             output_tokens=self._estimator.expected,
+            mean_output_tokens=round(self._estimator.mean),
             waiting_by_caller=waiting,
             decodes=queues.decodes(),
         )

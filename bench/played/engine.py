@@ -273,6 +273,7 @@ class PlayedEngine:
             num_requests=max(0, num_here - len(self._tickets)),  # those go on elsewhere
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
+            mean_output_tokens=load.mean_output_tokens,
             step_cost=self.engine.stats.step_cost(),
             decodes=load.decodes,
             tbt_target_s=self.engine.promise.target_s,

@@ -19,11 +19,15 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
+from itertools import islice
+from statistics import fmean
 from typing import NamedTuple
 
 from ...core.request.request import Request
 from ..kv.limits import EngineLimits
 from .sequence import Sequence
+
+_FEW_OUTPUTS = 32  # a mean of more would follow another mix of requests too late
 
 
 class Footprint(NamedTuple):
@@ -96,6 +100,12 @@ class OutputLengthEstimator:
             del self._ordered[bisect.bisect_left(self._ordered, oldest)]
         self._recent.append(num_outputs)
         bisect.insort(self._ordered, num_outputs)
+
+    @property
+    def mean(self) -> float:
+        """Of the last few that ended; 0 while nothing was observed."""
+        few = [*islice(reversed(self._recent), _FEW_OUTPUTS)]
+        return fmean(few) if few else 0.0
 
     @property
     def expected(self) -> int:

@@ -89,7 +89,7 @@ class Load:
     held for pullers, or will be when they are computed, and `credit_blocks` may still be.
     `room_blocks` are left beside the estimated peak of all that is here or pending; what the prefix
     cache holds of waiting prompts is not taken off. A new request is expected to bring
-    `output_tokens`; 0: that is not known.
+    `output_tokens`, of the last ones to end each brought `mean_output_tokens`; 0: not known.
     """
 
     num_running: int
@@ -101,6 +101,7 @@ class Load:
     held_blocks: int
     room_blocks: int
     output_tokens: int
+    mean_output_tokens: int
     waiting_by_caller: Mapping[int, int]
     decodes: StepShape = StepShape()  # noqa: RUF009 (frozen): those that run, as a step of them alone
 

@@ -114,6 +114,7 @@ class ReportedLoad:
     num_stages: int = 0  # that decode at once, a share of them each; 0: one
     room_blocks: int = 0
     output_tokens: int = 0
+    mean_output_tokens: int = 0
     step_cost: StepCost | None = None
     step_cost_error: float | None = None
     decodes: StepShape = field(default_factory=StepShape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from ...core.membership import Role
 from ...core.ports import Clock
@@ -68,10 +69,12 @@ class LoadMeter:
         decodes = sum(load.decodes.num_decodes for load in loads)
         keys = sum(load.decodes.keys for load in loads)
         size = prompt_tokens / prompts
+        known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
+        to_come = prompts * fmean(known) if known else 0.0  # once as many decode as these bring
         return Mix(
             prompt_tokens=size,
             prompt_tokens_per_s=prompt_tokens + waiting / _DRAIN_S,
-            output_tokens_per_s=output_tokens,
+            output_tokens_per_s=max(output_tokens, to_come),
             context=keys / decodes if decodes else size,
             num_prompts=num_prompts,
         )

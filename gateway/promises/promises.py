@@ -45,9 +45,9 @@ _DEVIATIONS = (-1.28, -0.52, 0.0, 0.52, 1.28)  # of a normal distribution, a fif
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What came in the last seconds, of all gateways. Tokens of prompts are those that no cache
-    had; `prompt_tokens`: of one, on average. `context`: of a decode that runs, on average.
-    `num_prompts`: that came, and by which the rest is known."""
+    """What came in the last seconds, of all gateways, and what it brings. Tokens of prompts are
+    those that no cache had; `prompt_tokens`: of one, on average. `context`: of a decode that runs,
+    on average. `num_prompts`: that came, and by which the rest is known."""
 
     prompt_tokens: float
     prompt_tokens_per_s: float

@@ -239,7 +239,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s", "expert_ranks", "promise_leader", "host_blocks", "host_block_s", "adapters", "running_adapters", "waiting_adapters", "disk_blocks", "num_stages", "waiting_pairs")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s", "expert_ranks", "promise_leader", "host_blocks", "host_block_s", "adapters", "running_adapters", "waiting_adapters", "disk_blocks", "num_stages", "waiting_pairs", "mean_output_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class Heartbeat(_message.Message):
     DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     WAITING_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -306,7 +307,8 @@ class Heartbeat(_message.Message):
     disk_blocks: int
     num_stages: int
     waiting_pairs: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ..., promise_leader: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_block_s: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., disk_blocks: _Optional[int] = ..., num_stages: _Optional[int] = ..., waiting_pairs: _Optional[int] = ...) -> None: ...
+    mean_output_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ..., promise_leader: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_block_s: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., disk_blocks: _Optional[int] = ..., num_stages: _Optional[int] = ..., waiting_pairs: _Optional[int] = ..., mean_output_tokens: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error", "mixed_s", "mixed_pair_s")

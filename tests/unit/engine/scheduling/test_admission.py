@@ -99,6 +99,16 @@ def admission() -> Admission:
     return Admission(limits, OutputLengthEstimator())
 
 
+def test_the_mean_of_outputs_follows_the_last_few() -> None:
+    estimator = OutputLengthEstimator()
+    assert estimator.mean == 0
+    estimator.observe(10)
+    assert estimator.mean == 10
+    for num_outputs in (1000,) * 40 + (20, 40) * 16:
+        estimator.observe(num_outputs)
+    assert estimator.mean == 30
+
+
 def test_a_candidate_with_nobody_to_wait_for_fits(admission: Admission) -> None:
     assert admission.fits(new_sequence(4, 99), [], [])
     growing = admission.footprints([new_sequence(1, 1)])

@@ -116,6 +116,17 @@ def test_the_mix_changes_and_promises_follow_within_ten_seconds() -> None:
     assert world.orders("p0") == [None] and not world.orders("d0")
 
 
+def test_requests_that_began_count_with_the_outputs_that_they_will_bring() -> None:
+    """Prompts as when LONG moves a promise; their decodes have not come yet, and fill both."""
+    per_s, prompt, _ = LONG
+    for mean, orders in ((0, [None]), (128, [None]), (100_000, [])):
+        world = World()
+        for engine in world.table.engines.values():
+            engine.load = replace(engine.load, mean_output_tokens=mean)
+        world.play(10, (per_s, prompt, 1.0))
+        assert world.orders("p0") == orders
+
+
 def test_nothing_is_known_at_first_and_nothing_moves() -> None:
     world = World()
     for engine in world.table.engines.values():
