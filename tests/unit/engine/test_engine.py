@@ -745,12 +745,12 @@ def test_load_and_ledger() -> None:
     engine.add(new_request("b", [2] * 6))
     assert engine.stats.load() == Load(
         0, 2, waiting_tokens=26, waiting_pairs=231, free_blocks=20, credit_blocks=8, held_blocks=0,
-        room_blocks=9, output_tokens=0, waiting_by_caller={0: 26},
+        room_blocks=9, output_tokens=0, mean_output_tokens=0, waiting_by_caller={0: 26},
     )  # fmt: skip
     engine.step()
     assert engine.stats.load() == Load(
         1, 1, waiting_tokens=10, waiting_pairs=95, free_blocks=15, credit_blocks=3, held_blocks=5,
-        room_blocks=9, output_tokens=0, waiting_by_caller={0: 10},
+        room_blocks=9, output_tokens=0, mean_output_tokens=0, waiting_by_caller={0: 10},
     )  # fmt: skip
     ledger = json.loads(json.dumps(engine.stats.ledger()))
     assert ledger["blocks"] == {"free": 15, "cached": 0, "held": 5, "reserved": 2, "total": 22}
