@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,27 @@ def settle(engine: LocalEngine) -> None:
         engine.engine.poll_host()
         time.sleep(0.001)
         assert time.monotonic() < deadline_s
+
+
+def test_an_engine_starts_while_another_pins() -> None:
+    """As where one process has an `LLM` behind another."""
+    memory = torch.zeros(4 << 20, dtype=torch.uint8)
+    refusals: list[str | None] = []
+    is_up = threading.Event()
+
+    def pin_again_and_again() -> None:
+        pin = cuda_pin(DEVICE)
+        while not is_up.is_set():
+            refusals.append(pin(memory.data_ptr(), memory.nbytes))
+            cuda_unpin(memory.data_ptr())
+            time.sleep(0.005)  # as a start has it to do: all calls wait for a pin
+
+    thread = threading.Thread(target=pin_again_and_again)
+    thread.start()
+    try:
+        ModelRunner(EngineConfig(model="demo", device="cuda", num_kv_blocks=200)).close()
+    finally:
+        is_up.set()
+        thread.join()
+    assert refusals
+    assert set(refusals) == {None}

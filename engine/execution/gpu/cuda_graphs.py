@@ -82,10 +82,19 @@ class StepGraphs:
         with torch.inference_mode(), _blas(library):
             step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, self._memory, _capture_stream(self._inputs.device)):
+            with _captured(graph, self._inputs.device, self._memory):
                 output = step()
         self._memory = self._memory or graph.pool()
         self._graphs[size] = StepGraph(size, output, graph)
+
+
+def _captured(
+    graph: torch.cuda.CUDAGraph, device: torch.device, memory: Any = None
+) -> torch.cuda.graph:
+    """What is launched inside is `graph`'s. Other threads go on: an engine of this process that
+    pins its host memory would end the capture, and the capture the pinning."""
+    stream = _capture_stream(device)
+    return torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local")
 
 
 @functools.cache
@@ -181,7 +190,7 @@ def _products_ms(products: Sequence[tuple[Tensor, Product]]) -> float:
     for x, product in products:
         product(x)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_capture_stream(products[0][0].device)):
+    with _captured(graph, products[0][0].device):
         for _ in range(_TIMED_CALLS):
             for x, product in products:
                 product(x)
