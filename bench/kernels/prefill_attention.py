@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.kernels.attention.attention_flashinfer import FlashInferGraphPrefill
+from baton.kernels.attention.attention_flashinfer import FlashInferPrefill
 from baton.kernels.attention.attention_gpu import PrefillPart
 from baton.kernels.attention.attention_triton import TritonGraphPrefill, TritonPrefill
 from baton.kernels.kv.kv_8bit import SCALE_BYTES
@@ -96,7 +96,7 @@ def in_graphs(shape: Shape, case: Case) -> list[Figure]:
     """Ours and FA3, which must agree."""
     layers = Layers(shape, case, is_8bit=False)
     ours = TritonGraphPrefill(layers.pool, shape.heads, torch.bfloat16, _MAX_SLICES, _MAX_LEN)
-    theirs = FlashInferGraphPrefill(layers.pool, shape.heads, _MAX_SLICES, _MAX_LEN)
+    theirs = FlashInferPrefill(layers.pool, shape.heads, torch.bfloat16)
     found, outputs = [], list[Tensor]()
     for name, part in (("ours", ours), ("FA3", theirs)):
         times_us = layers.times_us(part)

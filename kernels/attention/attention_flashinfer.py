@@ -18,13 +18,7 @@ from torch import Tensor
 
 from ..kv.kv_8bit import head_dim_of, is_8bit
 from ..upload import pin, upload
-from .attention import (
-    MAX_GRAPH_SLICES,
-    MAX_GRAPH_TOKENS,
-    BlockTables,
-    flatten_tables,
-    max_graph_blocks,
-)
+from .attention import BlockTables, flatten_tables
 from .attention_triton import TritonPrefill
 
 _LAYOUT = "HND"  # [blocks, 2, kv_heads, block_size, dim]
@@ -81,53 +75,6 @@ class FlashInferPrefill:
             self._of_pool.run(qkv, layer_pool, out, window)
         else:
             self._paged.run(q, layer_pool, out=out)
-
-
-class FlashInferGraphPrefill:
-    """A GraphPrefillPart: FlashInfer's plan lies in fixed places, of fixed sizes."""
-
-    def __init__(self, pool: Tensor, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
-        kv_heads, self._block_size, dim = pool.shape[3:]
-        self._shape, self._dtype = (num_heads, kv_heads, dim), pool.dtype
-        max_blocks = max_graph_blocks(max_num_seqs, max_model_len, self._block_size)
-        indptrs = torch.zeros((2, MAX_GRAPH_SLICES + 1), dtype=torch.int32, device=pool.device)
-        self._device = pool.device
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            pool.new_zeros(_WORKSPACE_BYTES, dtype=torch.uint8),
-            _LAYOUT,
-            backend=_backend(pool),
-            use_cuda_graph=True,
-            qo_indptr_buf=indptrs[0],
-            paged_kv_indptr_buf=indptrs[1],
-            paged_kv_indices_buf=pool.new_zeros(max_blocks, dtype=torch.int32),
-            paged_kv_last_page_len_buf=pool.new_zeros(MAX_GRAPH_SLICES, dtype=torch.int32),
-        )
-        self._is_planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # No plan may have more rows than the first.
-        self.plan([1], [1], [[0]], first_row=max_num_seqs + MAX_GRAPH_TOKENS - 1)
-
-    def plan(
-        self,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: BlockTables,
-        first_row: int = 0,
-    ) -> None:
-        num_empty = MAX_GRAPH_SLICES - len(query_lens)
-        query_lens, seq_lens = [*query_lens, *[0] * num_empty], [*seq_lens, *[0] * num_empty]
-        starts = pin(np.cumsum([first_row, *query_lens], dtype=np.int32), self._device)
-        tables = _tables(
-            seq_lens, [*block_tables, *[()] * num_empty], self._block_size, self._device
-        )
-        self._is_planned.synchronize()
-        self._wrapper.plan(
-            starts, *tables, *self._shape, self._block_size, causal=True, q_data_type=self._dtype
-        )
-        self._is_planned.record()
-
-    def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        assert window is None
-        self._wrapper.run(qkv[:, : self._shape[0]], layer_pool, out=out)
 
 
 def _backend(pool: Tensor) -> str:

@@ -4,7 +4,8 @@
                        TritonDecode      PrefillPart: Triton's or FlashInfer's
 
 In a step that has both they run side by side: decodes are bound by memory, prefill by arithmetic.
-Prefill comes first, and decodes take what multiprocessors it leaves.
+Prefill comes first, and decodes take what it leaves of the multiprocessors: in a CUDA graph by
+dependent launch, once all programs of the prefill have begun, else on another stream.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kv.kv_8bit import is_8bit
 from ..kv.kv_blocks import HeadNorms
 from ..kv.kv_blocks_triton import rotate_and_store
 from ..products.weights import Activations, Fp8Rows, Fp8Weight
@@ -46,25 +46,10 @@ class PrefillPart(Protocol):
         ...
 
 
-class GraphPrefillPart(PrefillPart, Protocol):
-    """One for CUDA graphs."""
-
-    def plan(
-        self,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: BlockTables,
-        first_row: int = 0,
-    ) -> None:
-        """Prepare a step whose slices begin at `first_row` of what `run` is given."""
-        ...
-
-
 class GpuAttention:
     """An AttentionBackend over `pool`. `windows`: see TorchAttention.
 
-    In CUDA graphs `graph_prefill` replaces `prefill`, or where the graph has room for decodes
-    `graph_prefill_beside`.
+    In CUDA graphs `graph_prefill` replaces `prefill`.
     """
 
     def __init__(
@@ -72,15 +57,13 @@ class GpuAttention:
         pool: Tensor,
         decode: TritonDecode,
         prefill: PrefillPart,
-        graph_prefill: GraphPrefillPart,
-        graph_prefill_beside: GraphPrefillPart,
+        graph_prefill: TritonGraphPrefill,
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._layers = pool.unbind(1)  # [num_blocks, 2, kv_heads, block_size, dim] each
         self._windows = windows or [None] * len(self._layers)
         self._decode, self._prefill = decode, prefill
-        self._graph_prefill = self._alone = graph_prefill
-        self._beside_decodes = graph_prefill_beside
+        self._graph_prefill = graph_prefill
         self._num_slices = self._num_decodes = self._num_rows = 0
         self._graph_decodes: int | None = None
         self._side: torch.cuda.Stream | None = None
@@ -100,7 +83,6 @@ class GpuAttention:
             self._decode.plan(seq_lens[:n], tables[:n], places, query_lens)
         chunks = (metadata.query_lens[n:], seq_lens[n:], tables[n:])
         if graph_decodes is not None:
-            self._graph_prefill = self._beside_decodes if graph_decodes else self._alone
             self._graph_prefill.plan(*chunks, first_row=num_rows)
         elif n < self._num_slices:
             self._prefill.plan(*chunks)
@@ -124,14 +106,18 @@ class GpuAttention:
             self._decode.run(qkv[:, :heads], layer_pool, quantised, window)
             return quantised
         out = empty_rows((num_tokens, heads, dim), qkv)
+        decodes = (qkv[:n, :heads], layer_pool, out[:n], window)
+        if has_prefill and self._graph_decodes is not None:
+            shares = self._graph_prefill.attend(qkv, layer_pool, out, window)
+            if n:
+                self._decode.run(*decodes, is_behind_prefill=True)
+            self._graph_prefill.join(shares, out)
+            return out.flatten(1)
         if has_prefill:
             with self._beside(is_alone=n == 0):
-                if self._graph_decodes is None:
-                    self._prefill.run(qkv[n:], layer_pool, out[n:], window)
-                else:
-                    self._graph_prefill.run(qkv, layer_pool, out, window)
+                self._prefill.run(qkv[n:], layer_pool, out[n:], window)
         if n:
-            self._decode.run(qkv[:n, :heads], layer_pool, out[:n], window)
+            self._decode.run(*decodes)
             if has_prefill and self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
         return out.flatten(1)
@@ -161,19 +147,16 @@ def make_gpu_attention(
     """For q, k and v of `dtype`, over a pool of the same or of 8 bits. `prefill` is "triton" or,
     without a window in any layer, "flashinfer". Decodes have up to `rows_each` tokens."""
     prefill_part: PrefillPart
-    max_rows = max_num_seqs * rows_each
-    graph_prefill = TritonGraphPrefill(pool, num_heads, dtype, max_rows, max_model_len)
-    beside: GraphPrefillPart = graph_prefill
-    decode_part = TritonDecode(pool, max_num_seqs, max_model_len, rows_each)
+    has_windows = any(window is not None for window in windows or ())
     if prefill == "triton":
-        prefill_part = TritonPrefill(pool, num_heads, dtype)
+        prefill_part = TritonPrefill(pool, num_heads, dtype, has_windows=has_windows)
     else:
         from .attention_flashinfer import FlashInferPrefill
 
         prefill_part = FlashInferPrefill(pool, num_heads, dtype)
-    if prefill != "triton" and not is_8bit(pool):
-        from .attention_flashinfer import FlashInferGraphPrefill
-
-        # Its plan takes the host longer, which decodes hide and a short prompt alone would not.
-        beside = FlashInferGraphPrefill(pool, num_heads, max_rows, max_model_len)
-    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, beside, windows)
+    max_rows = max_num_seqs * rows_each
+    graph_prefill = TritonGraphPrefill(
+        pool, num_heads, dtype, max_rows, max_model_len, has_windows=has_windows
+    )
+    decode_part = TritonDecode(pool, max_num_seqs, max_model_len, rows_each)
+    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, windows)

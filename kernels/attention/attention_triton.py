@@ -5,12 +5,15 @@ attention 2, Dao 2023), and reads blocks through the flat block tables of
 `attention.flatten_tables`. Few tiles are divided by their keys, and a second kernel joins their
 shares (prefill_tiles.py). With a sliding window a position sees the last `window` ones only, itself
 included, and the rest is not read.
+
+On Hopper prefill_gluon.py computes the tiles instead, wherever it can.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..gluon_kernels import gluon_kernels
 from ..kv.kv_8bit import head_dim_of, is_8bit
 from ..launched import launched, next_power_of_2
 from ..upload import upload, upload_into
@@ -31,28 +35,36 @@ from .attention import (
     max_graph_blocks,
 )
 from .attention_8bit_triton import HALF_ROOM, as_type, fit_half, load_scales, log2_and_inverse
-from .prefill_tiles import TILE_KEYS, divide, max_joined, max_shares, max_tiles
+from .prefill_tiles import TILE_KEYS, divide, max_joined, max_tiles
 
 Int32s = NDArray[np.int32]
 
 LOG2_E = math.log2(math.e)
 _LOWEST = tl.constexpr(-1e30)  # a score that no key has; unlike -inf it can be subtracted from -inf
-_ROWS = 64  # of a tile: queries of all heads of a group
+_ROWS, _WIDE_ROWS = 64, 128  # of a tile: queries of all heads of a group
+_PROGRAMS, _WIDE_PROGRAMS = 2 * 132, 132  # what an H200 holds at once
+_WIDE_DIMS, _WIDE_BLOCKS = (64, 128), (16, 32, 64)
 _JOINED_ROWS, _JOINED_AT_ONCE = 16, 4
 
 
 class TritonPrefill:
-    """A PrefillPart of `num_heads`, for q of `dtype`. int32 device arrays of a step, rows as `run`
-    is given them:
+    """A PrefillPart of `num_heads`, for q of `dtype`; any layer may have a window only if told so.
+    int32 device arrays of a step, rows as `run` is given them:
 
     tiles   [tiles, 6] and joined [tiles, 4]: prefill_tiles.divide
     slices  [slices, 4]: first row, query_len, seq_len, first index of its block table
     """
 
-    def __init__(self, pool: Tensor, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pool: Tensor, num_heads: int, dtype: torch.dtype, *, has_windows: bool = False
+    ) -> None:
         self._kv_heads, self._block_size = pool.shape[3:5]
         self._group = num_heads // self._kv_heads
+        self._wide = None if has_windows else _wide_kernel(pool, dtype, self._group)
         self._rows = max(_ROWS, next_power_of_2(self._group))
+        self._max_shares = _PROGRAMS // self._kv_heads
+        if self._wide is not None:
+            self._rows, self._max_shares = _WIDE_ROWS, _WIDE_PROGRAMS // self._kv_heads
         is_wide = head_dim_of(pool) > 128 or dtype == torch.float32
         self._tile_keys = TILE_KEYS // 2 if is_wide else TILE_KEYS
         self._tiles = self._joined = self._slices = pool.new_zeros(0, dtype=torch.int32)
@@ -73,7 +85,7 @@ class TritonPrefill:
         indptr, indices = flatten_tables(seq_lens, block_tables, self._block_size)
         starts = np.cumsum([first_row, *query_lens[:-1]])
         slices = np.stack([starts, query_lens, seq_lens, indptr[:-1]], axis=1)
-        tiles, joined = divide(query_lens, seq_lens, self._tile_queries, self._kv_heads)
+        tiles, joined = divide(query_lens, seq_lens, self._tile_queries, self._max_shares)
         self._put(tiles, joined, slices.astype(np.int32), indices)
 
     def _put(self, tiles: Int32s, joined: Int32s, slices: Int32s, indices: Int32s) -> None:
@@ -85,20 +97,30 @@ class TritonPrefill:
         self._num_places = int(joined[:, 3].sum())
 
     def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        self.join(self.attend(qkv, layer_pool, out, window), out)
+
+    def attend(
+        self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """`run` but for what `join` does with what this gives. The kernel behind this is let in
+        once all in front has completed: it need not wait to read what this reads."""
         dim, device = out.shape[-1], out.device
         places = (self._num_places, self._kv_heads, self._rows)
         partial = torch.empty((*places, dim), dtype=torch.float32, device=device)
         log_sums = torch.empty(places, dtype=torch.float32, device=device)
+        scale = LOG2_E / math.sqrt(dim)
+        arrays = (self._tiles, self._slices, self._indices)
+        if self._wide is not None:
+            self._wide.attend(qkv, layer_pool, *arrays, out, partial, log_sums, scale)
+            return partial, log_sums
         _prefill[(len(self._tiles), self._kv_heads)](
             qkv,
             layer_pool,
-            self._tiles,
-            self._slices,
-            self._indices,
+            *arrays,
             out,
             partial,
             log_sums,
-            LOG2_E / math.sqrt(dim),
+            scale,
             qkv.stride(0),
             layer_pool.stride(0),
             window or 0,
@@ -118,6 +140,11 @@ class TritonPrefill:
             num_stages=2,
             **launch_options(device),
         )
+        return partial, log_sums
+
+    def join(self, shares: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Add up tiles that were divided."""
+        (partial, log_sums), dim, device = shares, out.shape[-1], out.device
         if not len(self._joined):
             return
         _join_tiles[(len(self._joined), self._kv_heads, self._rows // _JOINED_ROWS)](
@@ -150,23 +177,25 @@ class TritonGraphPrefill(TritonPrefill):
         dtype: torch.dtype,
         max_num_seqs: int,
         max_model_len: int,
+        *,
+        has_windows: bool = False,
     ) -> None:
-        super().__init__(pool, num_heads, dtype)
+        super().__init__(pool, num_heads, dtype, has_windows=has_windows)
         max_blocks = max_graph_blocks(max_num_seqs, max_model_len, self._block_size)
         most = self._max_tiles(max_num_seqs + MAX_GRAPH_TOKENS)
         self._all_tiles = pool.new_zeros((most, 6), dtype=torch.int32)
-        self._joined = pool.new_zeros((max_joined(self._kv_heads), 4), dtype=torch.int32)
+        self._joined = pool.new_zeros((max_joined(self._max_shares), 4), dtype=torch.int32)
         self._slices = pool.new_zeros((MAX_GRAPH_SLICES, 4), dtype=torch.int32)
         self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
 
     def _max_tiles(self, num_tokens: int) -> int:
         """Of up to MAX_GRAPH_SLICES slices of so many tokens together."""
-        return max_tiles(num_tokens, MAX_GRAPH_SLICES, self._tile_queries, self._kv_heads)
+        return max_tiles(num_tokens, MAX_GRAPH_SLICES, self._tile_queries, self._max_shares)
 
     def _put(self, tiles: Int32s, joined: Int32s, slices: Int32s, indices: Int32s) -> None:
         num_tiles = self._max_tiles(int(slices[-1, 0] + slices[-1, 1]))
         self._tiles = self._all_tiles[:num_tiles]
-        self._num_places = max_shares(self._kv_heads)
+        self._num_places = self._max_shares
         all_tiles = np.zeros((num_tiles, 6), np.int32)
         all_tiles[: len(tiles)] = tiles
         all_joined = np.zeros((len(self._joined), 4), np.int32)
@@ -175,6 +204,16 @@ class TritonGraphPrefill(TritonPrefill):
         upload_into(self._joined, all_joined)
         upload_into(self._slices, slices)
         upload_into(self._indices, indices)
+
+
+def _wide_kernel(pool: Tensor, dtype: torch.dtype, group: int) -> ModuleType | None:
+    """prefill_gluon.py, if it computes this."""
+    block_size, dim = pool.shape[4:]
+    if dtype != pool.dtype or dtype.itemsize != 2 or group > _WIDE_ROWS:
+        return None
+    if dim not in _WIDE_DIMS or block_size not in _WIDE_BLOCKS:
+        return None
+    return gluon_kernels("attention.prefill_gluon", pool.device)
 
 
 def dot_precision(q: Tensor) -> str:
@@ -216,7 +255,6 @@ def _prefill(
     HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_in(PDL)
     # The plan is there before a step's first kernel begins. One program waits for the kernel in
     # front whatever it has, so that this kernel ends after that one.
     entry, kv_head = tiles + tl.program_id(0) * 6, tl.program_id(1)
@@ -225,6 +263,7 @@ def _prefill(
     if is_empty & (tl.program_id(0) > 0):
         return
     wait_for_previous(PDL)
+    let_next_in(PDL)
     if is_empty:
         return
     piece, first_query = slices + tl.load(entry) * 4, tl.load(entry + 1)

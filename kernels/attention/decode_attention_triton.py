@@ -108,10 +108,19 @@ class TritonDecode:
         parts[4][:] = indices
         upload_into(self._plan, plan)
 
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor | Fp8Rows, window: int | None) -> None:
+    def run(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        out: Tensor | Fp8Rows,
+        window: int | None,
+        *,
+        is_behind_prefill: bool = False,
+    ) -> None:
         """q [rows, heads, dim], of which a token's heads lie together; out the same, contiguous, or
         if `can_quantise` [rows, heads * dim] with a scale for each head. Of a graph as many rows as
-        it has room for; those of no decode are left as they are.
+        it has room for; those of no decode are left as they are. Right behind
+        `TritonPrefill.attend` it runs beside that.
 
         layer_pool [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
         """
@@ -160,6 +169,7 @@ class TritonDecode:
             IS_8BIT=self._is_8bit,
             IS_QUANTISED=is_quantised,
             IS_AHEAD=places * self._kv_heads <= _FEW_HEADS and q.is_cuda,
+            IS_BEHIND_PREFILL=is_behind_prefill,
             HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
             num_stages=_STAGES,
@@ -221,6 +231,7 @@ def _attend_share(
     IS_8BIT: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
     IS_AHEAD: tl.constexpr,
+    IS_BEHIND_PREFILL: tl.constexpr,
     HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -233,7 +244,8 @@ def _attend_share(
     begin, end = tl.load(entry + 2), tl.load(entry + 3)
     table, num_shares = indices + tl.load(entry + 4), tl.load(entry + 5)
     is_empty = begin >= end
-    if is_empty & (tl.program_id(1) > 0):
+    is_first = tl.program_id(1) == 0
+    if is_empty & (not is_first):
         return
     if PDL and IS_AHEAD and not is_empty:  # all keys but the last were written by earlier steps
         positions = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1)
@@ -241,8 +253,11 @@ def _attend_share(
         keys = layer_pool + block * block_stride + kv_head * PIECE + positions % BLOCK_SIZE * DIM
         _prefetch(keys, DIM)
         _prefetch(keys + KV_HEADS * PIECE, DIM)
-    wait_for_previous(PDL)
+    if not IS_BEHIND_PREFILL:  # which has let this in once all that this reads was there
+        wait_for_previous(PDL)
     if is_empty:
+        if IS_BEHIND_PREFILL:
+            wait_for_previous(PDL)
         return
     rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     is_dim = dims < DIM
@@ -337,6 +352,15 @@ def _attend_share(
         tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask)
         log_sum = tl.where(total > 0, best + tl.log2(share_sum), float("-inf"))
         tl.store(log_sums + at, log_sum, mask=is_row)
+    if IS_BEHIND_PREFILL:
+        _end_after_previous(is_first, PDL)
+
+
+@triton.jit
+def _end_after_previous(is_first, PDL: tl.constexpr):
+    """What is behind waits for this kernel alone."""
+    if is_first:
+        wait_for_previous(PDL)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ many can replay any step; the tiles themselves it reads.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,32 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE_KEYS = 64
-_PROGRAMS_WANTED = 2 * 132  # what an H200 holds at once
 _LEAST_SHARE = 4 * TILE_KEYS  # keys; still shorter shares take longer to join than to compute
 
 Int32s = NDArray[Any]
 
 
-def max_shares(kv_heads: int) -> int:
-    """Of the tiles of any step that divides some. Each share is a program for each of the heads."""
-    return _PROGRAMS_WANTED // kv_heads
-
-
-def max_tiles(num_queries: int, num_slices: int, tile_queries: int, kv_heads: int) -> int:
+def max_tiles(num_queries: int, num_slices: int, tile_queries: int, max_shares: int) -> int:
     """Shares of tiles of any step with so many queries, in so many slices at most."""
-    return max(num_queries // tile_queries + num_slices, max_shares(kv_heads))
+    return max(num_queries // tile_queries + num_slices, max_shares)
 
 
-def max_joined(kv_heads: int) -> int:
+def max_joined(max_shares: int) -> int:
     """Tiles of any step that have several shares."""
-    return max_shares(kv_heads) // 2
+    return max_shares // 2
 
 
 def divide(
-    query_lens: Sequence[int], seq_lens: Sequence[int], tile_queries: int, kv_heads: int
+    query_lens: Sequence[int], seq_lens: Sequence[int], tile_queries: int, max_shares: int
 ) -> tuple[Int32s, Int32s]:
     """Divide the queries of a step, and their keys: (tiles [tiles, 6]: slice, first query, first
     key, end, place, shares; joined [tiles, 4]: slice, first query, first place, shares).
+
+    Where tiles are divided there are at most `max_shares`: what a GPU computes at once.
 
     A query sees the keys up to its own. The `place` of a tile's share is among those of all tiles
     that have several shares, which are `joined`. The tiles of a slice that see the most keys come
@@ -50,8 +47,7 @@ def divide(
         for index, (length, keys) in enumerate(zip(query_lens, seq_lens, strict=True))
         for first in reversed(range(0, length, tile_queries))
     ]
-    room = max_shares(kv_heads) - len(found)  # of tiles that are cut, one share is shorter
-    most = max(_LEAST_SHARE, -(-sum(end for *_, end in found) // room)) if room > 0 else None
+    most = _longest_share([end for *_, end in found], max_shares)
     tiles, joined, place = list[int](), list[int](), 0
     for index, first, end in found:
         if most is None or end <= most:
@@ -64,6 +60,19 @@ def divide(
             tiles += (index, first, begin, min(begin + size, end), place, count)
             place += 1
     return _rows(tiles, 6), _rows(joined, 4)
+
+
+def _longest_share(ends: Sequence[int], max_shares: int) -> int | None:
+    """The fewest keys that shares of the tiles need to have, so that there are at most so many;
+    None if tiles alone are as many."""
+    if len(ends) >= max_shares:
+        return None
+    lengths = range(_LEAST_SHARE, max(*ends, _LEAST_SHARE) + TILE_KEYS, TILE_KEYS)
+
+    def fits(length: int) -> bool:
+        return sum(-(-end // length) for end in ends) <= max_shares
+
+    return lengths[bisect_left(lengths, True, key=fits)]
 
 
 def _rows(numbers: list[int], width: int) -> Int32s:

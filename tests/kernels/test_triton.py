@@ -535,18 +535,18 @@ def test_prompts_behind_long_contexts(
 @given(
     slices=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 20_000)), min_size=1, max_size=9),
     tile_queries=st.sampled_from([1, 9, 32, 64]),
-    kv_heads=st.sampled_from([1, 2, 8, 32]),
+    max_shares=st.sampled_from([264, 132, 66, 33, 16, 4]),
 )
 def test_each_query_sees_each_of_its_keys_once(
-    slices: list[tuple[int, int]], tile_queries: int, kv_heads: int
+    slices: list[tuple[int, int]], tile_queries: int, max_shares: int
 ) -> None:
     """`slices`: new tokens, and those before them."""
     query_lens = [new for new, _ in slices]
     seq_lens = [sum(pair) for pair in slices]
-    tiles, joined = prefill_tiles.divide(query_lens, seq_lens, tile_queries, kv_heads)
+    tiles, joined = prefill_tiles.divide(query_lens, seq_lens, tile_queries, max_shares)
     num_queries, num_slices = sum(query_lens), len(slices)
-    assert len(tiles) <= prefill_tiles.max_tiles(num_queries, num_slices, tile_queries, kv_heads)
-    assert len(joined) <= prefill_tiles.max_joined(kv_heads)
+    assert len(tiles) <= prefill_tiles.max_tiles(num_queries, num_slices, tile_queries, max_shares)
+    assert len(joined) <= prefill_tiles.max_joined(max_shares)
     by_tile: dict[tuple[int, int], list[list[int]]] = {}
     for of, first, *share in tiles.tolist():
         by_tile.setdefault((of, first), []).append(share)
@@ -566,7 +566,7 @@ def test_each_query_sees_each_of_its_keys_once(
             expected.append([of, first, place, len(shares)])
             place += len(shares)
     assert joined.tolist() == expected
-    assert not place or len(tiles) <= prefill_tiles.max_shares(kv_heads)
+    assert not place or len(tiles) <= max_shares
 
 
 def test_padding_rows_share_the_padding_block() -> None:
@@ -593,6 +593,38 @@ def test_flashinfer(heads: tuple[int, int], lens: str, is_graph: bool) -> None:
         batch.metadata = dataclasses.replace(batch.metadata, graph_decodes=num_decodes + 3)
     close_to_float32(batch.run(triton_attention(batch, "flashinfer")), expected)
     close_to_float32(batch.pool, expected_pool)
+
+
+WIDE_LENS = {
+    "mixed": LENS["mixed"],
+    "fresh": LENS["fresh"],
+    "behind contexts": [(40, 1), (3000, 1), (1090, 70), (0, 3), (2500, 33)],
+    "many": [(300, 1), (0, 700), (8000, 257)],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(32, 8), (4, 4), (14, 2), (16, 1)])
+@pytest.mark.parametrize("lens", WIDE_LENS)
+def test_prompts_in_tiles_of_hopper(
+    lens: str, heads: tuple[int, int], dim: int, dtype: torch.dtype, is_graph: bool
+) -> None:
+    """By prefill_gluon.py, and beside decodes; no sequence has what lies behind its end."""
+    batch = Batch(heads, dim, WIDE_LENS[lens], dtype)
+    lengths, tables = batch.metadata.seq_lens, batch.metadata.block_tables
+    for length, table in zip(lengths, tables, strict=True):
+        batch.pool[table[-1], :, :, :, (length - 1) % 16 + 1 :] = float("nan")
+    expected, _ = batch.reference()
+    if is_graph:
+        num_decodes = batch.metadata.num_decodes
+        batch.metadata = dataclasses.replace(batch.metadata, graph_decodes=num_decodes + 2)
+    attention = triton_attention(batch)
+    assert attention._graph_prefill._wide is not None
+    for _ in range(2):
+        close_to_float32(batch.run(attention), expected)
 
 
 @pytest.mark.gpu
