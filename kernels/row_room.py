@@ -1,6 +1,6 @@
 """Memory behind the rows of a small tensor, from which a kernel may load more rows than there are.
 
-streamed_product_gluon.py loads 64 rows at once, int4_streamed_gluon.py 8, 16, 32 or 64. Of rows
+streamed_product_gluon.py loads 64 or 128 rows at once, int4_streamed_gluon.py 8 to 64. Of rows
 beyond a tensor the hardware makes zeros, so slowly that a product of 16 rows took up to twice the
 time of one of 64. Rows that are there, whatever they hold, cost nothing: no row of a product
 depends on another.
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 LEAST_ROWS, ROWS_AT_ONCE = 33, 64  # with fewer, nobody loads 64
+MOST_ROWS = 128  # with more, nobody loads any that are not there
 _LEAST_ROOM = 8
 
 
 def room_of(num_rows: int) -> int:
-    """How many rows there are to be loaded: 8, 16, 32, 64, or as many as there are."""
-    if num_rows > ROWS_AT_ONCE:
+    """How many rows there are to be loaded: 8, 16, 32, 64, 128, or as many as there are."""
+    if num_rows > MOST_ROWS:
         return num_rows
     return max(_LEAST_ROOM, 1 << max(0, num_rows - 1).bit_length())
 

@@ -90,6 +90,11 @@ class TritonOps(Ops):
     ) -> Tensor | Unscaled | Summands:
         if isinstance(weight, RowScaled | BlockScaled):
             return summand(quantise(x, weight) if isinstance(x, Tensor) else x, weight, bias)
+        if isinstance(x, Tensor) and isinstance(weight, Tensor):
+            stages = choose_stages(x, weight, is_gated=False, is_summand=True)
+            if stages is not None and stages.shares > 1 and (streamed := _streamed(x.device)):
+                found: Tensor = streamed.streamed_summands(x, weight, bias, stages)
+                return Summands(found.flatten(0, 1), stages.shares)
         return self.linear(x, weight, bias)
 
     def gated_linear(

@@ -1,4 +1,4 @@
-"""Which products of 33 to 64 rows streamed_product_gluon.py computes, and how they are cut up."""
+"""Which products of 33 to 128 rows streamed_product_gluon.py computes, and how they are cut up."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..row_room import LEAST_ROWS, ROWS_AT_ONCE, has_room
+from ..row_room import LEAST_ROWS, MOST_ROWS, has_room, room_of
 
-_LEAST_TILES, _LEAST_NARROW_TILES = 96, 72  # that keep an H200 busy
 _ALIGNED = 16  # bytes, of a row
 
 
@@ -20,18 +19,53 @@ class Stages:
     inputs: int  # of a stage
     count: int
     early: int  # so many of them before the kernel in front has ended
+    shares: int = 1  # of the inputs, a program each
 
 
-def choose_stages(x: Tensor, weight: Tensor, *, is_gated: bool) -> Stages | None:
-    """What is fastest on an H200; None where that is cuBLAS."""
-    if not LEAST_ROWS <= len(x) <= ROWS_AT_ONCE or x.itemsize != 2:
+# What is fastest on an H200, by the room of the rows and what is made of the product: from how many
+# outputs of the weight on, the most first. None, and fewer outputs than any: cuBLAS. Summands have
+# shares; where none is said they are computed as products are.
+_FASTEST: dict[tuple[int, str], tuple[tuple[int, Stages | None], ...]] = {
+    (64, "product"): (
+        (12_288, Stages(128, 128, 4, 3)),
+        (6144, Stages(64, 128, 6, 4)),
+        (2304, Stages(32, 128, 9, 3)),
+    ),
+    (64, "summand"): (),
+    (64, "gated"): ((12_288, Stages(64, 128, 4, 2)),),
+    (128, "product"): (
+        (8449, None),  # programs of 64 outputs would be more than there are multiprocessors
+        (6144, Stages(64, 128, 4, 3)),
+    ),
+    (128, "summand"): (
+        (8449, None),
+        (6145, Stages(128, 64, 7, 3, shares=2)),
+        (4353, Stages(128, 64, 7, 3, shares=3)),
+        (3329, Stages(128, 64, 7, 3, shares=4)),
+        (2048, Stages(128, 64, 7, 3, shares=6)),
+    ),
+    (128, "gated"): (
+        (24_576, Stages(128, 64, 4, 3)),
+        (12_288, Stages(64, 64, 7, 4)),
+    ),
+}
+
+
+def choose_stages(
+    x: Tensor, weight: Tensor, *, is_gated: bool, is_summand: bool = False
+) -> Stages | None:
+    """What is fastest on an H200; None where that is cuBLAS. Only of a summand it may have shares:
+    the norm that adds it adds them up."""
+    if not LEAST_ROWS <= len(x) <= MOST_ROWS or x.itemsize != 2:
         return None
     if not has_room(x) or x.shape[1] * x.itemsize % _ALIGNED or x.data_ptr() % _ALIGNED:
         return None
+    room, num_outputs = room_of(len(x)), len(weight)
     if is_gated:
-        return Stages(64, 128, 4, 2) if len(weight) >= 2 * 64 * _LEAST_TILES else None
-    if len(weight) >= 128 * _LEAST_TILES:
-        return Stages(128, 128, 4, 3)
-    if len(weight) >= 64 * _LEAST_TILES:
-        return Stages(64, 128, 6, 4)
-    return Stages(32, 128, 9, 3) if len(weight) >= 32 * _LEAST_NARROW_TILES else None
+        return _look_up(room, "gated", num_outputs)
+    of_summand = _look_up(room, "summand", num_outputs) if is_summand else None
+    return of_summand or _look_up(room, "product", num_outputs)
+
+
+def _look_up(room: int, kind: str, num_outputs: int) -> Stages | None:
+    return next((stages for least, stages in _FASTEST[room, kind] if num_outputs >= least), None)

@@ -1,12 +1,17 @@
-"""A matrix times 33 to 64 vectors on Hopper: the weight is on its way before the vectors are.
+"""A matrix times 33 to 128 vectors on Hopper: the weight is on its way before the vectors are.
 
     a warp     weight ─TMA─► early stages │ the kernel in front has ended │ vectors ─TMA─► them too
                weight, vectors ─TMA─► each further stage, once it is empty
-    four more  a stage is full ─► wgmma ─► it is empty
+    others     a stage is full ─► wgmma ─► it is empty; four warps for each 64 vectors
 
 A weight depends on nothing that a step computes. What is in front of a product, a norm, a sum over
 GPUs, the last programs of another product, leaves the memory idle for microseconds, which are some
 stages' worth. To fill more of them early slows down what is in front, which waits for memory too.
+
+Every program reads all vectors of its inputs again, from the L2 cache. With more than 64 of them
+that takes longer than the weight takes to come from memory, unless a program has many outputs. Few
+outputs of many inputs would then keep few multiprocessors busy: programs have shares of the inputs,
+and give a summand each, which the norm behind adds up.
 
 A product that ranks add up goes from here to the ranks that add it up: 64 rows of 8192 outputs
 are there 1.4 to 3 us earlier than if the sum's kernel had to read and send them.
@@ -34,12 +39,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched
 from ..peer_reduce_triton import Exchange, slot_at, state_of
-from ..row_room import ROWS_AT_ONCE, empty_rows
+from ..row_room import empty_rows, room_of
 from .streamed_product import Stages
 
-_ROWS = gl.constexpr(ROWS_AT_ONCE)  # which a warp group multiplies
-_WARPS = 4
-_REGISTERS = 96  # so few that what is behind comes in early; the producer's go to the others
+_WARP_ROWS = gl.constexpr(16)  # which a warp multiplies, four at once: a warp group
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 
@@ -49,12 +52,21 @@ def streamed_product(
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
 
-    At most 64 rows, with room for 64. `is_gated`: `ops.silu_and_mul` of the same, half as
-    many outputs. Sums in float32; a row's do not depend on the others.
+    33 to 128 rows, with room for 64 or 128; stages of one share. `is_gated`: `ops.silu_and_mul`
+    of the same, half as many outputs. Sums in float32; a row's do not depend on the others.
     """
+    assert stages.shares == 1
     num_outputs = len(weight) // (2 if is_gated else 1)
     out = empty_rows((len(x), num_outputs), x)
     _launch(x, weight, bias, stages, out, num_outputs, is_gated=is_gated)
+    return out
+
+
+def streamed_summands(x: Tensor, weight: Tensor, bias: Tensor | None, stages: Stages) -> Tensor:
+    """The same, of each share of the inputs: [rows, shares, outputs]."""
+    shape = (len(x), stages.shares, len(weight))
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, stages, out, len(weight))
     return out
 
 
@@ -67,7 +79,8 @@ def send_streamed_product(
     *,
     in_parts: bool,
 ) -> None:
-    """The same, as this rank's summand, to where the next `peer_add_rms_norm` adds it up."""
+    """`streamed_product`, as this rank's summand, to where `peer_add_rms_norm` adds it up next."""
+    assert stages.shares == 1
     ranks = {"rank": exchange.rank, "num_ranks": exchange.num_ranks}
     pitch = exchange.pitch(len(weight), in_parts=in_parts)
     _launch(x, weight, bias, stages, exchange.bases, len(weight), **ranks, pitch=pitch)
@@ -87,9 +100,10 @@ def _launch(
     pitch: int = 0,
 ) -> None:
     """`out`: the product, or of several ranks `Exchange.bases`."""
-    whole_x = torch.as_strided(x, (ROWS_AT_ONCE, x.shape[1]), x.stride())
-    _streamed_product[(cdiv(num_outputs, stages.outputs),)](
-        _boxes(whole_x, [ROWS_AT_ONCE, stages.inputs]),
+    rows = room_of(len(x))
+    whole_x = torch.as_strided(x, (rows, x.shape[1]), x.stride())
+    _streamed_product[(cdiv(num_outputs, stages.outputs), stages.shares)](
+        _boxes(whole_x, [rows, stages.inputs]),
         _boxes(weight, [stages.outputs, stages.inputs]),
         weight if bias is None else bias,
         out,
@@ -105,10 +119,23 @@ def _launch(
         INPUTS=stages.inputs,
         STAGES=stages.count,
         EARLY=stages.early,
-        num_warps=_WARPS,
-        maxnreg=_REGISTERS,
+        SHARES=stages.shares,
+        **cost(stages, rows, is_gated=is_gated),
         **launch_options(x.device),
     )
+
+
+def cost(stages: Stages, rows: int, *, is_gated: bool) -> dict[str, int]:
+    """Warps that multiply and registers of a thread, on average with those of the producer, which
+    Triton rounds up to four warps: so few that what is behind comes in early."""
+    warps = rows // _WARP_ROWS.value
+    sums = stages.outputs * (2 if is_gated else 1) // 2
+    wanted = 168 if sums <= 64 else 232  # of a thread that multiplies
+    others: int = 4 * _PRODUCER_REGISTERS.value
+    return {
+        "num_warps": warps,
+        "maxnreg": cdiv(cdiv(wanted * warps + others, warps + 4), 8) * 8,
+    }
 
 
 def _boxes(matrix: Tensor, box: list[int]) -> TensorDescriptor:
@@ -135,10 +162,12 @@ def _stage_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _ask_weight(matrix, num_outputs, column, full, ws, stage, HALVES: gl.constexpr):
+def _ask_weight(
+    matrix, num_outputs, column, full, ws, stage, ROWS: gl.constexpr, HALVES: gl.constexpr
+):
     """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
     OUTPUTS: gl.constexpr = matrix.block_shape[0]
-    num_bytes: gl.constexpr = (_ROWS + HALVES * OUTPUTS) * matrix.block_shape[1] * 2
+    num_bytes: gl.constexpr = (ROWS + HALVES * OUTPUTS) * matrix.block_shape[1] * 2
     mbarrier.expect(full.index(stage), num_bytes)
     for half in gl.static_range(HALVES):
         corner = [gl.program_id(0) * OUTPUTS + half * num_outputs, column]
@@ -154,31 +183,33 @@ def _fill(
     full,
     empty,
     num_outputs,
-    num_inputs,
+    first_input,
+    num_steps,
     HALVES: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One warp: have stage after stage filled, as they become empty."""
     STAGES: gl.constexpr = xs.shape[0]
-    INPUTS: gl.constexpr = vectors.block_shape[1]
-    num_steps = gl.cdiv(num_inputs, INPUTS)
+    ROWS: gl.constexpr = xs.shape[1]
+    INPUTS: gl.constexpr = xs.shape[2]
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask_weight(matrix, num_outputs, step * INPUTS, full, ws, step, HALVES)
+        column = first_input + step * INPUTS
+        _ask_weight(matrix, num_outputs, column, full, ws, step, ROWS, HALVES)
     wait_for_previous(PDL)
     let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask(vectors, [0, step * INPUTS], full.index(step), xs.index(step))
+        _ask(vectors, [0, first_input + step * INPUTS], full.index(step), xs.index(step))
     for step in range(EARLY, num_steps):
-        stage = step % STAGES
+        stage, column = step % STAGES, first_input + step * INPUTS
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        _ask_weight(matrix, num_outputs, step * INPUTS, full, ws, stage, HALVES)
-        _ask(vectors, [0, step * INPUTS], full.index(stage), xs.index(stage))
+        _ask_weight(matrix, num_outputs, column, full, ws, stage, ROWS, HALVES)
+        _ask(vectors, [0, column], full.index(stage), xs.index(stage))
 
 
 @gluon.jit
 def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexpr):
-    """Four warps: add up stage after stage, as they become full."""
+    """All warps but one: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0]
     for step in range(num_steps):
         stage = step % STAGES
@@ -188,10 +219,16 @@ def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexp
         if HALVES == 2:
             tile = ws.index(stage * HALVES + 1).permute((1, 0))
             up_sums = warpgroup_mma(x, tile, up_sums, is_async=True)
-        sums, up_sums = warpgroup_mma_wait(HALVES, deps=(sums, up_sums))
+            sums, up_sums = warpgroup_mma_wait(2, deps=(sums, up_sums))
+        else:  # zeros that are waited for, too, would take registers
+            sums = warpgroup_mma_wait(1, deps=(sums,))
         # What the step before has read is empty.
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
-    return warpgroup_mma_wait(0, deps=(sums, up_sums))
+    if HALVES == 2:
+        sums, up_sums = warpgroup_mma_wait(0, deps=(sums, up_sums))
+    else:
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+    return sums, up_sums
 
 
 @gluon.jit
@@ -199,12 +236,14 @@ def _send(
     summand, first, bases, rank, num_rows, num_outputs, RANKS: gl.constexpr, PITCH: gl.constexpr
 ):
     """Outputs of all rows, from `first` on, to the ranks' slots: see peer_reduce_triton.py."""
+    ROWS: gl.constexpr = summand.shape[0]
     OUTPUTS: gl.constexpr = summand.shape[1]
     across: gl.constexpr = OUTPUTS // 8  # threads, of 16 bytes each
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    warps: gl.constexpr = ROWS // _WARP_ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
     words = gl.convert_layout(summand, layout).to(gl.int16, bitcast=True)
     words = gl.where(words == -32768, 0, words).to(gl.int16)
-    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     outputs = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
     turns = gl.load(state_of(gl.load(bases + rank), rows), mask=rows < num_rows, other=0)
     owner = 0  # in parts: of all these outputs
@@ -238,23 +277,42 @@ def _streamed_product(
     INPUTS: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
+    SHARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     HALVES: gl.constexpr = 2 if IS_GATED else 1
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 16])
+    ROWS: gl.constexpr = vectors.block_shape[0]
+    warps: gl.constexpr = ROWS // _WARP_ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [_WARP_ROWS, OUTPUTS, 16])
     type: gl.constexpr = vectors.dtype
-    xs = gl.allocate_shared_memory(type, [STAGES, _ROWS, INPUTS], vectors.layout)
+    xs = gl.allocate_shared_memory(type, [STAGES, ROWS, INPUTS], vectors.layout)
     ws = gl.allocate_shared_memory(type, [STAGES * HALVES, OUTPUTS, INPUTS], matrix.layout)
     full, empty = _stage_barriers(STAGES)
-    sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
-    up_sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
-    num_steps = gl.cdiv(num_inputs, INPUTS)
+    sums = gl.zeros((ROWS, OUTPUTS), gl.float32, layout)
+    up_sums = gl.zeros((ROWS, OUTPUTS), gl.float32, layout)
+    share, num_steps = gl.program_id(1), gl.cdiv(num_inputs, INPUTS)
+    first_step = num_steps * share // SHARES
+    num_steps = num_steps * (share + 1) // SHARES - first_step
+    first_input = first_step * INPUTS
     sums, up_sums = gl.warp_specialize(
         [
             (_multiply, (xs, ws, full, empty, num_steps, sums, up_sums, HALVES)),
             (
                 _fill,
-                (vectors, matrix, xs, ws, full, empty, num_outputs, num_inputs, HALVES, EARLY, PDL),
+                (
+                    vectors,
+                    matrix,
+                    xs,
+                    ws,
+                    full,
+                    empty,
+                    num_outputs,
+                    first_input,
+                    num_steps,
+                    HALVES,
+                    EARLY,
+                    PDL,
+                ),
             ),
         ],
         [1],
@@ -264,7 +322,8 @@ def _streamed_product(
     outputs = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
     is_output = outputs < num_outputs
     if HAS_BIAS:
-        sums += gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)[None, :]
+        is_added = is_output & (share == 0)
+        sums += gl.load(bias + outputs, mask=is_added, other=0.0).to(gl.float32)[None, :]
         if IS_GATED:
             up_bias = gl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
             up_sums += up_bias.to(gl.float32)[None, :]
@@ -276,6 +335,6 @@ def _streamed_product(
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
         _send(sums.to(type), first, out, rank, num_rows, num_outputs, RANKS, PITCH)
     else:
-        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))[:, None]
-        at = out + rows * num_outputs + outputs[None, :]
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+        at = out + (rows * SHARES + share) * num_outputs + outputs[None, :]
         gl.store(at, sums.to(type), mask=(rows < num_rows) & is_output[None, :])

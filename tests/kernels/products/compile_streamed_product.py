@@ -10,18 +10,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from baton.kernels.products.streamed_product import Stages
-from baton.kernels.products.streamed_product_gluon import _REGISTERS, _WARPS, _streamed_product
-from baton.kernels.row_room import ROWS_AT_ONCE
+from baton.kernels.products.streamed_product_gluon import _streamed_product, cost
 
-# Stages, whether it is gated, ranks that it is sent to, and from one's part to the next one's.
+# Rows, stages, whether it is gated, ranks that it is sent to, from one's part to the next one's.
 CASES = [
-    (Stages(32, 128, 9, 3), False, 1, 0),
-    (Stages(64, 128, 6, 4), False, 1, 0),
-    (Stages(128, 128, 4, 3), False, 1, 0),
-    (Stages(64, 128, 4, 2), True, 1, 0),
-    (Stages(32, 128, 9, 3), False, 2, 0),
-    (Stages(64, 128, 6, 4), False, 4, 2048),
+    (64, Stages(32, 128, 9, 3), False, 1, 0),
+    (64, Stages(64, 128, 6, 4), False, 1, 0),
+    (64, Stages(128, 128, 4, 3), False, 1, 0),
+    (64, Stages(64, 128, 4, 2), True, 1, 0),
+    (64, Stages(32, 128, 9, 3), False, 2, 0),
+    (64, Stages(64, 128, 6, 4), False, 4, 2048),
+    (128, Stages(64, 128, 4, 3), False, 1, 0),
+    (128, Stages(128, 64, 7, 3, shares=4), False, 1, 0),
+    (128, Stages(256, 64, 4, 3, shares=8), False, 1, 0),
+    (128, Stages(128, 64, 4, 3), True, 1, 0),
+    (128, Stages(64, 128, 4, 3), False, 4, 2048),
 ]
+_SHARED_BYTES = 227 << 10  # that a program may have
 
 
 def boxes(*box: int) -> str:
@@ -29,7 +34,7 @@ def boxes(*box: int) -> str:
     return f"tensordesc<bf16{list(box)},{layout!r}>"
 
 
-def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -> str:
+def compile_for_hopper(rows: int, stages: Stages, is_gated: bool, ranks: int, pitch: int) -> str:
     """The kernel's PTX."""
     constants = {
         "HAS_BIAS": True,
@@ -40,10 +45,11 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
         "INPUTS": stages.inputs,
         "STAGES": stages.count,
         "EARLY": stages.early,
+        "SHARES": stages.shares,
         "PDL": True,
     }
     types = {
-        "vectors": boxes(ROWS_AT_ONCE, stages.inputs),
+        "vectors": boxes(rows, stages.inputs),
         "matrix": boxes(stages.outputs, stages.inputs),
         "bias": "*bf16",
         "out": "*i64" if ranks > 1 else "*bf16",
@@ -56,8 +62,11 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
     multiples = ("bias", "out", "num_outputs", "num_inputs")  # of 16, as in all models
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = GluonASTSource(_streamed_product.jit, signature, values, attributes)
-    options = {"num_warps": _WARPS, "maxnreg": _REGISTERS}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    options = cost(stages, rows, is_gated=is_gated)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= _SHARED_BYTES, f"{stages}: {compiled.metadata.shared} bytes"
+    ptx: str = compiled.asm["ptx"]
+    return ptx
 
 
 if __name__ == "__main__":
@@ -68,6 +77,6 @@ if __name__ == "__main__":
         weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
         assert weight_asked < waited, "the weight waits for what is in front"
         assert "wgmma" in ptx
-        num_ranks = case[2]
+        num_ranks = case[3]
         assert ("st.global.v4" in ptx) == (num_ranks > 1), "16 bytes go at once to a peer"
     print("compiled", len(cases))

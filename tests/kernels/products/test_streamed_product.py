@@ -23,7 +23,8 @@ from baton.kernels.peer_reduce_triton import (
     prepare_exchange,
 )
 from baton.kernels.products.streamed_product import Stages, choose_stages
-from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room, room_of
+from baton.kernels.products.weights import Summands
+from baton.kernels.row_room import empty_rows, has_room, room_of
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
@@ -34,6 +35,21 @@ STAGES = [
     Stages(64, 64, 4, 0),
 ]
 STAGES_OF_GATED = [Stages(64, 128, 4, 2), Stages(64, 64, 6, 6), Stages(32, 64, 3, 1)]
+STAGES_OF_MANY = [
+    Stages(32, 128, 5, 3),
+    Stages(64, 128, 4, 4),
+    Stages(128, 64, 7, 0),
+    Stages(256, 64, 4, 3),
+]
+GATED_STAGES_OF_MANY = [Stages(128, 64, 4, 3), Stages(64, 64, 7, 4), Stages(128, 32, 9, 5)]
+WITH_SHARES = [
+    (64, Stages(64, 128, 6, 4, shares=2)),
+    (64, Stages(128, 128, 4, 3, shares=4)),
+    (128, Stages(64, 128, 4, 3, shares=2)),
+    (128, Stages(128, 64, 7, 3, shares=4)),
+    (128, Stages(128, 64, 7, 3, shares=3)),
+    (128, Stages(256, 64, 4, 2, shares=8)),
+]
 SHAPES = [(128, 128), (200, 640), (4096, 4104)]
 
 
@@ -61,7 +77,10 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "room"),
-    [(1, 8), (8, 8), (9, 16), (17, 32), (32, 32), (33, 64), (40, 64), (64, 64), (65, 65)],
+    [
+        *((1, 8), (8, 8), (9, 16), (17, 32), (32, 32), (33, 64), (40, 64), (64, 64)),
+        *((65, 128), (96, 128), (128, 128), (129, 129), (192, 192)),
+    ],
 )
 def test_few_rows_have_room_for_more(num_rows: int, room: int) -> None:
     x = empty_rows((num_rows, 3, 8), torch.empty(0))
@@ -70,6 +89,8 @@ def test_few_rows_have_room_for_more(num_rows: int, room: int) -> None:
     assert has_room(x.view(num_rows, -1))
     assert not has_room(empty_rows((64, 8), x)[1:63])
     assert has_room(empty_rows((64, 8), x)[1:33])
+    assert not has_room(empty_rows((128, 8), x)[1:66])
+    assert has_room(empty_rows((128, 8), x)[1:65])
 
 
 @pytest.mark.parametrize("num_outputs", [1024, 2560, 4096, 6144, 14_336, 28_672])
@@ -78,16 +99,54 @@ def test_what_is_chosen_fits(num_outputs: int, is_gated: bool) -> None:
     weight = torch.empty(num_outputs, 256, dtype=torch.bfloat16)
     stages = choose_stages(vectors(40, 256), weight, is_gated=is_gated)
     assert (stages is not None) == (num_outputs >= (12_288 if is_gated else 2304))
-    if stages is not None:
-        outputs = stages.outputs * (2 if is_gated else 1)
-        stage_bytes = (ROWS_AT_ONCE + outputs) * stages.inputs * 2
-        assert stage_bytes * stages.count <= 226 << 10, "a program's shared memory"
-        assert stages.early <= stages.count
-    for x in (vectors(32, 256), vectors(65, 256), vectors(64, 256)[:40].clone()):
+    assert_fits(stages, 64, is_gated)
+    for x in (vectors(32, 256), vectors(129, 256), vectors(64, 256)[:40].clone()):
         assert choose_stages(x, weight, is_gated=is_gated) is None
     assert choose_stages(vectors(40, 250), weight[:, :250], is_gated=is_gated) is None
     assert choose_stages(vectors(40, 256).float(), weight, is_gated=is_gated) is None
     assert choose_stages(vectors(64, 512)[:, :256], weight, is_gated=is_gated) is None
+    for num_rows in (65, 96, 128):
+        x = vectors(num_rows, 256)
+        of_many = choose_stages(x, weight, is_gated=is_gated)
+        assert_fits(of_many, 128, is_gated)
+        assert choose_stages(x.clone(), weight, is_gated=is_gated) is None or num_rows == 128
+
+
+def assert_fits(
+    stages: Stages | None, room: int, is_gated: bool, *, has_shares: bool = False
+) -> None:
+    if stages is not None:
+        outputs = stages.outputs * (2 if is_gated else 1)
+        stage_bytes = (room + outputs) * stages.inputs * 2
+        assert stage_bytes * stages.count <= 226 << 10, "a program's shared memory"
+        assert stages.early <= stages.count
+        assert has_shares or stages.shares == 1
+
+
+@pytest.mark.parametrize("num_rows", [40, 64, 65, 128])
+@pytest.mark.parametrize("num_outputs", [1024, 2560, 4096, 5120, 6144, 8192, 14_336])
+def test_only_summands_have_shares(num_outputs: int, num_rows: int) -> None:
+    weight = torch.empty(num_outputs, 256, dtype=torch.bfloat16)
+    x = vectors(num_rows, 256)
+    product = choose_stages(x, weight, is_gated=False)
+    summand = choose_stages(x, weight, is_gated=False, is_summand=True)
+    assert product is None or product.shares == 1
+    if summand is None or summand.shares == 1:
+        assert summand == product
+    assert_fits(summand, room_of(num_rows), is_gated=False, has_shares=True)
+
+
+def test_what_the_bench_tries_fits() -> None:
+    from baton.bench.kernels.products import cuts
+
+    for num_rows in (96, 128):
+        for kind in ("product", "summand", "gated"):
+            found = cuts(num_rows, kind)
+            assert 0 < len(found) <= 12 and len(set(found)) == len(found)
+            for cut in found:
+                assert isinstance(cut, Stages)
+                assert_fits(cut, 128, kind == "gated", has_shares=kind == "summand")
+    assert not cuts(192, "product")
 
 
 def test_other_processors_go_without() -> None:
@@ -98,10 +157,12 @@ def test_other_processors_go_without() -> None:
     assert torch.equal(found, torch.nn.functional.linear(x, weight))
 
 
-ALL_CASES = ("0", "1", "2", "3", "4", "5")
+ALL_CASES = tuple(str(number) for number in range(11))
 
 
-@pytest.mark.parametrize("cases", [("3", "4"), pytest.param(ALL_CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases", [("3", "4", "7", "9"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
+)
 def test_the_kernel_compiles_without_a_gpu(cases: tuple[str, ...]) -> None:
     """With whatever Triton is installed: Gluon's interface is not settled."""
     program = Path(__file__).with_name("compile_streamed_product.py")
@@ -121,7 +182,8 @@ def operands(
     torch.manual_seed(num_rows)
     x, weight = (vectors(n, num_inputs, dtype) for n in (num_rows, num_outputs))
     weight /= num_inputs**0.5
-    torch.as_strided(x, (64, num_inputs), x.stride())[num_rows:] = torch.nan  # nobody's rows
+    whole = torch.as_strided(x, (room_of(num_rows), num_inputs), x.stride())
+    whole[num_rows:] = torch.nan  # nobody's rows
     bias = vectors(1, num_outputs, dtype)[0] if has_bias else None
     expected = torch.nn.functional.linear(x.double(), weight.double())
     return x, weight, bias, expected + (0 if bias is None else bias.double())
@@ -168,7 +230,82 @@ def test_gated_products(
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_rows", [33, 64])
+@pytest.mark.parametrize("stages", STAGES_OF_MANY, ids=str)
+@pytest.mark.parametrize("num_rows", [65, 96, 128])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+def test_products_of_many_rows(
+    num_outputs: int, num_inputs: int, num_rows: int, stages: Stages, dtype: torch.dtype
+) -> None:
+    has_bias = num_rows == 96
+    x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
+    together = streamed(x, weight, bias, stages)
+    close(together, expected)
+    others = vectors(65, num_inputs, dtype)
+    others[7], others[64] = x[-1], x[0]
+    found = streamed(others, weight, bias, stages)
+    assert torch.equal(found[7], together[-1]) and torch.equal(found[64], together[0])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("stages", GATED_STAGES_OF_MANY, ids=str)
+@pytest.mark.parametrize("num_rows", [65, 128])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_products_of_many_rows(
+    num_outputs: int, num_inputs: int, num_rows: int, stages: Stages, has_bias: bool
+) -> None:
+    dtype = torch.bfloat16
+    x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
+    gated = streamed(x, weight, bias, stages, is_gated=True)
+    close(gated, ops.silu_and_mul(expected))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(("room", "stages"), WITH_SHARES, ids=str)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [*SHAPES, (4096, 14_336)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_shares_add_up_to_the_product(
+    num_outputs: int, num_inputs: int, room: int, stages: Stages, has_bias: bool
+) -> None:
+    """Also with fewer steps than shares, and of any row alone."""
+    from baton.kernels.products.streamed_product_gluon import streamed_summands
+
+    for num_rows in (room - 27, room):
+        x, weight, bias, expected = operands(
+            num_rows, num_outputs, num_inputs, torch.bfloat16, has_bias
+        )
+        found = streamed_summands(x, weight, bias, stages)
+        assert found.shape == (num_rows, stages.shares, num_outputs)
+        close(found.float().sum(dim=1), expected)
+    others = vectors(room - 1, num_inputs)
+    others[room // 2 + 3] = x[1]
+    assert torch.equal(streamed_summands(others, weight, bias, stages)[room // 2 + 3], found[1])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("num_rows", [64, 65, 96, 128])
+@pytest.mark.parametrize("num_outputs", [2560, 4096, 6144])
+def test_the_norm_adds_up_what_models_take(num_outputs: int, num_rows: int) -> None:
+    x, weight, bias, expected = operands(num_rows, num_outputs, 4096, torch.bfloat16, True)
+    residual = vectors(num_rows, num_outputs)
+    scales = vectors(1, num_outputs)[0]
+    added = residual.double() + expected
+    summand = ops_triton.TritonOps().summand(x, weight, bias)
+    stages = choose_stages(x, weight, is_gated=False, is_summand=True)
+    assert isinstance(summand, Summands) == (stages is not None and stages.shares > 1)
+    normed = ops_triton.TritonOps().add_rms_norm(summand, residual, scales, 1e-5)
+    assert isinstance(normed, torch.Tensor)
+    close(residual, added)
+    close(normed, torch.nn.functional.rms_norm(added, (num_outputs,), scales.double(), 1e-5))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [33, 64, 65, 128])
 @pytest.mark.parametrize("num_outputs", [2600, 4096, 5120, 8192])
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -196,8 +333,8 @@ def test_what_is_sent_lies_where_it_is_added_up(
         x, weight, bias, _ = operands(num_rows, num_outputs, 256, dtype, has_bias=rank == 0)
         x.abs_().mul_(1e-3)
         weight[5] = -6e-8  # in float16 what comes of it is minus zero, which may not be sent
-        stages = choose_stages(x, weight, is_gated=False)
-        assert stages is not None
+        stages = choose_stages(x, weight, is_gated=False) or Stages(64, 128, 4, 3)
+        assert num_rows > 64 or stages == choose_stages(x, weight, is_gated=False)
         send_streamed_product(x, weight, bias, stages, Exchange(bases, rank), in_parts=in_parts)
         words = streamed(x, weight, bias, stages).view(torch.int16)
         assert bool((words[:, 5] == -32768).any()) == (dtype == torch.float16 and rank > 0)
@@ -210,12 +347,15 @@ def test_what_is_sent_lies_where_it_is_added_up(
 
 @pytest.mark.gpu
 @needs_hopper
-def test_chains_of_products_follow_their_inputs() -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "stages"), [(48, Stages(32, 128, 9, 3)), (112, Stages(64, 128, 4, 4))]
+)
+def test_chains_of_products_follow_their_inputs(num_rows: int, stages: Stages) -> None:
     """Behind norms and one another, replayed: nothing is read before it is written."""
     torch.manual_seed(0)
     weights = [vectors(4096, 4096) for _ in range(6)]
     scales = torch.rand(4096, device="cuda", dtype=torch.bfloat16)
-    x = vectors(48, 4096)
+    x = vectors(num_rows, 4096)
 
     def run(product) -> torch.Tensor:  # type: ignore[no-untyped-def]
         y = x
@@ -226,7 +366,7 @@ def test_chains_of_products_follow_their_inputs() -> None:
         return y
 
     def multiply(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return streamed(y, weight, None, Stages(32, 128, 9, 3))
+        return streamed(y, weight, None, stages)
 
     run(multiply)
     graph = torch.cuda.CUDAGraph()
