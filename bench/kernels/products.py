@@ -2,8 +2,9 @@
 
 python -m baton.bench.kernels.products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
 
-As in a model, each product follows a norm and has a weight of its own, which no cache holds. Floor:
-reading the weight. Of all ways to cut it up the three best are told, and the one that models take.
+As in a model, each product has a weight of its own, which no cache holds, and there is a norm in
+front of it, or behind it if that adds it up. Floor: reading the weight. Of all ways to cut it up
+the three best are told, and the one that models take; if none, that is cuBLAS.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from baton.kernels.products.gemv_triton import (
     few_rows_tiling,
 )
 from baton.kernels.products.streamed_product import Stages, choose_stages
-from baton.kernels.products.streamed_product_gluon import streamed_product
-from baton.kernels.row_room import LEAST_ROWS, ROWS_AT_ONCE, empty_rows
+from baton.kernels.products.streamed_product_gluon import streamed_product, streamed_summands
+from baton.kernels.products.weights import Summands
+from baton.kernels.row_room import LEAST_ROWS, MOST_ROWS, ROWS_AT_ONCE, empty_rows, room_of
 
 from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, SHAPES, Shape
@@ -45,7 +47,7 @@ _NUM_TOLD = 3
 _COMPILERS = 12
 _SHARED_BYTES = 225 << 10
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor | Summands]
 Cut: TypeAlias = Tiling | Stages
 
 _TILINGS = [
@@ -62,6 +64,40 @@ _STAGES = [
     )
     if early <= count
 ]
+_STAGES_OF_SUMMANDS = [
+    Stages(64, 128, 6, 3, shares=2),
+    Stages(64, 128, 6, 4, shares=2),
+    Stages(128, 128, 4, 2, shares=4),
+    Stages(128, 128, 4, 3, shares=4),
+]
+# Of more than 64 rows some that keep most multiprocessors busy, and read the vectors seldom.
+_STAGES_OF_MANY = {
+    "product": [
+        *(Stages(64, 128, 4, early) for early in (2, 3, 4)),
+        *(Stages(64, 64, 9, early) for early in (4, 6)),
+        Stages(32, 128, 5, 3),
+        Stages(128, 64, 7, 3),
+        Stages(128, 128, 3, 2),
+        *(Stages(256, 64, 4, early) for early in (2, 3)),
+    ],
+    "summand": [
+        Stages(64, 128, 4, 3),
+        *(Stages(64, 128, 4, early, shares=2) for early in (2, 3)),
+        Stages(64, 64, 9, 5, shares=2),
+        *(Stages(128, 64, 7, early, shares=4) for early in (2, 3, 5)),
+        Stages(128, 128, 3, 2, shares=4),
+        Stages(128, 64, 7, 3, shares=2),
+        *(Stages(256, 64, 4, early, shares=8) for early in (2, 3)),
+        Stages(256, 64, 4, 3, shares=6),
+    ],
+    "gated": [
+        *(Stages(128, 64, 4, early) for early in (1, 2, 3, 4)),
+        Stages(128, 32, 9, 5),
+        *(Stages(64, 64, 7, early) for early in (2, 4, 6)),
+        *(Stages(64, 128, 3, early) for early in (1, 2, 3)),
+    ],
+}
+_KINDS = {"out": "summand", "gate_up": "gated", "down": "summand"}  # else "product"
 
 
 def products_of(shape: Shape, tp: int) -> dict[str, tuple[int, int]]:
@@ -79,13 +115,15 @@ def products_of(shape: Shape, tp: int) -> dict[str, tuple[int, int]]:
 class Chain:
     """Norm and product in turn, each product with the next of some weights."""
 
-    def __init__(self, num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    def __init__(self, num_rows: int, num_outputs: int, num_inputs: int, kind: str) -> None:
         options = {"device": "cuda", "dtype": torch.bfloat16}
+        self.kind = kind
         self.num_bytes = num_outputs * num_inputs * 2
         count = min(_MOST_WEIGHTS, max(3, _WEIGHT_BYTES // self.num_bytes))
         self.weights = torch.randn(count, num_outputs, num_inputs, **options)
         self.x = empty_rows((num_rows, num_inputs), self.weights).normal_()
-        self._scales = torch.rand(num_inputs, **options)
+        self._scales = torch.rand(num_outputs if kind == "summand" else num_inputs, **options)
+        self._residual = torch.zeros(num_rows, num_outputs, **options)
 
     def figure(self, name: str, product: Product) -> Figure:
         """Of a norm and a product."""
@@ -93,43 +131,68 @@ class Chain:
         return Figure(name, "us", self._time_us(product), floor_us, "reading")
 
     def _time_us(self, product: Product) -> tuple[float, ...]:
+        ops = TritonOps()
+
         def run(weight: Tensor) -> None:
-            product(TritonOps().rms_norm(self.x, self._scales, 1e-5), weight)
+            if self.kind == "summand":
+                ops.add_rms_norm(product(self.x, weight), self._residual, self._scales, 1e-5)
+            else:
+                normed = ops.rms_norm(self.x, self._scales, 1e-5)
+                assert isinstance(normed, Tensor)
+                product(normed, weight)
 
         return graph_times_us([partial(run, weight) for weight in self.weights], _REPEATS)
 
-    def check(self, cut: Cut, is_gated: bool) -> None:
+    def nothing(self, x: Tensor, _: Tensor) -> Tensor:
+        """A product that takes no time."""
+        return self._residual if self.kind == "summand" else x
+
+    def check(self, cut: Cut) -> None:
         """Raises AssertionError if a way gives something else than cuBLAS."""
         found, expected = (
-            product(self.x, self.weights[0]).float()
-            for product in (product_by(cut, is_gated), cublas_by(is_gated))
+            _summed(product(self.x, self.weights[0]))
+            for product in (product_by(cut, self.kind), cublas_by(self.kind))
         )
         assert (found - expected).norm() / expected.norm() < 1e-2, cut
 
 
-def product_by(cut: Cut, is_gated: bool) -> Product:
+def _summed(product: Tensor | Summands) -> Tensor:
+    if isinstance(product, Tensor):
+        return product.float()
+    return product.data.float().unflatten(0, (-1, product.count)).sum(dim=1)
+
+
+def product_by(cut: Cut, kind: str) -> Product:
     if isinstance(cut, Tiling):
         return lambda x, weight: few_rows_product(x, weight, None, cut)
-    return lambda x, weight: streamed_product(x, weight, None, cut, is_gated=is_gated)
+    if cut.shares == 1:
+        return lambda x, weight: streamed_product(x, weight, None, cut, is_gated=kind == "gated")
+    return lambda x, weight: Summands(
+        streamed_summands(x, weight, None, cut).flatten(0, 1), cut.shares
+    )
 
 
-def cublas_by(is_gated: bool) -> Product:
-    if is_gated:
+def cublas_by(kind: str) -> Product:
+    if kind == "gated":
         return lambda x, weight: silu_and_mul(F.linear(x, weight))
     return F.linear
 
 
-def cuts(num_rows: int, *, is_gated: bool) -> list[Cut]:
+def cuts(num_rows: int, kind: str) -> list[Cut]:
     """Those that fit into shared memory."""
     found: list[Cut] = []
-    if num_rows <= MAX_FEW_ROWS and not is_gated:
+    if num_rows <= MAX_FEW_ROWS and kind != "gated":
         rows = max(16, triton.next_power_of_2(num_rows))
         found += [t for t in _TILINGS if _fits(t, t.stages, rows + t.outputs)]
     if LEAST_ROWS <= num_rows <= ROWS_AT_ONCE:
-        halves = 2 if is_gated else 1
+        halves = 2 if kind == "gated" else 1
         found += [s for s in _STAGES if _fits(s, s.count, ROWS_AT_ONCE + halves * s.outputs)]
-        if is_gated:
+        if kind == "gated":
             found = [s for s in found if s.outputs < 128]
+        if kind == "summand":
+            found += _STAGES_OF_SUMMANDS
+    if ROWS_AT_ONCE < num_rows <= MOST_ROWS:
+        found += _STAGES_OF_MANY[kind]
     return found
 
 
@@ -140,16 +203,17 @@ def _fits(cut: Cut, num_stages: int, num_rows: int) -> bool:
 def worth_it(num_outputs: int, cut: Cut) -> bool:
     """Whether enough multiprocessors have something to do."""
     least = 0.45 * torch.cuda.get_device_properties(0).multi_processor_count
-    return num_outputs / cut.outputs >= least
+    shares = cut.shares if isinstance(cut, Stages) else 1
+    return num_outputs * shares / cut.outputs >= least
 
 
 def compile_all(rows: list[int]) -> None:
     """Into Triton's cache, in many processes at once."""
     spawned = multiprocessing.get_context("spawn")
     todo = {
-        (cut, num_rows, is_gated)
-        for num_rows, is_gated in itertools.product(rows, (False, True))
-        for cut in cuts(num_rows, is_gated=is_gated)
+        (cut, room_of(num_rows) if num_rows > MAX_FEW_ROWS else num_rows, kind == "gated")
+        for num_rows, kind in itertools.product(rows, ("product", "summand", "gated"))
+        for cut in cuts(num_rows, kind)
     }
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
         list(pool.map(_compile, *zip(*todo, strict=True)))
@@ -157,32 +221,38 @@ def compile_all(rows: list[int]) -> None:
 
 def _compile(cut: Cut, num_rows: int, is_gated: bool) -> None:
     num_outputs = cut.outputs * (2 if is_gated else 1)
-    Chain(num_rows, num_outputs, cut.inputs * 4).check(cut, is_gated)
+    kind = "gated" if is_gated else "product"
+    Chain(num_rows, num_outputs, cut.inputs * 8, kind).check(cut)
 
 
-def chosen(chain: Chain, is_gated: bool) -> Cut | None:
+def chosen(chain: Chain) -> Cut | None:
     """What models take; None: cuBLAS."""
-    x, weight = chain.x, chain.weights[0]
-    tiling = None if is_gated else few_rows_tiling(x, weight)
-    return tiling or choose_stages(x, weight, is_gated=is_gated)
+    x, weight, kind = chain.x, chain.weights[0], chain.kind
+    tiling = None if kind == "gated" else few_rows_tiling(x, weight)
+    is_summand = kind == "summand"
+    return tiling or choose_stages(x, weight, is_gated=kind == "gated", is_summand=is_summand)
 
 
 def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
     """cuBLAS, what models take, and the best of our own."""
     figures = []
     for name, (num_outputs, num_inputs) in products_of(shape, tp).items():
-        is_gated = name == "gate_up"
+        kind = _KINDS.get(name, "product") if tp == 1 or name == "gate_up" else "product"
         for num_rows in rows:
-            chain = Chain(num_rows, num_outputs, num_inputs)
+            chain = Chain(num_rows, num_outputs, num_inputs, kind)
             title = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
-            taken = chosen(chain, is_gated)
+            taken = chosen(chain)
+            ways = cuts(num_rows, kind)
+            if taken is not None and taken not in ways:
+                ways.append(taken)
             found = []
-            for cut in cuts(num_rows, is_gated=is_gated):
-                if not worth_it(num_outputs // (2 if is_gated else 1), cut):
+            for cut in ways:
+                is_worth_it = worth_it(num_outputs // (2 if kind == "gated" else 1), cut)
+                if not is_worth_it and cut != taken:
                     continue
-                chain.check(cut, is_gated)
+                chain.check(cut)
                 is_taken = ", taken" if cut == taken else ""
-                figure = chain.figure(f"{title}: {cut}{is_taken}", product_by(cut, is_gated))
+                figure = chain.figure(f"{title}: {cut}{is_taken}", product_by(cut, kind))
                 found.append(figure)
             found.sort(key=lambda figure: figure.median)
             found = [
@@ -192,8 +262,8 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
             ]
             for library in ("cublas", "cublaslt"):
                 torch.backends.cuda.preferred_blas_library(library)
-                found.append(chain.figure(f"{title}: {library}", cublas_by(is_gated)))
-            found.append(chain.figure(f"{title}: the norm alone", lambda x, _: x))
+                found.append(chain.figure(f"{title}: {library}", cublas_by(kind)))
+            found.append(chain.figure(f"{title}: the norm alone", chain.nothing))
             print(table(found), flush=True)
             figures += found
     return figures
