@@ -33,17 +33,8 @@ _FASTEST: dict[tuple[int, str], tuple[tuple[int, Stages | None], ...]] = {
     ),
     (64, "summand"): (),
     (64, "gated"): ((12_288, Stages(64, 128, 4, 2)),),
-    (128, "product"): (
-        (8449, None),  # programs of 64 outputs would be more than there are multiprocessors
-        (6144, Stages(64, 128, 4, 3)),
-    ),
-    (128, "summand"): (
-        (8449, None),
-        (6145, Stages(128, 64, 7, 3, shares=2)),
-        (4353, Stages(128, 64, 7, 3, shares=3)),
-        (3329, Stages(128, 64, 7, 3, shares=4)),
-        (2048, Stages(128, 64, 7, 3, shares=6)),
-    ),
+    (128, "product"): (),
+    (128, "summand"): ((4353, None), (3072, Stages(64, 64, 9, 5, shares=2))),
     (128, "gated"): (
         (24_576, Stages(128, 64, 4, 3)),
         (12_288, Stages(64, 64, 7, 4)),
