@@ -8,9 +8,11 @@ requests of all gateways. Knows no lease and sends nothing.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from statistics import fmean
 
 from ...core.membership import Role
@@ -21,7 +23,9 @@ from ..engines.linked_engine import MEASURED_ROWS, LinkedEngine
 from ..engines.reported_load import ReportedLoad
 from .promises import EnginePromise, Mix, Target, choose_num_pure, plan_moves
 
-SPAN_S = 4.0  # of the load that counts
+SPAN_S = 4.0  # of the load that counts, at least
+_LONGER_SPANS_S = (16.0, 8.0)  # where the last seconds are like those before them
+_CHANCE = 2.5  # standard deviations, that far from what was expected is no chance
 _LEAST_SPAN_S = 1.5
 _DRAIN_S = 5.0  # in which what waits is to be computed
 _CONFIRMATIONS = 2  # decisions alike, one after the other, before anything moves
@@ -29,7 +33,31 @@ _STEP_TOKENS = 2048
 
 _BESIDE_DECODES = ("key_s", "mixed_s", "mixed_pair_s")  # of a cost: not seen by prompts alone
 
-_Counts = tuple[int, int, int]  # prompts, prompt tokens, decode tokens
+_Counts = tuple[int, int, int, int]  # prompts, their tokens, decode tokens; tokens that wait
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What engines together computed, in a second, by how many more tokens of prompts wait, and
+    how many prompts these were."""
+
+    prompts: float
+    prompt_tokens: float
+    decode_tokens: float
+    waiting_tokens: float
+    num_prompts: int
+
+    def may_go_on_as(self, longer: _Rates, seconds: float) -> bool:
+        """Whether these of the last seconds may come by chance where `longer` is the load: Poisson
+        arrivals, of prompts that are alike; outputs of as many."""
+        expected = max(longer.prompts * seconds, 1.0)
+        of_chance = _CHANCE / math.sqrt(expected)
+        pairs = (
+            (self.prompts, longer.prompts),
+            (self.prompt_tokens, longer.prompt_tokens),
+            (self.decode_tokens, longer.decode_tokens),
+        )
+        return all(abs(last - rate) <= of_chance * rate for last, rate in pairs)
 
 
 class LoadMeter:
@@ -44,28 +72,28 @@ class LoadMeter:
         for engine in engines:
             of = engine.load.counters
             seen = before.get(engine.incarnation, deque())
-            seen.append((now_s, (of.num_prompts, of.num_prompt_tokens, of.num_decode_tokens)))
-            while len(seen) > 2 and now_s - seen[1][0] >= SPAN_S:
+            counts = (of.num_prompts, of.num_prompt_tokens, of.num_decode_tokens)
+            seen.append((now_s, (*counts, engine.load.waiting_tokens)))
+            while len(seen) > 2 and now_s - seen[1][0] >= _LONGER_SPANS_S[0]:
                 seen.popleft()
             self._seen[engine.incarnation] = seen
 
-    def mix(self, engines: Sequence[LinkedEngine], queued_tokens: int) -> Mix | None:
+    def mix(self, engines: Sequence[LinkedEngine], queued_tokens: int, ttft_s: float) -> Mix | None:
         """Of these engines together; None: nothing came, or they are not known for long enough.
-        `queued_tokens`: of prompts that wait at the gateway."""
-        prompts = prompt_tokens = output_tokens = num_prompts = 0.0
-        for engine in engines:
-            seen = self._seen.get(engine.incarnation)
-            if not seen or seen[-1][0] - seen[0][0] < _LEAST_SPAN_S:
-                continue
-            (began_s, first), (ended_s, last) = seen[0], seen[-1]
-            rates = [(b - a) / (ended_s - began_s) for a, b in zip(first, last, strict=True)]
-            prompts, prompt_tokens = prompts + rates[0], prompt_tokens + rates[1]
-            output_tokens += rates[2]
-            num_prompts += last[0] - first[0]
+        `queued_tokens`: of prompts that wait at the gateway. What would wait for longer than
+        `ttft_s` is to be computed beside what comes."""
+        rates = self._rates(engines, SPAN_S)
+        for span_s in _LONGER_SPANS_S:
+            longer = self._rates(engines, span_s)
+            if rates.may_go_on_as(longer, SPAN_S):
+                rates = longer
+                break
+        prompts, prompt_tokens = rates.prompts, rates.prompt_tokens
         if not prompts or not prompt_tokens:
             return None
         loads = [engine.load for engine in engines]
         waiting = queued_tokens + sum(load.waiting_tokens for load in loads)
+        late = max(0.0, waiting - ttft_s * prompt_tokens)
         decodes = sum(load.decodes.num_decodes for load in loads)
         keys = sum(load.decodes.keys for load in loads)
         size = prompt_tokens / prompts
@@ -73,11 +101,29 @@ class LoadMeter:
         to_come = prompts * fmean(known) if known else 0.0  # once as many decode as these bring
         return Mix(
             prompt_tokens=size,
-            prompt_tokens_per_s=prompt_tokens + waiting / _DRAIN_S,
-            output_tokens_per_s=max(output_tokens, to_come),
+            prompt_tokens_per_s=max(0.0, prompt_tokens + rates.waiting_tokens) + late / _DRAIN_S,
+            output_tokens_per_s=max(rates.decode_tokens, to_come),
             context=keys / decodes if decodes else size,
-            num_prompts=num_prompts,
+            num_prompts=rates.num_prompts,
         )
+
+    def _rates(self, engines: Sequence[LinkedEngine], span_s: float) -> _Rates:
+        """Of those that are known for long enough, in the last `span_s` seconds, or since then."""
+        prompts = prompt_tokens = decode_tokens = waiting_tokens = 0.0
+        num_prompts = 0
+        for engine in engines:
+            seen = self._seen.get(engine.incarnation)
+            if not seen or seen[-1][0] - seen[0][0] < _LEAST_SPAN_S:
+                continue
+            ended_s, last = seen[-1]
+            behind = islice(seen, 1, None)
+            starts = zip(seen, behind, strict=False)
+            began_s, first = next(one for one, after in starts if ended_s - after[0] < span_s)
+            more = [(b - a) / (ended_s - began_s) for a, b in zip(first, last, strict=True)]
+            prompts, prompt_tokens = prompts + more[0], prompt_tokens + more[1]
+            decode_tokens, waiting_tokens = decode_tokens + more[2], waiting_tokens + more[3]
+            num_prompts += last[0] - first[0]
+        return _Rates(prompts, prompt_tokens, decode_tokens, waiting_tokens, num_prompts)
 
 
 @dataclass(eq=False)
@@ -152,7 +198,7 @@ class PromiseDecider:
         now = sum(not engine.is_promising for engine in movable)
         if not num_others:
             return 0
-        mix = self._meter.mix(engines, self.queued_tokens())
+        mix = self._meter.mix(engines, self.queued_tokens(), self.ttft_s)
         cost = _cost_of([engine.load for engine in engines])
         if cost is None or mix is None:
             return now
