@@ -40,6 +40,7 @@ _WARPS = 4
 _REGISTERS = 104
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _CONSUMER_REGISTERS = gl.constexpr(144)
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as of old
 
 
 def attend(
@@ -177,7 +178,7 @@ def _attend(
                 of_part = gl.load(at_part, mask=is_query[:, None], other=0.0)
                 query.index(GROUP_OF_WARPS * PARTS + part).store(of_part)
             fence_async_shared()
-            gl.thread_barrier()
+            _barrier()
             queries = first_query + rows // GROUP
             positions = first_position + queries
             all_see = gl.minimum(first_position + first_query + 1, end)  # so many keys
@@ -217,7 +218,7 @@ def _attend(
                     for part in gl.static_range(PARTS):
                         _clear(ring.index(slot * PARTS + part), end - first)
                     fence_async_shared()
-                    gl.thread_barrier()
+                    _barrier()
                 sums = warpgroup_mma(weights, ring.index(slot * PARTS), sums, is_async=True)
                 if PARTS == 2:
                     values = ring.index(slot * PARTS + 1)

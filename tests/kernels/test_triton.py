@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -625,6 +629,19 @@ def test_prompts_in_tiles_of_hopper(
     assert attention._graph_prefill._wide is not None
     for _ in range(2):
         close_to_float32(batch.run(attention), expected)
+
+
+@pytest.mark.parametrize(("dim", "block_size"), [(128, 16), (64, 64)])
+def test_the_prefill_of_hopper_compiles_without_a_gpu(dim: int, block_size: int) -> None:
+    """With whatever Triton is installed: Gluon's interface is not settled."""
+    program = Path(__file__).with_name("compile_prefill.py")
+    command = [sys.executable, str(program), str(dim), str(block_size)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout == "compiled\n"
 
 
 @pytest.mark.gpu
