@@ -4,8 +4,9 @@
     wait_for_previous()   until all before has completed: before the first access to anything that
                           other kernels write or read; only constants may be loaded earlier
 
-A product lets the next in behind its own wait. So a kernel that is launched right behind one may
-read what the product reads without waiting, beside it; it waits before it writes (lora_triton.py).
+A product, or a prefill, lets the next in behind its own wait. So a kernel that is launched right
+behind one may read what that one reads without waiting, beside it. It waits before it writes what
+that one may (lora_triton.py), or at its end if they share nothing (decode_attention_triton.py).
 
 Between small kernels this hides most of the launch, which else costs about as much as the kernel.
 """
