@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     default = ROOT / "bench" / "results" / "goodput.json"
     parser.add_argument("--out", type=Path, default=default)
     flags.add_flags(parser, EngineConfig, NodeConfig, GatewayConfig)
+    parser.set_defaults(slo_ttft_s=figures.TTFT_S)  # promises move for it
     return parser
 
 
@@ -207,7 +208,6 @@ class Sweep:
         promise_ms = start.promise_ms and start.promise_ms * (1 - self._arguments.margin)
         engine = replace(self._engine, tbt_target_ms=promise_ms)
         node, gateway = flags.parse_all(self._arguments, NodeConfig, GatewayConfig)
-        gateway = replace(gateway, slo_ttft_s=figures.TTFT_S)  # promises move for it
         choice = choose_here(self._deployment(start.mode), engine, node)
         with systems.deployed(choice.engine, choice.up, node, gateway) as target:
             yield target

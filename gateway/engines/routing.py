@@ -6,6 +6,8 @@ All plans have an estimate in seconds, and the least is taken:
     pair    until the prefill engine is done with it  + requests on the decode engine + its pull
     alone   until the engine is done with it          + requests on it
 
+Where others wait already, a prompt weighs more: who comes next waits for it as well.
+
 Each engine's part of an estimate is its own, so the best pair is found among engines in the order
 of their parts, not among all pairs. Plans that are alike, each part within ALIKE of the best and
 with as much of the prompt in the cache, are drawn from where a source of chance is given: else
@@ -52,6 +54,10 @@ SLOW_LINK_SHARE = 0.5
 # at this moment. Without it the second of two equal prompts would be computed again elsewhere, for
 # the time of its own last tokens.
 REPEATED = 0.25
+
+# What a prompt's own computation weighs in addition where as much waits already: who comes next
+# waits for it too. Where engines are not equally fast, prompts so leave the fast one earlier.
+DELAYING = 0.75
 
 
 class EngineState(NamedTuple):
@@ -125,6 +131,15 @@ class EngineState(NamedTuple):
             computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
         return computed_s
 
+    def prompt_cost(self, num_tokens: int) -> float:
+        """Of the request's prompt, in seconds: until it has computed it, and what its computation
+        weighs for those that will wait for it, where others wait already."""
+        speed = self.speed or _UNMEASURED
+        known_tokens = max(self.cached_tokens, self.fetch.num_tokens if self.fetch else 0)
+        delaying = min(self.waiting_tokens, num_tokens - known_tokens)
+        token_s = max(speed.token_s, speed.steady_token_s)
+        return self.prompt_seconds(num_tokens) + DELAYING * max(0, delaying) * token_s
+
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""
         num_pulled = num_tokens - self.cached_tokens + self.host_tokens
@@ -144,7 +159,7 @@ class Plan(NamedTuple):
 _Source: TypeAlias = tuple[bool, float, str, int]
 # lacks blocks, seconds, has a slow link, -free_blocks, engine: a decode engine's.
 _Puller: TypeAlias = tuple[bool, float, bool, int, EngineState]
-# lacks blocks, seconds, incarnation, cached tokens, seconds of the prompt: a plan.
+# lacks blocks, seconds, incarnation, cached tokens, cost of the prompt: a plan.
 _Alone: TypeAlias = tuple[bool, float, str, int, float]
 
 
@@ -165,7 +180,7 @@ def _prompt_parts(
             continue
         name, num_cached = engine.incarnation, engine.cached_tokens
         num_blocks = -(-num_tokens // engine.block_size)
-        prompt_s = engine.prompt_seconds(num_tokens)
+        prompt_s = engine.prompt_cost(num_tokens)
         if engine.role is Role.PREFILL:
             lacks_credit = engine.credit_blocks < num_blocks
             sources.append((lacks_credit, prompt_s, name, num_cached))

@@ -1,4 +1,4 @@
-"""What the plan of a request and the next best one were estimated to take: of a plan now and then,
+"""What the plan of a request and the next best one were estimated to cost: of a plan now and then,
 and not before somebody looks, since it takes about as long as to choose."""
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class SampledPlan:
 def estimates(
     engines: Sequence[EngineState], num_tokens: int, plan: Plan
 ) -> tuple[float, float | None]:
-    """Seconds of the plan that was chosen, and of the best other one that could have been; None:
-    there is none."""
+    """What the plan that was chosen weighs, in seconds, and the best other one that could have
+    been; None: there is none."""
     known = {engine.incarnation: engine for engine in engines}
 
     def seconds(plan: Plan) -> float:
         prefill, decode = known[plan.prefill], known[plan.decode]
         is_alone = prefill is decode
         rest_s = decode.num_requests * REQUEST_S if is_alone else decode.decode_seconds(num_tokens)
-        return prefill.prompt_seconds(num_tokens) + rest_s
+        return prefill.prompt_cost(num_tokens) + rest_s
 
     try:
         other = choose_plan(engines, num_tokens, avoid=frozenset({plan}))

@@ -28,7 +28,7 @@ _LONGER_SPANS_S = (16.0, 8.0)  # where the last seconds are like those before th
 _CHANCE = 2.5  # standard deviations, that far from what was expected is no chance
 _LEAST_SPAN_S = 1.5
 _DRAIN_S = 5.0  # in which what waits is to be computed
-_CONFIRMATIONS = 2  # decisions alike, one after the other, before anything moves
+_CONFIRM_S = 2.0  # of decisions for more, or for fewer, before anything moves
 _STEP_TOKENS = 2048
 
 _BESIDE_DECODES = ("key_s", "mixed_s", "mixed_pair_s")  # of a cost: not seen by prompts alone
@@ -61,7 +61,8 @@ class _Rates:
 
 
 class LoadMeter:
-    """What engines have computed in the last seconds; one look after the other."""
+    """What engines have computed in the last seconds; one look after the other. Prompts come by
+    chance, so a load that stays is their mean over many seconds; decodes are as many as now."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, _Counts]]] = {}
@@ -82,7 +83,7 @@ class LoadMeter:
         """Of these engines together; None: nothing came, or they are not known for long enough.
         `queued_tokens`: of prompts that wait at the gateway. What would wait for longer than
         `ttft_s` is to be computed beside what comes."""
-        rates = self._rates(engines, SPAN_S)
+        last = rates = self._rates(engines, SPAN_S)
         for span_s in _LONGER_SPANS_S:
             longer = self._rates(engines, span_s)
             if rates.may_go_on_as(longer, SPAN_S):
@@ -102,7 +103,7 @@ class LoadMeter:
         return Mix(
             prompt_tokens=size,
             prompt_tokens_per_s=max(0.0, prompt_tokens + rates.waiting_tokens) + late / _DRAIN_S,
-            output_tokens_per_s=max(rates.decode_tokens, to_come),
+            output_tokens_per_s=max(last.decode_tokens, to_come),
             context=keys / decodes if decodes else size,
             num_prompts=rates.num_prompts,
         )
@@ -137,7 +138,7 @@ class PromiseDecider:
     queued_tokens: Callable[[], int] = lambda: 0
     _meter: LoadMeter = field(default_factory=LoadMeter)
     _since: dict[str, tuple[bool, float]] = field(default_factory=dict)  # by incarnation
-    _wanted: dict[str, tuple[int, int]] = field(default_factory=dict)  # how many, how often
+    _wanted: dict[str, tuple[bool, float]] = field(default_factory=dict)  # more or fewer, since
 
     def least_epoch(self, leader: str) -> int:
         """Of which all engines would follow an order of this leader: above those of others that
@@ -208,11 +209,17 @@ class PromiseDecider:
         target_s = min(engine.own_target_s for engine in movers)
         target = Target(target_s, self.ttft_s, chunk or _STEP_TOKENS)
         wanted = choose_num_pure(cost, mix, target, len(movable), num_others, now)
-        fingerprint = engines[0].fingerprint
-        before, times = self._wanted.get(fingerprint, (now, 0))
-        times = times + 1 if wanted == before else 1
-        self._wanted[fingerprint] = wanted, times
-        return wanted if times >= _CONFIRMATIONS else now
+        return wanted if self._is_confirmed(engines[0].fingerprint, wanted - now) else now
+
+    def _is_confirmed(self, fingerprint: str, change: int) -> bool:
+        """Whether that many more or fewer, whatever the number, were wanted for long enough."""
+        now_s = self.clock.monotonic_s()
+        before, since_s = self._wanted.pop(fingerprint, (False, now_s))
+        if not change:
+            return False
+        is_more = change > 0
+        self._wanted[fingerprint] = is_more, since_s if is_more == before else now_s
+        return now_s - self._wanted[fingerprint][1] >= _CONFIRM_S
 
 
 def _cost_of(loads: Sequence[ReportedLoad]) -> StepCost | None:

@@ -11,12 +11,12 @@ alone, in whole steps, for the others to decode. For each number of those withou
 
 Their product is about the share of good requests. What came in a few seconds tells the load to
 within chance: near what the engines can take, a few prompts more would speak for one number and a
-few less for another. So shares are means over the loads that may be behind what came. The measured
-steps tell what engines would compute otherwise only to within some: another number is taken where
-it is better by LEAST_GAIN with MARGIN times the requests. That all promise is the rule: as many do
-again as would serve HEAVIER prompts as well and would not be left for another number, at this load
-or then. So what is chosen stays while the load does, and some longer; the first prompts after a
-pause say nothing of the load that begins with them, and as many stay without a promise.
+few less for another. So shares are means over the loads that may be behind what came. Of all
+numbers, the one counts that would be best with MARGIN times the requests, and is taken where it is
+better by LEAST_GAIN. That all promise is the rule: as many do again as would serve what comes as
+well, and HEAVIER prompts, and would not be left for that number. So what is chosen stays while the
+load does, and some longer; the first prompts after a pause say nothing of the load that begins with
+them, and as many stay without a promise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
@@ -32,9 +32,9 @@ from ..engines.reported_load import prompt_speed
 
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
 MARGIN = 1.1
-HEAVIER = 1.3
+HEAVIER = 1.3  # beside the same decodes
 LEAST_PROMPTS = 12  # that came, or all do not promise again
-_LEAST_LOSS = 0.01  # what is as good with that much more
+_LEAST_LOSS = 0.01  # what is as good
 HOLD_S = 5.0  # a promise stays at least so long
 _MANY_DECODES = 1 << 16
 _MANY_COUNTS = 12  # of engines: more are not all tried
@@ -101,12 +101,21 @@ class GoodShares:
     def _mixed_engines(self, num: int, times: float) -> tuple[float, float]:
         """Decodes that run on so many, and prompt tokens that these compute in a second."""
         each_per_s = times * self._mix.output_tokens_per_s / num
-        step = round(math.log(max(each_per_s, 1.0)) / _RATE_STEP)
-        if (known := self._mixed.get(step)) is None:
-            of = self._cost, self._mix, self._target, math.exp(step * _RATE_STEP)
-            known = self._mixed[step] = _decode_step_s(*of), _mixed_tokens_per_s(*of)
-        decode_step_s, tokens_per_s = known
-        return num * each_per_s * decode_step_s, num * tokens_per_s
+        step = math.log(max(each_per_s, 1.0)) / _RATE_STEP
+        below, part = math.floor(step), step % 1
+        (decode_s, tokens_per_s), (longer_s, fewer_per_s) = map(
+            self._mixed_engine, (below, below + 1)
+        )
+        decode_s += part * (longer_s - decode_s)
+        tokens_per_s += part * (fewer_per_s - tokens_per_s)
+        return num * each_per_s * decode_s, num * tokens_per_s
+
+    def _mixed_engine(self, rate_step: int) -> tuple[float, float]:
+        """How long a step of its decodes takes, and its prompt tokens in a second."""
+        if (known := self._mixed.get(rate_step)) is None:
+            of = self._cost, self._mix, self._target, math.exp(rate_step * _RATE_STEP)
+            known = self._mixed[rate_step] = _decode_step_s(*of), _mixed_tokens_per_s(*of)
+        return known
 
     def _within_ttft(self, pure_per_s: float, mixed_per_s: float, wanted_per_s: float) -> float:
         """The share of first tokens that come in time: a queue of Poisson arrivals in front of all
@@ -116,7 +125,7 @@ class GoodShares:
         if load >= 1:
             return 0.0
         if not pure_per_s:  # beside decodes
-            alone_s *= max(1.0, self._pure_each_per_s / max(mixed_per_s, 1.0))
+            alone_s *= max(1.0, self._pure_each_per_s * self._num_engines / max(mixed_per_s, 1.0))
         left_s = self._target.ttft_s - alone_s
         if left_s <= 0:
             return 0.0
@@ -172,27 +181,24 @@ def choose_num_pure(
     always promise: where there are none, all do."""
     if not num_others or not num_movable:
         return 0
-    now = min(now, num_movable)
-    shares = GoodShares(cost, mix, target, num_movable + num_others)
+    now, num_engines = min(now, num_movable), num_movable + num_others
+    shares = GoodShares(cost, mix, target, num_engines)
     best = _best_count(partial(shares.expected_share, times=MARGIN), num_movable)
-
-    def is_left(count: int, times: float) -> bool:
-        gain = shares.expected_share(best, times * MARGIN) - shares.expected_share(count, times)
-        return gain >= LEAST_GAIN
-
-    if is_left(now, 1.0):
+    if shares.expected_share(best) - shares.expected_share(now) >= LEAST_GAIN:
         return best
     if mix.num_prompts < LEAST_PROMPTS:
         return now
-    least = shares.expected_share(now, HEAVIER) - _LEAST_LOSS
-    fine = (
-        count
-        for count in _some_counts(now)
-        if shares.expected_share(count, HEAVIER) >= least
-        and not is_left(count, 1.0)
-        and not is_left(count, HEAVIER)
-    )
-    return next(fine, now)
+    heavier = replace(mix, prompt_tokens_per_s=HEAVIER * mix.prompt_tokens_per_s)
+    loads = shares, GoodShares(cost, heavier, target, num_engines)
+
+    def is_fine(count: int) -> bool:
+        return all(
+            of_load.expected_share(count) >= of_load.expected_share(now) - _LEAST_LOSS
+            and of_load.expected_share(best) - of_load.expected_share(count) < LEAST_GAIN
+            for of_load in loads
+        )
+
+    return next(filter(is_fine, _some_counts(now)), now)
 
 
 def _best_count(share: Callable[[int], float], most: int) -> int:

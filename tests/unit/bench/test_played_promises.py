@@ -86,7 +86,7 @@ async def test_the_rest_is_served_sooner_than_without_moves() -> None:
 
 @pytest.mark.parametrize(
     ("per_s", "cost"),
-    [(1.0, LARGE), pytest.param(2.0, H200_8B, marks=pytest.mark.slow), (6.5, H200_8B)],
+    [(1.0, LARGE), pytest.param(2.0, H200_8B, marks=pytest.mark.slow), (3.5, H200_8B)],
 )
 async def test_a_load_that_both_can_take_moves_nothing(per_s: float, cost: StepCost) -> None:
     simulation = play((LONG[0], per_s), cost=cost)

@@ -165,6 +165,21 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
             ],
             "d d",
         ),
+        # A tenth of a second later, but whoever comes next does not wait for it.
+        (
+            [
+                prefill("p", speed=FAST, waiting_tokens=13_000),
+                decode("d", speed=SLOW, keeps_promise=True),
+            ],
+            "d d",
+        ),
+        (
+            [
+                prefill("p", speed=FAST, waiting_tokens=8_000),
+                decode("d", speed=SLOW, keeps_promise=True),
+            ],
+            "p d",
+        ),
         # What it has cached it need not compute: a chat's next turn.
         (
             [
@@ -200,7 +215,7 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
         ([prefill("p", takes_prompt=False), decode("d", speed=SLOW, keeps_promise=True)], "d d"),
     ],
 )
-def test_the_plan_that_is_done_first(engines: list[EngineState], expected: str) -> None:
+def test_the_plan_that_costs_least(engines: list[EngineState], expected: str) -> None:
     assert choose_plan(engines, 8192, fingerprint="fp") == tuple(expected.split())
 
 

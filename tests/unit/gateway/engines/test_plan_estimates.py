@@ -78,7 +78,7 @@ def all_plans(engines: Sequence[EngineState]) -> Iterator[tuple[Plan, bool, bool
     for one in engines:
         if not one.takes_prompt:
             continue
-        prompt_s = one.prompt_seconds(NUM_TOKENS)
+        prompt_s = one.prompt_cost(NUM_TOKENS)
         if one.keeps_promise and one.has_place:
             seconds = prompt_s + one.num_requests * REQUEST_S
             name = one.incarnation

@@ -40,7 +40,7 @@ def clusters(draw: st.DrawFn) -> list[EngineState]:
 def all_plans(engines: list[EngineState]) -> dict[tuple[str, str], float]:
     plans = {}
     for one in engines:
-        prompt_s = one.prompt_seconds(NUM_TOKENS)
+        prompt_s = one.prompt_cost(NUM_TOKENS)
         if one.keeps_promise:
             plans[one.incarnation, one.incarnation] = prompt_s + one.num_requests * REQUEST_S
         for other in engines if one.role is Role.PREFILL else ():

@@ -54,6 +54,15 @@ def test_a_load_that_stays_is_the_mean_of_many_seconds() -> None:
     assert mix.output_tokens_per_s == pytest.approx(1000)
 
 
+def test_decodes_are_as_many_as_now() -> None:
+    """They go on for long, and one that ends is no chance in what arrives."""
+    played = Played()
+    for number in range(40):
+        played.look(2, 8000, 500 if number < 32 else 400)
+    mix = played.mix()
+    assert mix.num_prompts == 64 and mix.output_tokens_per_s == pytest.approx(800)
+
+
 @pytest.mark.parametrize(
     "changed", [(8, 256, 500), (2, 1000, 500), (0, 0, 500), (2, 8000, 4000)], ids=str
 )

@@ -116,6 +116,16 @@ def test_the_mix_changes_and_promises_follow_within_ten_seconds() -> None:
     assert world.orders("p0") == [None] and not world.orders("d0")
 
 
+def test_a_wish_moves_a_promise_once_it_has_lasted() -> None:
+    """Not one that comes and goes with what arrives."""
+    world = World()
+    world.play(10, SHORT)
+    for _ in range(20):
+        world.play(1.5, LONG)
+        world.play(10, SHORT)
+    assert not world.orders("p0")
+
+
 def test_requests_that_began_count_with_the_outputs_that_they_will_bring() -> None:
     """Prompts as when LONG moves a promise; their decodes have not come yet, and fill both."""
     per_s, prompt, _ = LONG
@@ -141,7 +151,7 @@ def test_without_a_lease_nothing_is_ordered_and_promises_stay() -> None:
     world.play(20, LONG)
     assert not world.orders("p0") and world.lease.least == 1
     world.lease.granted = 4
-    world.play(1, LONG)
+    world.play(2.5, LONG)
     assert world.links["p0"].promises == [(4, "us", None)], "it knows the last seconds"
     world.orders("p0")
     world.lease.granted = None  # Redis is away

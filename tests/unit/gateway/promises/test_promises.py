@@ -52,10 +52,37 @@ def test_full_steps_where_prompts_fill_the_engines() -> None:
 
 @pytest.mark.parametrize("promise_s", [0.0144, 0.024, 0.048])
 def test_a_load_that_steps_beside_decodes_can_take_as_well_moves_nothing(promise_s: float) -> None:
-    """Whatever comes: near what two engines take, a few seconds may show more than they do."""
+    """Whatever comes, up to what two engines serve well."""
     target = replace(TARGET, tbt_s=promise_s, chunk=2048)
+    served_well = 0
     for per_s in range(2, 40):
-        assert choose_num_pure(COST, mix(8192, 256, per_s / 2), target, 1, 1, 0) == 0
+        load = mix(8192, 256, per_s / 2)
+        if GoodShares(COST, load, target, 2).expected_share(0) > 0.9:
+            served_well += 1
+            assert choose_num_pure(COST, load, target, 1, 1, 0) == 0
+    assert served_well >= 5
+
+
+def test_a_load_that_stays_keeps_what_it_chose_though_chance_brings_less() -> None:
+    """Decodes that one engine has place for, and first tokens that come sooner from full steps."""
+    cost = replace(COST, base_s=0.0041, key_s=3.5e-8, mixed_s=0.7e-3, mixed_pair_s=1e-9)
+    target = Target(0.0125, 0.5, 2048)
+    streams = Mix(5000, 33_000, 6700, 2200, 100)
+    assert choose_num_pure(cost, streams, target, 1, 1, 0) == 1
+    for part in (1.2, 1.0, 0.9, 0.8):
+        fewer = replace(streams, prompt_tokens_per_s=part * 33_000)
+        assert choose_num_pure(cost, fewer, target, 1, 1, 1) == 1
+    assert choose_num_pure(cost, replace(streams, prompt_tokens_per_s=3000), target, 1, 1, 1) == 0
+    assert choose_num_pure(cost, streams, replace(target, ttft_s=5.0), 1, 1, 1) == 0
+
+
+@given(st.floats(1, 3000))
+def test_decodes_between_two_rates_take_what_is_between(outputs_per_s: float) -> None:
+    """What is known of some rates stands for those around them without steps."""
+    shares = GoodShares(COST, mix(1024, outputs_per_s, 1.0), TARGET, 1)
+    few, more = (shares._mixed_engines(1, times) for times in (1.0, 1.001))
+    assert few[0] <= more[0] * 1.0001 and few[1] >= more[1] * 0.9999
+    assert more[0] <= few[0] * 1.1 and more[1] >= few[1] * 0.9
 
 
 def test_decodes_get_all_engines_where_they_fill_them() -> None:
