@@ -81,6 +81,19 @@ class Layers:
         options = {"dtype": torch.bfloat16, "device": "cuda"}
         self._qkv = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, **options)
         self.out = torch.empty(rows, shape.heads, shape.head_dim, **options)
+        if not is_8bit:
+            self._store(shape)
+
+    def _store(self, shape: Shape) -> None:
+        """The step's keys and values, in each layer: of a prompt that sees itself alone they are
+        read from here or from there."""
+        new = self._qkv[:, shape.heads :].unflatten(1, (2, shape.kv_heads))
+        ends = itertools.accumulate(self._query_lens)
+        lengths = zip(self._seq_lens, self._query_lens, ends, strict=True)
+        for blocks_of, (length, count, end) in zip(self._tables, lengths, strict=True):
+            places = torch.arange(length - count, length)
+            blocks = torch.tensor(blocks_of)[places // _BLOCK_SIZE]
+            self.pool[blocks, :, :, :, places % _BLOCK_SIZE] = new[end - count : end, None]
 
     def times_us(self, part: PrefillPart) -> tuple[float, ...]:
         """Of a layer; its output is in `out`."""

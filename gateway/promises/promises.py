@@ -13,10 +13,11 @@ Their product is about the share of good requests. What came in a few seconds te
 within chance: near what the engines can take, a few prompts more would speak for one number and a
 few less for another. So shares are means over the loads that may be behind what came. Of all
 numbers, the one counts that would be best with MARGIN times the requests, and is taken where it is
-better by LEAST_GAIN. That all promise is the rule: as many do again as would serve what comes as
-well, and HEAVIER prompts, and would not be left for that number. So what is chosen stays while the
-load does, and some longer; the first prompts after a pause say nothing of the load that begins with
-them, and as many stay without a promise.
+better by LEAST_GAIN with places for MORE_DECODES: the longer their steps, the more of
+them run, and what steps take beside more prompts is known to within some. That all promise is the
+rule: as many do again as would serve what comes as well, and HEAVIER prompts, and would not be left
+for that number. So what is chosen stays while the load does, and some longer; the first prompts
+after a pause say nothing of the load that begins with them, and as many stay without a promise.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..engines.reported_load import prompt_speed
 
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
 MARGIN = 1.1
+MORE_DECODES = 1.03  # that another number has places for
 HEAVIER = 1.3  # beside the same decodes
 LEAST_PROMPTS = 12  # that came, or all do not promise again
 _LEAST_LOSS = 0.01  # what is as good
@@ -78,10 +80,13 @@ class GoodShares:
         self._alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
         self._mixed: dict[int, tuple[float, float]] = {}  # by the rate of decode tokens, in steps
 
-    def share(self, num_pure: int, times: float = 1.0) -> float:
-        """With so many `times` the requests. Those that are served too late count a little."""
+    def share(self, num_pure: int, times: float = 1.0, decode_times: float = 1.0) -> float:
+        """With so many `times` the requests, and places for `decode_times` their decodes. Those
+        that are served too late count a little."""
         num_mixed = self._num_engines - num_pure
         running, mixed_per_s = self._mixed_engines(num_mixed, times)
+        if decode_times != 1.0:
+            running, _ = self._mixed_engines(num_mixed, times * decode_times)
         most = num_mixed * self._decodes_each
         spread = math.sqrt(max(running, 1.0))  # arrivals are not even
         decodes_share = 0.5 * (1 + math.erf((most - running) / spread / math.sqrt(2)))
@@ -92,11 +97,11 @@ class GoodShares:
         served = min(served, most / max(running, 1.0))
         return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
 
-    def expected_share(self, num_pure: int, times: float = 1.0) -> float:
+    def expected_share(self, num_pure: int, times: float = 1.0, decode_times: float = 1.0) -> float:
         """The mean over the loads that may be behind the requests that came (Poisson arrivals)."""
         deviation = 1 / math.sqrt(max(1.0, self._mix.num_prompts))
         loads = [max(0.0, 1 + number * deviation) for number in _DEVIATIONS]
-        return sum(self.share(num_pure, times * load) for load in loads) / len(loads)
+        return sum(self.share(num_pure, times * load, decode_times) for load in loads) / len(loads)
 
     def _mixed_engines(self, num: int, times: float) -> tuple[float, float]:
         """Decodes that run on so many, and prompt tokens that these compute in a second."""
@@ -184,12 +189,13 @@ def choose_num_pure(
     now, num_engines = min(now, num_movable), num_movable + num_others
     shares = GoodShares(cost, mix, target, num_engines)
     best = _best_count(partial(shares.expected_share, times=MARGIN), num_movable)
-    if shares.expected_share(best) - shares.expected_share(now) >= LEAST_GAIN:
+    best_share = shares.expected_share(best, decode_times=MORE_DECODES)
+    if best_share - shares.expected_share(now) >= LEAST_GAIN:
         return best
     if mix.num_prompts < LEAST_PROMPTS:
         return now
-    heavier = replace(mix, prompt_tokens_per_s=HEAVIER * mix.prompt_tokens_per_s)
-    loads = shares, GoodShares(cost, heavier, target, num_engines)
+    more_prompts = replace(mix, prompt_tokens_per_s=HEAVIER * mix.prompt_tokens_per_s)
+    loads = shares, GoodShares(cost, more_prompts, target, num_engines)
 
     def is_fine(count: int) -> bool:
         return all(
