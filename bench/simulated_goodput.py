@@ -130,7 +130,7 @@ POINTS = [
     _steady((256, 1024), 16.0, 25, seconds=20),
     *(_mixture((8192, 256), rate) for rate in (3.0, 4.0, 5.0)),
     *(_mixture((1024, 512), rate) for rate in (14.0, 18.0)),
-    *(_trace(speed, seconds=100) for speed in (0.3, 0.5)),
+    *(_trace(speed, seconds=TRACE_S / speed) for speed in (0.3, 0.5)),
     *(_shifting(num_cards) for num_cards in (2, 4)),
     *(_trace(0.4, seconds=60, num_cards=8, num_gateways=n) for n in (1, 2)),
     *(

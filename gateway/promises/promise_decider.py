@@ -47,15 +47,21 @@ class _Rates:
     waiting_tokens: float
     num_prompts: int
 
+    @property
+    def mean_size(self) -> float:
+        """Tokens of a prompt; 0 where none came."""
+        return self.prompt_tokens / self.prompts if self.prompts else 0.0
+
     def may_go_on_as(self, longer: _Rates, seconds: float) -> bool:
         """Whether these of the last seconds may come by chance where `longer` is the load: Poisson
-        arrivals, of prompts that are alike; outputs of as many."""
+        arrivals, of prompts that are alike, on average of one size; outputs of as many."""
         expected = max(longer.prompts * seconds, 1.0)
         of_chance = _CHANCE / math.sqrt(expected)
         pairs = (
             (self.prompts, longer.prompts),
             (self.prompt_tokens, longer.prompt_tokens),
             (self.decode_tokens, longer.decode_tokens),
+            (self.mean_size, longer.mean_size),
         )
         return all(abs(last - rate) <= of_chance * rate for last, rate in pairs)
 

@@ -33,7 +33,7 @@ from ..engines.reported_load import prompt_speed
 
 LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
 MARGIN = 1.1
-MORE_DECODES = 1.03  # that another number has places for
+MORE_DECODES = 1.1  # that another number has places for
 HEAVIER = 1.3  # beside the same decodes
 LEAST_PROMPTS = 12  # that came, or all do not promise again
 _LEAST_LOSS = 0.01  # what is as good

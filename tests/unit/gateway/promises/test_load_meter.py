@@ -64,10 +64,12 @@ def test_decodes_are_as_many_as_now() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [(8, 256, 500), (2, 1000, 500), (0, 0, 500), (2, 8000, 4000)], ids=str
+    "changed",
+    [(8, 256, 500), (2, 1000, 500), (0, 0, 500), (1, 22_000, 500), (2, 8000, 4000)],
+    ids=str,
 )
 def test_a_load_that_changes_is_that_of_the_last_seconds(changed: tuple[int, int, int]) -> None:
-    """More prompts, shorter ones, none, or longer outputs."""
+    """More prompts, shorter ones, none, fewer that are longer, or longer outputs."""
     played = Played()
     for _ in range(40):
         played.look(2, 8000, 500)
