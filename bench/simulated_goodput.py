@@ -54,6 +54,7 @@ AUTO, AGGREGATED, DISAGGREGATED = "auto", "aggregated", "disaggregated"
 MARGIN = 0.04  # of Y
 DECODE_STEP_TOKENS = 640  # of a decode engine without a promise
 TRACE_S = 120.0
+_TRACE_STEP_S = 3.0  # between its times: what comes at one is spread evenly
 _PHASES = 4  # of a mix that shifts
 _MOST_SEARCHED = 8  # splits; of many cards fewer, since a run is long
 _MOST_SEARCHED_OF_MANY, _MANY_CARDS = 4, 32
@@ -96,12 +97,15 @@ class Point:
     def _of_trace(self, num_copies: int) -> Iterator[Arrival]:
         """Each copy begins elsewhere in the trace."""
         requests = from_trace(TRACE, TRACE_S, speed=1.0, max_tokens=1 << 17)
+        at_once = [list(same) for _, same in itertools.groupby(requests, lambda one: one.at_s)]
         for copy in range(num_copies):
             shift_s = TRACE_S * copy / num_copies
-            for one in requests:
-                due_s = (one.at_s + shift_s) % TRACE_S / self.trace_speed
-                if due_s < self.seconds:
-                    yield due_s, (one.prompt.num_tokens, one.num_output_tokens)
+            for together in at_once:
+                for number, one in enumerate(together):
+                    at_s = one.at_s + _TRACE_STEP_S * number / len(together)
+                    due_s = (at_s + shift_s) % TRACE_S / self.trace_speed
+                    if due_s < self.seconds:
+                        yield due_s, (one.prompt.num_tokens, one.num_output_tokens)
 
 
 def _steady(lengths: Lengths, rate: float, y_ms: float, **more: Any) -> Point:

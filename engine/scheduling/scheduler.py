@@ -6,8 +6,8 @@ each. Roles are policies over it elsewhere; it does prefill and decode in any mi
 step is drawn in schedule.py.
 
 A prompt goes before the next chunk of a long one of a caller that has had more, if it ends in the
-step; the long one takes what is left, or nothing beside small prompts. In the next step nobody goes
-before it.
+step, or takes several of them and is much shorter; the long one takes what is left, or nothing
+beside small prompts. In the next step nobody goes before it.
 
 Memory:
 
@@ -48,6 +48,9 @@ from .queues import Queues
 from .schedule import Schedule
 from .sequence import Sequence, SequenceState
 from .step_promise import StepPromise
+
+# Of a prompt's tokens that are left: one that goes before it, in several steps, has a part of that.
+_MUCH_SHORTER = 4
 
 
 class Scheduler:
@@ -218,7 +221,10 @@ class Scheduler:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""
         is_passed = False
         running = self.queues.running
-        for sequence in [s for s in running if s.num_launched_tokens < s.num_prefill_tokens]:
+        prefills = [s for s in running if s.num_launched_tokens < s.num_prefill_tokens]
+        if may_pass:
+            prefills.sort(key=lambda sequence: not sequence.is_passing)
+        for sequence in prefills:
             num_before = len(schedule.others)
             if may_pass:
                 self._admit_waiting(schedule, before=sequence)
@@ -228,6 +234,7 @@ class Scheduler:
             self._keep_behind(schedule, sequence.num_launched_tokens)
             if schedule.num_budget_tokens and not is_stretching:
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+                is_passed |= sequence.is_passing
             else:
                 self._is_long_due |= is_passed
 
@@ -275,8 +282,11 @@ class Scheduler:
                 self._keep_behind(schedule, context)
                 may_begin = schedule.should_begin(num_tokens)
             else:
-                is_passing = self._may_pass(sequence, before, num_tokens)
-                may_begin = is_passing and self._can_end(schedule, num_tokens, context)
+                is_shorter = _MUCH_SHORTER * num_tokens <= before.num_unlaunched_tokens
+                may_begin = self._may_pass(sequence, before, num_tokens) and (
+                    self._can_end(schedule, num_tokens, context)
+                    or (is_shorter and not schedule.num_prompt_tokens)
+                )
             if not may_begin:
                 return
             if beside is None:
@@ -288,6 +298,7 @@ class Scheduler:
             self.queues.waiting.pop(num_tokens)
             self.queues.take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
+            sequence.is_passing = before is not None
             if host is not None and in_host is not None:
                 sequence.state = SequenceState.LOADING
                 self.queues.loading[sequence] = host.load(sequence, in_host)

@@ -91,6 +91,8 @@ class Sequence:
     is one: its KV reaches over so many tokens, those of prompts that are to be computed included,
     and as far as these follow; None: there is none, and nothing lacks its KV.
 
+    A prompt `is_passing` where its steps are asked for before those of one that began earlier.
+
     A decode is clear while fewer than `num_clear_tokens` of its tokens are launched: the next one
     has room in its blocks, and what it samples is not the last token that it can have. Where it
     needs its history it is so for one step at a time.
@@ -123,6 +125,7 @@ class Sequence:
     num_clear_tokens: int = 0
     has_started: bool = False
     was_preempted: bool = False
+    is_passing: bool = False
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
     constrained: Constrained | None = None

@@ -14,18 +14,21 @@ from .schedule import Schedule, step_shape
 
 # Of the promise, for decodes that outlast it: they are few, and prompts wait for what they take.
 OUTLASTING = 2.0
+_LEAVING_S = 0.75  # of steps, in which they have the promise still: most of them are moved by then
 
 
 class StepPromise:
     """`tbt_target_s`: what steps with decodes in them take at most, if prompts can be cut for it;
     None: prompts are computed as fast as may be. `is_promising`: whether what comes is promised
-    that too; where it is not, decodes that were promised it have steps OUTLASTING times as long."""
+    that too; where it is not, decodes that were promised it have it for _LEAVING_S, and then steps
+    OUTLASTING times as long."""
 
     def __init__(self, limits: EngineLimits, queues: Queues, step_costs: StepCostEstimator) -> None:
         self.tbt_target_s: float | None = None
         self.is_promising = True
         self.num_refusals = 0
         self.in_front_s = 0.0  # that the step takes which is on the device
+        self._outlasting_s = 0.0
         self._limits = limits
         self._queues = queues
         self._step_costs = step_costs
@@ -35,7 +38,8 @@ class StepPromise:
         """What a step with decodes takes at most. None: no target, or it was withdrawn, and nobody
         decodes to whom it was promised."""
         promised_s = self.promised_s
-        return promised_s if promised_s is None or self.is_promising else promised_s * OUTLASTING
+        is_kept = self.is_promising or self._outlasting_s < _LEAVING_S
+        return promised_s if promised_s is None or is_kept else promised_s * OUTLASTING
 
     @property
     def promised_s(self) -> float | None:
@@ -50,6 +54,10 @@ class StepPromise:
         targets_ms = (request.sampling.tbt_target_ms for request in here)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
         return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
+
+    def observe(self, seconds: float) -> None:
+        """A step took so long."""
+        self._outlasting_s = 0.0 if self.is_promising else self._outlasting_s + seconds
 
     def keep(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""

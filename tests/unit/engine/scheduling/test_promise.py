@@ -111,11 +111,19 @@ def test_steps_of_decodes_that_outlast_the_promise_are_a_bounded_time_longer(
     made.scheduler.promise.is_promising = False
     made.add(1500, first_id=5000)
     promise = made.scheduler.promise
+    assert promise.promised_s == promise.target_s == 0.005, "they have it until most are moved"
+    promise.observe(0.7)
+    assert step_s(made.step()) == pytest.approx(0.005)
+    promise.observe(0.1)
     assert (promise.promised_s, promise.target_s) == (0.005, 0.005 * OUTLASTING)
     assert step_s(made.step()) == pytest.approx(0.005 * OUTLASTING)
     made.scheduler.remove(decoding)
     assert made.scheduler.promise.target_s is not None, "the other will decode here too"
     assert sum(made.step().values()) == 512, "and prompts alone are computed in full steps"
+    promise.is_promising = True
+    promise.observe(0.01)
+    promise.is_promising = False
+    assert promise.target_s == 0.005, "and so after each withdrawal"
 
 
 def test_a_step_of_all_that_will_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,33 @@ def test_prompts_that_fill_the_step_leave_the_long_one_the_next() -> None:
     assert bench.prefill_step() == {"c": 32}
 
 
+def test_one_of_several_steps_goes_before_a_much_longer_one() -> None:
+    bench = CallerBench(budget=32, capacity=400)
+    bench.of(1, 400, is_held=True)
+    assert bench.prefill_step() == {"a": 32}
+    bench.of(2, 93, is_held=True)
+    assert bench.prefill_step() == {"a": 32}, "it has 368 left, less than four times as many"
+    bench.of(3, 80, is_held=True)
+    assert [bench.prefill_step() for _ in range(5)] == [
+        *({"c": 32}, {"a": 32}, {"c": 32}, {"a": 32}),
+        {"c": 16, "a": 16},
+    ]
+    bench.of(4, 40, is_held=True)
+    bench.of(5, 20, is_held=True)
+    assert bench.prefill_step() == {"e": 20, "a": 12}, "what ends is not begun beside others"
+
+
+def test_one_that_passes_is_passed_by_what_ends_in_a_step() -> None:
+    bench = CallerBench(budget=32, capacity=400)
+    bench.of(1, 400, is_held=True)
+    bench.prefill_step()
+    bench.of(2, 80, is_held=True)
+    assert [bench.prefill_step() for _ in range(2)] == [{"b": 32}, {"a": 32}]
+    bench.of(3, 20, is_held=True)
+    assert bench.prefill_step() == {"c": 20, "b": 12}
+    assert bench.prefill_step() == {"a": 32}
+
+
 def test_a_caller_that_has_had_as_much_waits_for_the_long_prompt() -> None:
     bench = CallerBench(budget=32, capacity=200)
     for caller_id in (1, 2, 2, 2):
