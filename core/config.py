@@ -204,7 +204,9 @@ class GatewayConfig:
         "move running requests from an engine whose decodes alone take longer than its promise to "
         "one that keeps its own with them",
     )
-    slo_ttft_s: float = flag(0.5, "TTFT of a call that slo_good_requests_total counts")
+    slo_ttft_s: float = flag(
+        0.5, "TTFT of a call that slo_good_requests_total counts, and for which promises move"
+    )
     slo_tbt_s: float = flag(0.05, "longest gap between tokens of such a call")
     otlp_traces_endpoint: str | None = flag(
         None, "OTLP collector over HTTP for traces of calls, e.g. http://127.0.0.1:4318"
