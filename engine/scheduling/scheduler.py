@@ -222,8 +222,7 @@ class Scheduler:
         is_passed = False
         running = self.queues.running
         prefills = [s for s in running if s.num_launched_tokens < s.num_prefill_tokens]
-        if may_pass:
-            prefills.sort(key=lambda sequence: not sequence.is_passing)
+        prefills.sort(key=lambda sequence: sequence.is_passing is not may_pass)
         for sequence in prefills:
             num_before = len(schedule.others)
             if may_pass:
