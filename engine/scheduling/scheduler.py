@@ -49,7 +49,7 @@ from .schedule import Schedule
 from .sequence import Sequence, SequenceState
 from .step_promise import StepPromise
 
-# Of a prompt's tokens that are left: one that goes before it, in several steps, has a part of that.
+# A prompt that takes several steps goes before one that has so many times its tokens left.
 _MUCH_SHORTER = 4
 
 

@@ -91,8 +91,8 @@ class Sequence:
     is one: its KV reaches over so many tokens, those of prompts that are to be computed included,
     and as far as these follow; None: there is none, and nothing lacks its KV.
 
-    A prompt `is_passing` that was begun before the next chunk of one that is much longer: in every
-    other step it goes first.
+    A prompt `is_passing` that was begun before the next chunk of a longer one: in every other step
+    it goes first.
 
     A decode is clear while fewer than `num_clear_tokens` of its tokens are launched: the next one
     has room in its blocks, and what it samples is not the last token that it can have. Where it

@@ -28,7 +28,7 @@ class StepPromise:
         self.is_promising = True
         self.num_refusals = 0
         self.in_front_s = 0.0  # that the step takes which is on the device
-        self._outlasting_s = 0.0
+        self._outlasting_s = 0.0  # since it was withdrawn, in steps
         self._limits = limits
         self._queues = queues
         self._step_costs = step_costs
