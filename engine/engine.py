@@ -413,7 +413,9 @@ class Engine(LiveSequences):
         self._seen_s, self._ended_s = now_s, began_s + took_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
         self._step_record.observe(step.shape, waited_s * share, step.promise_s)
-        self._scheduler.promise.observe(waited_s)
+        promise = self._scheduler.promise
+        if promise.outlasting_s or not promise.is_promising:
+            promise.observe(waited_s)
         if not is_news:
             return
         self._step_costs.observe(step.shape, took_s * share)

@@ -28,7 +28,7 @@ class StepPromise:
         self.is_promising = True
         self.num_refusals = 0
         self.in_front_s = 0.0  # that the step takes which is on the device
-        self._outlasting_s = 0.0  # since it was withdrawn, in steps
+        self.outlasting_s = 0.0  # since it was withdrawn, in steps; 0: it was not
         self._limits = limits
         self._queues = queues
         self._step_costs = step_costs
@@ -38,7 +38,7 @@ class StepPromise:
         """What a step with decodes takes at most. None: no target, or it was withdrawn, and nobody
         decodes to whom it was promised."""
         promised_s = self.promised_s
-        is_kept = self.is_promising or self._outlasting_s < _LEAVING_S
+        is_kept = self.is_promising or self.outlasting_s < _LEAVING_S
         return promised_s if promised_s is None or is_kept else promised_s * OUTLASTING
 
     @property
@@ -56,8 +56,8 @@ class StepPromise:
         return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
 
     def observe(self, seconds: float) -> None:
-        """A step took so long."""
-        self._outlasting_s = 0.0 if self.is_promising else self._outlasting_s + seconds
+        """A step took so long, while the promise is withdrawn or the first behind that."""
+        self.outlasting_s = 0.0 if self.is_promising else self.outlasting_s + seconds
 
     def keep(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""
