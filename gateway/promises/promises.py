@@ -13,11 +13,11 @@ Their product is about the share of good requests. What came in a few seconds te
 within chance: near what the engines can take, a few prompts more would speak for one number and a
 few less for another. So shares are means over the loads that may be behind what came. Of all
 numbers, the one counts that would be best with MARGIN times the requests, and is taken where it is
-better by LEAST_GAIN with places for MORE_DECODES: the longer their steps, the more of
-them run, and what steps take beside more prompts is known to within some. That all promise is the
-rule: as many do again as would serve what comes as well, and HEAVIER prompts, and would not be left
-for that number. So what is chosen stays while the load does, and some longer; the first prompts
-after a pause say nothing of the load that begins with them, and as many stay without a promise.
+better by LEAST_GAIN with places for MORE_DECODES: the longer their steps, the more of them run, and
+what steps take beside more prompts is known to within some. That all promise is the rule: as many
+do again as would serve what comes as well, and HEAVIER prompts, and would not be left for that
+number. So what is chosen stays while the load does, and some longer; the first prompts after a
+pause say nothing of the load that begins with them, and as many stay without a promise.
 """
 
 from __future__ import annotations
