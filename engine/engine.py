@@ -228,7 +228,7 @@ class Engine(LiveSequences):
         early_s = _EARLY * lasts_s
         if previous.shape.num_decodes:
             early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
-        began_s = max(previous.launched_s, self._ended_s)
+        began_s = max(previous.begin_s, self._ended_s)
         has_prompts = self._scheduler.queues.has_prompts_to_launch
         launching_s = self._launching_s.get(has_prompts, previous.launching_s)
         return began_s + lasts_s - early_s - launching_s
@@ -264,22 +264,25 @@ class Engine(LiveSequences):
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
         self._step_costs.observe_launch(shape, took_s)
+        hid_end = previous is not None and previous.launched.has_completed()
+        begin_s, is_idle = launched_s, hid_end or (previous is None and not self._in_flight)
+        if is_idle and self.limits.has_graph(shape.num_prompt_tokens):
+            begin_s += took_s  # a graph begins at the end of its launch, kernels one by one before
         has_drafts = False
         if self._speculator is not None:
             has_drafts = self._speculator.settle(shape)
             if is_waited_for:  # the device had nothing to do meanwhile
-                launched_s += took_s
-                self._speculator.waited(launched_s - self._ended_s)
+                self._speculator.waited(launched_s + took_s - self._ended_s)
         promise, promise_s = self._scheduler.promise, None
         if promise.tbt_target_s is not None and shape.num_decodes:
             promise_s = promise.promised_s
         launching_s = self._clock.monotonic_s() - began_s
         self._launching_s[shape.num_prompt_tokens > 0] = launching_s
         step = StepInFlight(
-            *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
+            *(clear, others, fence, launched, shape, launched_s, begin_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=1 + len(self._in_flight),
-            hid_end=previous is not None and previous.launched.has_completed(),
+            hid_end=hid_end,
         )
         for sequence, num_tokens in others:
             if num_tokens > 1:
@@ -395,7 +398,7 @@ class Engine(LiveSequences):
         self._speculator.count_accepted(min(num_output, len(tokens) - 1))
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
-        """A step begins when it is launched, or when the one before it ends. Of a pipeline a step
+        """A step begins when the device has it, or when the one before ends. Of a pipeline a step
         takes what each stage does: while fewer are in flight than it has stages, less than what
         passes between two ends.
 
@@ -403,7 +406,7 @@ class Engine(LiveSequences):
         nobody sees when: it is taken to be as long as expected, and where that cannot be, as long
         as is nearest to it. Only that is news.
         """
-        now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
+        now_s, began_s = self._clock.monotonic_s(), max(step.begin_s, self._ended_s)
         waited_s = now_s - max(step.launched_s, self._seen_s)
         took_s, is_news = now_s - began_s, True
         if behind is not None and behind.hid_end:

@@ -185,3 +185,29 @@ def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
     while due_s:
         engine.step(meanwhile)
     assert device.idle_s <= 0.0001 * num_prompts
+
+
+def test_what_an_idle_device_waits_for_is_no_part_of_a_graph() -> None:
+    """Requests one by one: nothing hides the launch of their prompts."""
+    device = Behind()
+    limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
+    engine = Engine(
+        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
+        enable_prefix_caching=False, clock=device,
+    )  # fmt: skip
+
+    def meanwhile() -> bool:
+        device.now_s = device.next_look_s(LOOK_S)
+        return False
+
+    for number in range(24):
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        engine.add(Request(f"{number}", 0, (1,) * (16, 400)[number % 2], params))
+        while engine.has_work:
+            engine.step(meanwhile)
+        device.now_s += 0.1
+    cost = engine.stats.step_cost()
+    assert cost is not None
+    for num_tokens in (16, 400):
+        shape = StepShape(num_tokens, pairs_of(num_tokens, 0))
+        assert cost.seconds(shape) == pytest.approx(COST.seconds(shape), rel=0.03)
