@@ -228,7 +228,7 @@ class Engine(LiveSequences):
         early_s = _EARLY * lasts_s
         if previous.shape.num_decodes:
             early_s = max(_EARLY_BEHIND_DECODES * lasts_s, _LEAST_EARLY_S)
-        began_s = max(previous.begin_s, self._ended_s)
+        began_s = max(previous.launched_s, self._ended_s)
         has_prompts = self._scheduler.queues.has_prompts_to_launch
         launching_s = self._launching_s.get(has_prompts, previous.launching_s)
         return began_s + lasts_s - early_s - launching_s
@@ -264,25 +264,22 @@ class Engine(LiveSequences):
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
         self._step_costs.observe_launch(shape, took_s)
-        hid_end = previous is not None and previous.launched.has_completed()
-        begin_s, is_idle = launched_s, hid_end or (previous is None and not self._in_flight)
-        if is_idle and self.limits.has_graph(shape.num_prompt_tokens):
-            begin_s += took_s  # a graph begins at the end of its launch, kernels one by one before
         has_drafts = False
         if self._speculator is not None:
             has_drafts = self._speculator.settle(shape)
             if is_waited_for:  # the device had nothing to do meanwhile
-                self._speculator.waited(launched_s + took_s - self._ended_s)
+                launched_s += took_s
+                self._speculator.waited(launched_s - self._ended_s)
         promise, promise_s = self._scheduler.promise, None
         if promise.tbt_target_s is not None and shape.num_decodes:
             promise_s = promise.promised_s
         launching_s = self._clock.monotonic_s() - began_s
         self._launching_s[shape.num_prompt_tokens > 0] = launching_s
         step = StepInFlight(
-            *(clear, others, fence, launched, shape, launched_s, begin_s, launching_s, promise_s),
+            *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=1 + len(self._in_flight),
-            hid_end=hid_end,
+            hid_end=previous is not None and previous.launched.has_completed(),
         )
         for sequence, num_tokens in others:
             if num_tokens > 1:
@@ -398,29 +395,24 @@ class Engine(LiveSequences):
         self._speculator.count_accepted(min(num_output, len(tokens) - 1))
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
-        """A step begins when the device has it, or when the one before ends. Of a pipeline a step
-        takes what each stage does: while fewer are in flight than it has stages, less than what
-        passes between two ends.
+        """A step takes what its device says, and else what passes from when it was launched, or
+        the one before it ended, to its end. Of a pipeline what each stage does: while fewer are in
+        flight than it has stages, less than what passes between two ends.
 
         Where it ends while the next one is launched, which may take longer than the step does,
-        nobody sees when: it is taken to be as long as expected, and where that cannot be, as long
-        as is nearest to it. Only that is news.
+        nobody sees when.
         """
-        now_s, began_s = self._clock.monotonic_s(), max(step.begin_s, self._ended_s)
+        now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
         waited_s = now_s - max(step.launched_s, self._seen_s)
-        took_s, is_news = now_s - began_s, True
-        if behind is not None and behind.hid_end:
-            expected_s = self._step_costs.expected_s(step.shape)
-            took_s = min(took_s, max(behind.launched_s - began_s, expected_s or 0.0))
-            is_news = took_s != expected_s
-        self._seen_s, self._ended_s = now_s, began_s + took_s
+        device_s, is_hidden = step.launched.device_s, behind is not None and behind.hid_end
+        took_s = now_s - began_s if device_s is None else device_s
+        self._seen_s = now_s
+        self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
         self._step_record.observe(step.shape, waited_s * share, step.promise_s)
         promise = self._scheduler.promise
         if promise.outlasting_s or not promise.is_promising:
             promise.observe(waited_s)
-        if not is_news:
-            return
         self._step_costs.observe(step.shape, took_s * share)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)

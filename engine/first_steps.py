@@ -119,10 +119,10 @@ def _measure(
         behind = runner.launch(batch)
         costs.observe_launch(shape, clock.monotonic_s() - began_s)
         before.collect()
-        before, now_s = behind, clock.monotonic_s()
+        device_s, now_s = before.device_s, clock.monotonic_s()
         if number:
-            took_s = now_s - ended_s
+            took_s = now_s - ended_s if device_s is None else device_s
             costs.observe(shape, took_s)
-        ended_s = now_s
+        before, ended_s = behind, now_s
     before.collect()
     return took_s

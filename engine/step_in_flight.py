@@ -22,7 +22,6 @@ class StepInFlight:
     launched: LaunchedStep
     shape: StepShape
     launched_s: float
-    begin_s: float  # the device had not begun it before
     launching_s: float  # how long it took to plan and to launch it
     promise_s: float | None
     has_drafts: bool

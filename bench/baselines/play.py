@@ -58,6 +58,10 @@ class _EndingStep:
         self._step, self._judge, self._batch = step, judge, batch
         self.number = step.number
 
+    @property
+    def device_s(self) -> float | None:
+        return self._step.device_s
+
     def has_completed(self) -> bool:
         return self._step.has_completed()
 

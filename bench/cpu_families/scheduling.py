@@ -54,6 +54,7 @@ class HostStep:
 
     collect: Callable[[], list[SampledToken | None]]
     number = 0
+    device_s = None
 
     def has_completed(self) -> bool:
         return True

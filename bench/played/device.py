@@ -69,6 +69,7 @@ class PlayedDevice:
 class PlayedStep:
     batch: Sequence[SequenceSlice]
     number: int = 0
+    device_s = None
 
     def has_completed(self) -> bool:
         return True

@@ -319,6 +319,12 @@ class LaunchedStep(Protocol):
         """
         ...
 
+    @property
+    def device_s(self) -> float | None:
+        """How long it was on the device, from its first kernel on; None: it cannot tell. Behind
+        `collect`."""
+        ...
+
     def has_completed(self) -> bool:
         """Whether `collect` would not have to wait. Raises EngineFailed as it does."""
         ...
@@ -373,6 +379,11 @@ class CompletedStep:
     results: list[SampledToken | None]
     prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     number = 0
+    device_s = None
+
+    def behind(self, _first: LaunchedStep) -> CompletedStep:
+        """See GpuStep."""
+        return self
 
     def has_completed(self) -> bool:
         return True

@@ -35,9 +35,11 @@ class StepRunner:
         try:
             with torch.inference_mode():
                 batch = StepBatch.of(batch)
-                if self._draft_steps is not None:
-                    self._draft_steps.compute_prompts(batch.others)
-                return self._steps.launch(batch)
+                if self._draft_steps is None:
+                    return self._steps.launch(batch)
+                first = self._draft_steps.compute_prompts(batch.others)
+                step = self._steps.launch(batch)
+                return step if first is None else step.behind(first)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
 

@@ -65,10 +65,6 @@ class EngineLimits:
     def held_blocks_limit(self) -> int:
         return self.capacity if self.max_held_blocks is None else self.max_held_blocks
 
-    def has_graph(self, num_prompt_tokens: int) -> bool:
-        """Whether a step with so many prompt tokens is launched as a graph."""
-        return bool(self.graph_rows) and num_prompt_tokens <= self.graph_prompt_tokens
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)

@@ -54,6 +54,10 @@ class _ParallelStep:
     def number(self) -> int:
         return self.mine.number
 
+    @property
+    def device_s(self) -> float | None:
+        return self.mine.device_s
+
     def has_completed(self) -> bool:
         self.followers.check()  # a device that waits for a lost rank is never done
         try:

@@ -44,6 +44,7 @@ class _PipelineStep:
     """A step in the pipeline."""
 
     number = 0  # rank 0's count has no part in when the last stage has written its KV
+    device_s = None  # nor its device in the others' parts
 
     def __init__(self, followers: RankGroup) -> None:
         self._followers = followers

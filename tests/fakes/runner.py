@@ -71,6 +71,8 @@ def expected_tokens(
 class FakeStep:
     """A step in flight."""
 
+    device_s = None
+
     def __init__(self, runner: FakeRunner, batch: Sequence[SequenceSlice]) -> None:
         self._runner = runner
         self._num_looks = 0

@@ -16,6 +16,7 @@ class TimedStep:
     device: TimedDevice
     batch: Sequence[SequenceSlice]
     end_s: float
+    device_s: float
     number: int = 0
 
     def has_completed(self) -> bool:
@@ -51,7 +52,7 @@ class TimedDevice(ABC):
         self.now_s += self.launch_s(batch)
         self.free_s = max(begin_s + self.cost_s(batch), self.now_s)
         self.ends_s.append(self.free_s)
-        return TimedStep(self, batch, self.free_s)
+        return TimedStep(self, batch, self.free_s, self.free_s - begin_s)
 
     def next_look_s(self, look_s: float) -> float:
         """When a host looks again that does so every `look_s`, or when a step ends; now, if none

@@ -38,15 +38,14 @@ class DraftSteps:
     def __init__(self, steps: CpuSteps | GpuSteps, most_tokens: int) -> None:
         self._steps, self._most_tokens = steps, most_tokens
 
-    def compute_prompts(self, batch: Sequence[SequenceSlice]) -> None:
-        """Launch its part of a step, in front of the engine's: the KV of prompts."""
+    def compute_prompts(self, batch: Sequence[SequenceSlice]) -> LaunchedStep | None:
+        """Launch its part of a step, in front of the engine's: the KV of prompts, if it has any."""
         prompts = [
             SequenceSlice(piece.token_ids, piece.start, piece.block_table, None)
             for piece in batch
             if piece.is_prompt
         ]
-        if prompts:
-            self._steps.launch(prompts)
+        return self._steps.launch(prompts) if prompts else None
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         """See `batch.Drafter`."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ....core.errors import EngineFailed
 from ....core.request.request import TokenLogprobs
-from ..batch import SampledToken, StepBatch
+from ..batch import LaunchedStep, SampledToken, StepBatch
 from ..extras import Extras
 
 
@@ -23,7 +23,18 @@ class GpuStep:
     token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
     logprobs: Tensor
     extras: Extras | None
+    begun: torch.cuda.Event
     is_done: torch.cuda.Event
+
+    @property
+    def device_s(self) -> float | None:
+        """See `batch.LaunchedStep`."""
+        with device_errors():
+            return float(self.begun.elapsed_time(self.is_done)) / 1e3
+
+    def behind(self, first: LaunchedStep) -> GpuStep:
+        """The same one, begun with `first`, which was launched in front of it."""
+        return replace(self, begun=first.begun) if isinstance(first, GpuStep) else self
 
     def has_completed(self) -> bool:
         """See `batch.LaunchedStep`."""

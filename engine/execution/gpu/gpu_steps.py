@@ -197,6 +197,7 @@ class GpuSteps:
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> GpuStep:
         """A step of decodes whose hidden states are there already."""
         with device_errors(), torch.inference_mode():
+            self._begin()
             return self._sample(0, StepBatch.of(batch), hidden)
 
     # -- decodes alone ----------------------------------------------------------------------------
@@ -208,6 +209,7 @@ class GpuSteps:
         arrays = decode_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
         self._attention.plan(padded.metadata(inputs[2], is_graph=True))
+        self._begin()
         self._graphed.replay(graph)
         number = self._mark()
         if not self.model.range.is_last:
@@ -250,6 +252,7 @@ class GpuSteps:
             arrays = token_arrays(batch, self._block_size, num_tokens)
             inputs = upload(arrays, self._device)
             self._attention.plan(batch.metadata(inputs[2]))
+            self._begin()
             return self.model.forward(*self._filled(inputs), self._attention)
         room, graph = found
         inputs = self.prefill_graphs[room].inputs(graph.size)
@@ -258,6 +261,7 @@ class GpuSteps:
         padding = [self._padding(graph.size - num_tokens)] if num_tokens < graph.size else []
         padded, decodes = batch.followed_by(padding), min(room, graph.size)
         self._attention.plan(padded.metadata(inputs[2], graph_decodes=decodes))
+        self._begin()
         self._graphed.replay(graph)
         return graph.output
 
@@ -309,6 +313,11 @@ class GpuSteps:
         return self._bring_back(number, batch, sampled, extras)
 
     # -- both -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The model's first kernel is launched next: what is uploaded for it is in front of it."""
+        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begun.record()
 
     def _mark(self) -> int:
         """The number of the step whose KV this is all of, but 0 if a head's is still to come."""
@@ -367,9 +376,9 @@ class GpuSteps:
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
         write_results(token_ids, self._logprobs, host_ids, host_logprobs)
-        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         is_done.record()
-        return GpuStep(number, batch, host_ids, host_logprobs, extras, is_done)
+        return GpuStep(number, batch, host_ids, host_logprobs, extras, self._begun, is_done)
 
 
 def _part_of_rank(model: StepModel) -> VocabularyPart | None:

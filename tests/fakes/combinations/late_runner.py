@@ -21,6 +21,7 @@ class LateStep:
     runner: LateRunner
     batch: Sequence[SequenceSlice]
     number = 0
+    device_s = None
     done: LaunchedStep | None = None
     num_looks: int = 2  # at it before it is seen to have completed
 

@@ -53,6 +53,8 @@ class TimedRunner(FakeRunner):
 
 
 class _Done:
+    device_s = None
+
     def collect(self) -> list[None]:
         return []
 

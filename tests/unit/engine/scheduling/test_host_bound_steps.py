@@ -150,9 +150,10 @@ class Behind(Device):
     def launch(self, batch: Sequence[SequenceSlice]) -> TimedStep:
         self.now_s += self.launch_s(batch)
         self.idle_s += max(0.0, self.now_s - self.free_s)
-        self.free_s = max(self.free_s, self.now_s) + self.cost_s(batch)
+        begin_s = max(self.free_s, self.now_s)
+        self.free_s = begin_s + self.cost_s(batch)
         self.ends_s.append(self.free_s)
-        return TimedStep(self, batch, self.free_s)
+        return TimedStep(self, batch, self.free_s, self.cost_s(batch))
 
 
 def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
@@ -187,7 +188,7 @@ def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
     assert device.idle_s <= 0.0001 * num_prompts
 
 
-def test_what_an_idle_device_waits_for_is_no_part_of_a_graph() -> None:
+def test_what_an_idle_device_waits_for_is_no_part_of_a_step() -> None:
     """Requests one by one: nothing hides the launch of their prompts."""
     device = Behind()
     limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
