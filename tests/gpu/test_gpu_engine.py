@@ -67,6 +67,24 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
     runner.close()
 
 
+def test_a_step_takes_what_it_was_on_the_device() -> None:
+    """Whatever is in front of it; and with what it was begun with, where that was launched first."""
+    runner = ModelRunner(config_of(resolve_model_dir("demo")))
+    spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
+    for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, kernel by kernel
+        batch = [SequenceSlice([5] * num_tokens, 0, list(range(2, 50)), spec)]
+        runner.launch(batch).collect()  # compiled now
+        torch.cuda._sleep(400_000_000)  # cycles: a fifth of a second
+        first = runner.launch(batch)
+        torch.cuda._sleep(400_000_000)
+        second = runner.launch(batch)
+        both = second.behind(first)  # type: ignore[attr-defined]
+        second.collect()
+        for step in (first, second):
+            assert step.device_s is not None and 0 < step.device_s < 0.1
+        assert 0.1 < both.device_s < 1
+
+
 def test_others_see_when_a_step_has_written_its_kv() -> None:
     runner = ModelRunner(config_of(resolve_model_dir("demo")))
     page = SharedGenerations(runner.kv.num_blocks, "ab" * 16)
