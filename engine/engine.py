@@ -413,6 +413,6 @@ class Engine(LiveSequences):
         promise = self._scheduler.promise
         if promise.outlasting_s or not promise.is_promising:
             promise.observe(waited_s)
-        self._step_costs.observe(step.shape, took_s * share)
+        self._step_costs.observe(step.shape, took_s * share, waited_s * share)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)

@@ -68,7 +68,7 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
 
 
 def test_a_step_takes_what_it_was_on_the_device() -> None:
-    """Whatever is in front of it; and with what it was begun with, where that was launched first."""
+    """Whatever is in front of it; and from the first one on, where two are one."""
     runner = ModelRunner(config_of(resolve_model_dir("demo")))
     spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
     for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, kernel by kernel

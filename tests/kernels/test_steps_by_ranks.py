@@ -47,7 +47,14 @@ PROMPT_LENS = (10, 5, 17, 9, 3)
 
 
 class Event:
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.has_time = enable_timing
+
     def record(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.has_time and end.has_time
+        return 0.0
 
     def synchronize(self) -> None: ...
 

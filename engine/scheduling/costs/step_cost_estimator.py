@@ -67,14 +67,15 @@ class StepCostEstimator:
         self._has_new_size = False
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape, of one row at least, took so long."""
+    def observe(self, shape: StepShape, seconds: float, waited_s: float | None = None) -> None:
+        """A step of this shape, of one row at least, took so long. `waited_s`: what passed between
+        two steps' tokens, which is what a promise is about, where that is more."""
         seconds = max(seconds, _LEAST_S)
         if self._estimate is not None:
             expected_s = self._estimate.seconds(shape)
             self._errors.append(abs(expected_s / seconds - 1))
             if shape.num_decodes and shape.num_prompt_tokens:
-                self.overruns.observe(shape, seconds)
+                self.overruns.observe(shape, max(seconds, waited_s or 0.0))
         size = _size_of(shape)
         alike = self._sizes.setdefault(size, _Alike())
         alike.samples.append((shape, seconds))

@@ -153,7 +153,7 @@ def test_a_step_takes_what_a_stage_does(
     rig, clock, seen = Rig(2), FakeClock(), list[float]()
     monkeypatch.setattr(rig.engine, "_clock", clock)
     monkeypatch.setattr(
-        rig.engine._step_costs, "observe", lambda shape, seconds: seen.append(seconds)
+        rig.engine._step_costs, "observe", lambda shape, seconds, _: seen.append(seconds)
     )
     for index in range(num_requests):
         rig.add(index, 3)
