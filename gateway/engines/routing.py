@@ -57,7 +57,7 @@ REPEATED = 0.25
 
 # What a prompt's own computation weighs in addition where as much waits already: who comes next
 # waits for it too. Where engines are not equally fast, prompts so leave the fast one earlier.
-DELAYING = 0.75
+DELAYING = 1.5
 
 
 class EngineState(NamedTuple):

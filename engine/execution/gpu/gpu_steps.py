@@ -55,6 +55,7 @@ _MAX_PROMPT_TOKENS, _MAX_PROMPT_PAIRS = 512, 1 << 20
 # More sizes of these, for a chat's next message: products of an 8B model take 9 % less than for 192
 # and 256 tokens.
 _MESSAGE_SIZES = (160, 208)
+_SHARED_SIZES = (160,)  # beside 64 decodes, where a promise has no room for 192
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 _PADDING_SLICE = SequenceSlice((0,), 0, block_table=array("i", [PADDING_BLOCK]), sample=None)
 
@@ -100,7 +101,7 @@ class GpuSteps:
             rooms |= {room: room + mixed_tokens for room in (few, max_rows)}
         # Sizes of the graphs with prompts, by how many decodes they have room for.
         self._prefill_sizes = {
-            room: prefill_sizes(most, () if room else _MESSAGE_SIZES)
+            room: prefill_sizes(most, _SHARED_SIZES if room else _MESSAGE_SIZES)
             for room, most in rooms.items()
         }
         self.prefill_graphs: dict[int, StepGraphs] = {}

@@ -175,7 +175,7 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
         ),
         (
             [
-                prefill("p", speed=FAST, waiting_tokens=8_000),
+                prefill("p", speed=FAST, waiting_tokens=6_000),
                 decode("d", speed=SLOW, keeps_promise=True),
             ],
             "p d",

@@ -39,10 +39,10 @@ def state(name: str, role: Role, **fields: object) -> EngineState:
         ({}, {"cached_tokens": 16}, "q"),
         ({"cached_tokens": 512}, {"cached_tokens": 528}, "q"),
         ({"waiting_tokens": 15}, {}, "q"),
-        ({"waiting_tokens": 9, "cached_tokens": 16}, {}, "p"),  # who comes next waits for 984
-        ({"waiting_tokens": 10, "cached_tokens": 16}, {}, "q"),
-        ({"cached_tokens": 960, "waiting_tokens": 929}, {}, "p"),
-        ({"cached_tokens": 960, "waiting_tokens": 961}, {}, "q"),
+        ({"waiting_tokens": 6, "cached_tokens": 16}, {}, "p"),  # who comes next waits for 984
+        ({"waiting_tokens": 7, "cached_tokens": 16}, {}, "q"),
+        ({"cached_tokens": 960, "waiting_tokens": 899}, {}, "p"),
+        ({"cached_tokens": 960, "waiting_tokens": 901}, {}, "q"),
         ({"cached_tokens": 960, "credit_blocks": 3}, {}, "q"),
     ],
 )
