@@ -83,7 +83,7 @@ class OpenAiDriver:
                         num_seen = num_now
                     usage = _usage(event)  # of the last one it is the whole request's
         except aiohttp.ClientConnectorError as error:
-            raise Unreachable(str(error)) from error
+            raise Unreachable(str(error.strerror or error)) from error
         except _ODD_ANSWERS as error:
             raise DriverError(f"{type(error).__name__}: {error}") from error
         if usage is not None:

@@ -99,7 +99,7 @@ async def _only_model(http: aiohttp.ClientSession, target: Target) -> str:
             found = await response.json(content_type=None)
             names = [str(model["id"]) for model in found["data"]]
     except aiohttp.ClientConnectorError as error:
-        raise _failure(target, "", Unreachable(str(error))) from error
+        raise _failure(target, "", Unreachable(str(error.strerror or error))) from error
     except HttpError as error:
         raise _failure(target, "", error) from error
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:

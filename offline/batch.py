@@ -134,7 +134,8 @@ class _Run:
                     said = (await response.text())[:_SAID_CHARS]
             except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
                 whom = self._batch.url or "the engine here"
-                raise Unavailable(f"no answer of {whom}: {error}") from error
+                why = getattr(error, "strerror", None) or error  # aiohttp's own has more
+                raise Unavailable(f"no answer of {whom}: {why}") from error
             if status in _REFUSED or number == _MAX_TRIES:
                 break
             await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, _MAX_RETRY_S))

@@ -218,7 +218,7 @@ async def test_what_is_wrong_with_a_target_is_said(tmp_path: Path) -> None:
                 await bench(url, *argv, folder=tmp_path)
         with pytest.raises(StartupFailed, match="answered HTTP 404"):
             await bench(f"{url}/elsewhere", folder=tmp_path)
-    with pytest.raises(StartupFailed, match="cannot be reached"):  # nobody is there any more
+    with pytest.raises(StartupFailed, match="cannot be reached: Connect call"):  # nobody is there
         await bench(url, folder=tmp_path)
     with pytest.raises(StartupFailed, match="http://"):
         await bench("localhost:8000", folder=tmp_path)
