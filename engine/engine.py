@@ -400,7 +400,7 @@ class Engine(LiveSequences):
         flight than it has stages, less than what passes between two ends.
 
         Where it ends while the next one is launched, which may take longer than the step does,
-        nobody sees when.
+        nobody sees when: then too its device tells how long it took.
         """
         now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
         waited_s = now_s - max(step.launched_s, self._seen_s)
