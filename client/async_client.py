@@ -9,7 +9,7 @@ from typing import TypeVar, Unpack
 
 import grpc
 
-from ..core.errors import Cancelled
+from ..core.errors import BatonError, Cancelled
 from . import unary_calls
 from .client import Connection, RunningStream
 from .messages import Chunk, GenerateParams, Result
@@ -24,7 +24,7 @@ def _typed_errors() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise translate(error) from error
+        raise translate(error) from error.with_traceback(None)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -57,9 +57,15 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
         return self.result
 
     async def __anext__(self) -> Chunk:
-        with _typed_errors():
-            message = await self._call.read()
+        try:
+            with _typed_errors():
+                message = await self._call.read()
+        except BatonError as error:
+            self._end(error)
+            # Frames of gRPC have the call, and with it the connection.
+            raise error.with_traceback(None) from error.__cause__
         if message is grpc.aio.EOF:
+            self._end()
             raise StopAsyncIteration
         return self._collector.add(message)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, NoReturn, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message
@@ -55,6 +55,25 @@ class Connection:
         return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
 
 
+class _EndedCall:
+    """What is kept of a call that has ended; gRPC's own would keep the connection of a client that
+    is closed. Reads end as the last one did."""
+
+    def __init__(self, error: BatonError | None) -> None:
+        self._error = error
+
+    def cancel(self) -> None:
+        """It is over."""
+
+    def __next__(self) -> NoReturn:
+        raise self._error or StopIteration
+
+    async def read(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return grpc.aio.EOF
+
+
 class RunningStream:
     """One running request."""
 
@@ -70,6 +89,10 @@ class RunningStream:
     def cancel(self) -> None:
         """End the request on the server; a request that is over stays as it ended."""
         self._call.cancel()
+
+    def _end(self, error: BatonError | None = None) -> None:
+        """It was read to its end, or to that error."""
+        self._call = _EndedCall(error)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the loop or the interpreter may be gone
@@ -107,7 +130,11 @@ class Generation(RunningStream, Iterator[Chunk]):
     def __next__(self) -> Chunk:
         try:
             return self._collector.add(next(self._call))
+        except StopIteration:
+            self._end()
+            raise
         except grpc.RpcError as error:
+            self._end(translate(error))  # another one: `error` is the call
             raise translate(error) from error
 
     def close(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from baton.client import AsyncClient, Client
 from baton.client.channel import open_channel, target_of
-from baton.core.errors import InvalidRequest
+from baton.core.errors import BatonError, InvalidRequest
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -82,6 +85,50 @@ async def test_each_client_has_a_connection_of_its_own() -> None:
     await server.stop(None)
     a, b, again = peers.seen
     assert a == again != b
+
+
+class Answers(inference_pb2_grpc.InferenceServicer):
+    """An empty stream, or a failure, for each request."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if request.text == "fail":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no engine")
+        for each in ():
+            yield each
+
+
+async def test_what_is_kept_of_an_ended_request_keeps_no_connection() -> None:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(Answers(), server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    kept: list[Any] = []
+    for prompt in ("end", "fail"):
+        async with AsyncClient(address) as client:
+            generation = client.generate(prompt)
+            for _ in range(2):  # the second read ends as the first
+                try:
+                    assert [chunk async for chunk in generation] == [] and prompt == "end"
+                except BatonError as error:
+                    assert prompt == "fail"
+                    kept.append(error)
+            kept.append(generation)
+    assert len(kept) == 4
+    gc.collect()
+    for _ in range(200):
+        if not (num_connections := connections_to(address)):
+            break
+        await asyncio.sleep(0.01)
+    await server.stop(None)
+    assert num_connections == 0
+
+
+def connections_to(address: str) -> int:
+    """TCP connections of this host that were opened to it."""
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    found = (Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for text in found for row in text.splitlines()[1:]]
+    return sum(row[2].endswith(port) and row[3] == "01" for row in rows)
 
 
 def test_a_ca_is_pem(tmp_path: Path) -> None:
