@@ -25,11 +25,11 @@ def _typed_errors() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise translate(error) from error.with_traceback(None)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise Cancelled("the request was cancelled") from None
+        raise Cancelled("the request was cancelled") from error.with_traceback(None)
 
 
 class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):

@@ -93,6 +93,8 @@ class Answers(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         if request.text == "fail":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no engine")
+        if request.text == "stay":
+            await asyncio.sleep(60)
         for each in ():
             yield each
 
@@ -103,17 +105,19 @@ async def test_what_is_kept_of_an_ended_request_keeps_no_connection() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     kept: list[Any] = []
-    for prompt in ("end", "fail"):
+    for prompt in ("end", "fail", "stay"):
         async with AsyncClient(address) as client:
             generation = client.generate(prompt)
+            if prompt == "stay":
+                generation.cancel()
             for _ in range(2):  # the second read ends as the first
                 try:
                     assert [chunk async for chunk in generation] == [] and prompt == "end"
                 except BatonError as error:
-                    assert prompt == "fail"
+                    assert prompt != "end"
                     kept.append(error)
             kept.append(generation)
-    assert len(kept) == 4
+    assert len(kept) == 7
     gc.collect()
     for _ in range(200):
         if not (num_connections := connections_to(address)):
