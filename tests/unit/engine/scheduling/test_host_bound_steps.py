@@ -50,17 +50,21 @@ class Device(TimedDevice):
         return GRAPH_S if shape_of(batch).num_prompt_tokens <= GRAPH_TOKENS else self.kernels_s
 
 
+def engine_on(device: Device) -> Engine:
+    limits = EngineLimits(
+        60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
+    )
+    return Engine(
+        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
+        enable_prefix_caching=False, clock=device,
+    )  # fmt: skip
+
+
 def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:
     """Requests that come for a while; the engine behind them, and the times between steps with
     tokens."""
     chance, device = random.Random(1), Device(kernels_s=kernels_s)
-    limits = EngineLimits(
-        60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
-    )
-    engine = Engine(
-        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
-        enable_prefix_caching=False, clock=device,
-    )  # fmt: skip
+    engine = engine_on(device)
     engine.promise.tbt_target_s = promise_s
     due_s, coming = 0.0, deque[tuple[float, Request]]()
     while due_s < SECONDS:
@@ -109,11 +113,7 @@ def test_what_is_learned_of_steps_is_what_they_take(
 def test_steps_that_each_hide_the_end_of_the_one_before_are_learned_too() -> None:
     """Long prompts alone: to launch them takes longer than to compute them."""
     device = Device(kernels_s=0.07)
-    limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
-    engine = Engine(
-        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
-        enable_prefix_caching=False, clock=device,
-    )  # fmt: skip
+    engine = engine_on(device)
 
     def meanwhile() -> bool:
         device.now_s = device.next_look_s(LOOK_S)
@@ -158,11 +158,7 @@ class Behind(Device):
 
 def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
     chance, device = random.Random(2), Behind()
-    limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
-    engine = Engine(
-        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
-        enable_prefix_caching=False, clock=device,
-    )  # fmt: skip
+    engine = engine_on(device)
 
     def add(num_tokens: int, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -191,11 +187,7 @@ def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
 def test_what_an_idle_device_waits_for_is_no_part_of_a_step() -> None:
     """Requests one by one: nothing hides the launch of their prompts."""
     device = Behind()
-    limits = EngineLimits(60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=1024)
-    engine = Engine(
-        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
-        enable_prefix_caching=False, clock=device,
-    )  # fmt: skip
+    engine = engine_on(device)
 
     def meanwhile() -> bool:
         device.now_s = device.next_look_s(LOOK_S)
