@@ -1,7 +1,7 @@
 """The fields of Anthropic's /v1/messages as those of a chat.
 
 system                                 the first message
-assistant   thinking, text, tool_use   one message, with reasoning and calls
+assistant   thinking, text, tool_use   one message, with reasoning and calls; a last one goes on
 user        tool_result, text          tools' messages, then the user's
 """
 
@@ -39,14 +39,7 @@ _CHOICES = {"auto": (True, False), "any": (True, True), "none": (False, False)}
 
 
 def _messages(value: Any, name: str) -> list[Message]:
-    found = [one for item, where in named_items(value, name) for one in _turn(item, where)]
-    if found and found[-1]["role"] == "assistant":
-        raise InvalidRequest(
-            "the last message is the assistant's: an answer that has begun is not continued",
-            name,
-            "unsupported_parameter",
-        )
-    return found
+    return [one for item, where in named_items(value, name) for one in _turn(item, where)]
 
 
 def _turn(value: Any, name: str) -> list[Message]:
@@ -268,7 +261,7 @@ NOT_SUPPORTED: Mapping[str, Unsupported] = {
 
 
 def chat_fields(found: Mapping[str, Any], follows: Collection[str]) -> dict[str, Any]:
-    """The same request as a chat's.
+    """The same request as a chat's. A last message of the assistant is continued.
 
     `follows`: which of the fields for reasoning this model can follow; clients send them to any
     model, so others are dropped.
@@ -276,6 +269,8 @@ def chat_fields(found: Mapping[str, Any], follows: Collection[str]) -> dict[str,
     system = found.get("system")
     kept = {name: value for name, value in found.items() if name in _AS_IN_CHATS}
     fields = kept | {"messages": list(found["messages"])}
+    if fields["messages"][-1]["role"] == "assistant":
+        fields["continue_final_message"] = True
     if system:
         fields["messages"].insert(0, {"role": "system", "content": system})
     choice, is_parallel = found.get("tool_choice", (None, True))

@@ -24,6 +24,7 @@ from .turn import Block, BlockKind, Turn, call_arguments
 ROUTES = web.RouteTableDef()
 
 _NAMES = {
+    "continue_final_message": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "thinking_token_budget": "thinking.budget_tokens",

@@ -426,6 +426,7 @@ async def claude(world: World) -> AsyncIterator[Any]:
 
 
 ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 500, "messages": USER}
+USED = {"type": "tool_use", "id": "1", "name": "now", "input": {}}
 ANTHROPIC_TOOL = {"name": "now", "input_schema": TOOL["parameters"]}
 
 
@@ -490,11 +491,25 @@ async def test_a_conversation_with_tools(world: World, claude: Any) -> None:
     assert count.input_tokens == len(world.last_prompt)
 
 
+async def test_a_last_message_of_the_assistant_is_continued(world: World, claude: Any) -> None:
+    world.writes(" four.")
+    turns = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    answer = await claude.messages.create(**ASKED | {"messages": turns})
+    assert world.last_prompt == "user: hi\nassistant: It is"
+    assert [block.text for block in answer.content] == [" four."]
+    count = await claude.messages.count_tokens(model="demo", messages=turns)
+    assert count.input_tokens == len(world.last_prompt)
+    stream = await claude.messages.create(**ASKED | {"messages": turns}, stream=True)
+    events = [event async for event in stream]
+    pieces = [event.delta.text for event in events if event.type == "content_block_delta"]
+    assert "".join(pieces) == " four."
+
+
 async def test_bad_messages_are_anthropics_errors(world: World, claude: Any) -> None:
     anthropic = pytest.importorskip("anthropic")
     bad: list[tuple[dict[str, Any], str]] = [
         ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*USER, {"role": "assistant", "content": "I"}]}, "messages"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USED]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "messages[0].content[0]"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
