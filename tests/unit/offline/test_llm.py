@@ -220,11 +220,12 @@ def test_a_ctrl_c_ends_the_call_and_the_llm_goes_on(llm: LLM) -> None:
 
 def test_a_ctrl_c_ends_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[BaseException] = []
-    has_ended = threading.Event()
+    has_begun, has_ended = threading.Event(), threading.Event()
 
     def load(*_: object) -> LocalEngine:
         until_s = time.monotonic() + 20
         try:
+            has_begun.set()
             while time.monotonic() < until_s:
                 time.sleep(0.01)
         except BaseException as error:
@@ -236,7 +237,7 @@ def test_a_ctrl_c_ends_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def press() -> None:
         """Again where nothing comes of it: Python drops a KeyboardInterrupt that comes in a weak
         reference's callback."""
-        time.sleep(0.5)
+        has_begun.wait(20)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
             if has_ended.wait(4):
