@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from ...core.errors import (
     BatonError,
+    Cancelled,
     EngineFailed,
     HandoffFailed,
     NodeLost,
@@ -32,6 +33,7 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from ...core.request.request import FinishReason
+from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, EngineLink
 from .move import MovingSession
@@ -194,8 +196,7 @@ class Setbacks:
     def attempt_began(self, attempt: Attempt) -> None:
         """A suspect's is its trial."""
         if self.suspect_side is not None:
-            attempt.trial_side = self.suspect_side
-            engine = attempt.pair[self.suspect_side]
+            attempt.on_trial = engine = attempt.pair[self.suspect_side]
             self._suspects.trials[self._request_id] = (self._call_id, engine)
             # The next token is the prefill engine's, the one behind it the decode engine's.
             self._cleared_at = attempt.base_index + 1 + self.suspect_side
@@ -225,8 +226,25 @@ class Setbacks:
             self.fail_attempt(attempt, error, blamed=incarnation)
 
     def _survives(self, attempt: Attempt, incarnation: str, error: BatonError) -> bool:
+        """Whether the attempt can go on without this engine, perhaps in doubt."""
         attempt.close(incarnation)
-        return attempt.survives(incarnation, error, now_s=self._clock.monotonic_s())
+        prefill, decode = attempt.pair
+        now_s = self._clock.monotonic_s()
+        if incarnation == prefill and not attempt.is_local:
+            if not _has_first_token(attempt, self._session.answer):
+                return False
+            if not attempt.is_handed_over:
+                if not error.is_retryable or decode not in attempt.holders:
+                    return False
+                attempt.begin_doubt(error, now_s)
+            return True
+        if attempt.finish_reason is not None:
+            return True
+        if isinstance(error, Cancelled) and not attempt.is_handed_over:
+            error = HandoffFailed("the decode node was told to stop waiting")
+            attempt.begin_doubt(error, now_s)
+            return True
+        return False
 
     def _sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
         """The engine did not take it: where another gateway's suspect is on trial, it goes
@@ -354,3 +372,10 @@ class Setbacks:
             if len(convicted) > _MAX_CONVICTED:
                 convicted.popitem(last=False)
         return side
+
+
+def _has_first_token(attempt: Attempt, answer: Answer) -> bool:
+    """Whether the prefill engine has sent all that is due from it."""
+    if answer.request.sampling.use_beam_search:
+        return attempt.is_handed_over and not answer.lacks_scores
+    return attempt.has_tokens
