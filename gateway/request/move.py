@@ -57,7 +57,6 @@ class MovingSession(Protocol):
 
     answer: Answer
     attempt: Attempt | None
-    fingerprint: str | None
     moves: Moves | None
 
     @property
@@ -93,7 +92,8 @@ def begin_move(
     session: MovingSession, route: Route, now_s: float, on_over: Callable[[str], None]
 ) -> None:
     """To another engine of its model, while it is `movable_from` one."""
-    assert session.attempt is not None and route.decode.fingerprint == session.fingerprint
+    assert session.attempt is not None
+    assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
     if session.moves is None:
         session.moves = Moves(session, session.answer.output_ids)
     session.moves.begin(route, session.attempt, now_s, on_over)

@@ -25,6 +25,7 @@ from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
 from .output_chunk import ChunkSink
 from .session import Session
+from .setbacks import engine_lost
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class SessionTable:
 
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         for session in list(self._sessions.values()):
-            self._do(session, partial(session.engine_lost, incarnation, has_died=has_died))
+            self._do(session, partial(engine_lost, session, incarnation, has_died=has_died))
 
     def cluster_changed(self, *, is_load_only: bool = False) -> None:
         """What waits may find its place now."""
