@@ -1,16 +1,16 @@
-"""What is recorded of one call while it runs, and what is known of it once it is over.
+"""The record of one call while it runs, and the summary of it once it has ended.
 
-Times are of delivery at the gateway: a chunk counts when its front has written it to the client. A
-delivery of several tokens is one point in time: the tokens behind its first have no gap of their
-own, so a client that reads slowly does not make the gaps look small. The stages of a call:
+Times are those of delivery at the gateway: when its front has written a chunk to the client. A
+delivery of several tokens is one point in time: only its first token has a gap, so that a client
+that reads slowly does not make the gaps look small. The stages of a call:
 
     arrived ─gateway_queue─ routed ─prefill_queue─ prefill_started ─prefill─ first_token
       ─kv_transfer─ transfer_ended ─decode_queue─ decode_started ─first_decode─ second token
 `kv_transfer` is the part of the pull that the client waits for: a pull begins beside the prefill.
 The second token counts when it is delivered. All stamps are on the gateway's clock
 (engines/engine_connection.py): no stage depends on two hosts' wall clocks. A stage that would be
-negative is 0. A call that one engine serves whole has the first three. An engine that refuses it
-for its promise is no attempt: `prefill_queue` has the time until others were found.
+negative is 0. A call that one engine serves alone has the first three. An engine that refuses it
+because of its promise is no attempt: `prefill_queue` includes the time until another was found.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from ...validation.validation import ValidatedRequest
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call: a prompt and its samples. The front door and the feed fill it.
+    """One call: a prompt and its samples. The front door and the feed fill it in.
 
-    `token_times` hold, per sample, (monotonic seconds, tokens delivered then) of each delivery.
-    `results` are of the samples that finished; `error` is what ended the call otherwise, and
-    `unfinished_run` where its first sample was then.
-    `num_computed_tokens` are of all samples, those that `best_of` left out too.
-    `lookup_s` is what the look-up in the prefix index took. `prompt` is kept with --log-prompts
-    alone.
+    `token_times`: per sample, (monotonic seconds, tokens) of each delivery. `results`: by index, of
+    the samples that finished; else `error` is what ended the call, and `unfinished_run` the state
+    of its first sample then. `num_computed_tokens`: of all samples, including those that `best_of`
+    left out. `lookup_s`: duration of the look-up in the prefix index. `prompt`: only with
+    --log-prompts.
     """
 
     call_id: str
@@ -66,32 +65,32 @@ class CallRecord:
 
     @property
     def run(self) -> RequestResult | UnfinishedRun | None:
-        """Of the first sample; None: no engine had it."""
+        """The run of the first sample; None: it was never dispatched."""
         return self.results.get(0) or self.unfinished_run
 
     @property
     def num_delivered_tokens(self) -> int:
-        """Of all samples."""
+        """Tokens of all samples that the client has."""
         return sum(map(_num_tokens, self.token_times))
 
     @property
     def first_tokens_s(self) -> list[float]:
-        """When each sample's first token was delivered, of those that had one."""
+        """When the first token of each sample was delivered, without samples that had none."""
         return [times[0][0] for times in self.token_times if times]
 
     @property
     def tpots_s(self) -> list[float]:
-        """Of each sample with two tokens at least."""
+        """Time per output token, of each sample with at least two tokens."""
         return [tpot_s for tpot_s in map(_tpot_s, self.token_times) if tpot_s is not None]
 
     @property
     def end_s(self) -> float:
-        """Of a call that is over."""
+        """The end of an ended call."""
         assert self.ended_s is not None, "the call still runs"
         return self.ended_s
 
     def unix_ns(self, at_s: float) -> int:
-        """A moment of the monotonic clock on the wall clock."""
+        """Converts a time of the monotonic clock to the wall clock."""
         return self.arrived_unix_ns + round((at_s - self.arrived_s) * 1e9)
 
 
@@ -104,7 +103,7 @@ _MAX_EVENTS = 100
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One hand-off. `seconds` from the first reserved block to the last pulled one."""
+    """One hand-off. `seconds`: from the first reserved block to the last pulled one."""
 
     source: Text
     puller: Text
@@ -115,12 +114,12 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that is over, for log lines, metrics and the live page (docs/dashboard.md has the
-    fields): typed, since other gateways send theirs.
+    """The summary of an ended call for log lines, metrics and the live page (fields:
+    docs/dashboard.md). Typed and bounded, since other gateways send theirs.
 
-    `outcome`: "stop" or "length" of the first sample, or the error's code. `ttft_s` is of the
-    sample that was first. `tpot_s`, `stages`, `transfer` and `timeline`, in seconds since it
-    arrived, are of the first sample: its prefill serves all.
+    `outcome`: "stop" or "length" of the first sample, or the error's code. `ttft_s`: of whichever
+    sample had a token first. `tpot_s`, `stages`, `transfer` and `timeline` (in seconds since the
+    arrival): of the first sample, whose prefill serves all.
     """
 
     call_id: Text
@@ -146,7 +145,7 @@ class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
     timeline: Annotated[list[tuple[Text, _Seconds, Text]], msgspec.Meta(max_length=_MAX_EVENTS)]
 
     def moved(self, by_s: float) -> EndedCall:
-        """On a clock that is ahead of its own by this much."""
+        """The same on a clock that is ahead by this much."""
         return msgspec.structs.replace(
             self, arrived_unix_s=self.arrived_unix_s + by_s, ended_unix_s=self.ended_unix_s + by_s
         )
@@ -171,7 +170,7 @@ _BOUNDS = (
 
 
 def times_of(timeline: Sequence[Stamp]) -> dict[Event, int]:
-    """When what happened, in unix nanoseconds, of a sample's last attempt."""
+    """The time of each event of a sample's last attempt, in unix nanoseconds."""
     times: dict[Event, int] = {}
     for stamp in timeline:
         if stamp.event is Event.ROUTED:
@@ -181,15 +180,15 @@ def times_of(timeline: Sequence[Stamp]) -> dict[Event, int]:
 
 
 def between_s(times: Mapping[Event, int], first: Event, last: Event) -> float | None:
-    """Seconds from one event to another; None if one of them is not there."""
+    """Seconds from one event to another; None if one of them is missing."""
     return _seconds(times.get(first), times.get(last))
 
 
 def stage_seconds(
     timeline: Sequence[Stamp], second_token_ns: int | None, *, attempts: int = 1
 ) -> dict[str, float]:
-    """Stages by name, those of which both ends are known; of several attempts, the last one's. The
-    gateway looked for engines until it had some first."""
+    """Seconds by stage, where both ends are known; of several attempts, the last one's stages.
+    `gateway_queue` ends when the call is routed for the first time."""
     times = times_of(timeline)
     routed_ns = next((stamp.unix_ns for stamp in timeline if stamp.event is Event.ROUTED), None)
     bounds_ns = [times.get(event) for event in _BOUNDS] + [second_token_ns]
@@ -204,7 +203,7 @@ def stage_seconds(
 
 
 def ended_call(record: CallRecord) -> EndedCall:
-    """Of a record that is over."""
+    """Summarises the record of an ended call."""
     first, run = record.results.get(0), record.run
     firsts, tpots_s = record.first_tokens_s, record.tpots_s
     results = [record.results[index] for index in sorted(record.results)]
@@ -246,7 +245,7 @@ def _max_gap_s(times: list[tuple[float, int]]) -> float:
 
 
 def _tpot_s(times: list[tuple[float, int]]) -> float | None:
-    """(last - first token) / (tokens - 1), as core/metrics.py has it; None below two tokens."""
+    """(last - first token) / (tokens - 1), as in core/metrics.py; None below two tokens."""
     num_tokens = _num_tokens(times)
     return (times[-1][0] - times[0][0]) / (num_tokens - 1) if num_tokens > 1 else None
 
@@ -269,8 +268,8 @@ def _transfer(record: CallRecord) -> Transfer | None:
 
 def _stages(record: CallRecord, first: RequestResult) -> dict[str, float]:
     times, second_ns = record.token_times[0], None
-    # After a retry the second token may be older than the decode that went on; it may also have
-    # been delivered with the first.
+    # After a retry the second token may be older than the last decode; it may also have been
+    # delivered with the first.
     if first.attempts == 1 and len(times) > 1 and times[0][1] == 1:
         second_ns = record.unix_ns(times[1][0])
     return stage_seconds(first.timeline, second_ns, attempts=first.attempts)
@@ -289,7 +288,7 @@ _DIGITS = 6  # of seconds
 
 
 def log_refused(caller: Caller, error: BatonError) -> None:
-    """Of a call that ended before it was routed."""
+    """Logs a call that ended before it was routed."""
     values = {"tenant": caller.tenant, "front": caller.front, "outcome": error.code}
     log.info("refused", extra=fields(values))
 
@@ -302,8 +301,8 @@ _LOGGED_S = ("ttft_s", "tpot_s", "max_gap_s", "e2e_s")
 
 
 def log_ended(record: CallRecord, call: EndedCall) -> None:
-    """Of a call that is over: who, how much, how long, where, and how it ended. Its prompt's text
-    only if the record carries it, and never an error's: that may quote what the client sent."""
+    """Logs an ended call: its caller, sizes, times, nodes and outcome. The prompt's text only if
+    the record has it, and never an error's text: that may quote what the client sent."""
     spans = {name: getattr(call, name) for name in _LOGGED_S}
     values = {name: getattr(call, name) for name in _LOGGED} | {
         "request_id": record.call_id,
