@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from ...core.errors import Cancelled
 from ...core.request.timeline import Event
 from ..request.output_chunk import RequestResult
-from .calls.call_record import CallRecord, EndedCall, between_s, ended_call
+from .calls.call_record import CallRecord
+from .calls.ended_call import EndedCall, between_s, ended_call
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import OTHER

@@ -17,7 +17,8 @@ from ...core.ports import Clock
 from ..request.output_chunk import OutputChunk
 from ..security.caller import Caller
 from .call_counts import CallCounts, Noted
-from .calls.call_record import CallRecord, EndedCall, ended_call
+from .calls.call_record import CallRecord
+from .calls.ended_call import EndedCall, ended_call
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import MetricStore

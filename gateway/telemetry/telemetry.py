@@ -11,7 +11,7 @@ from ...core.ports import Clock
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from .call_feed import CallFeed, OnEnded
-from .calls.call_record import log_ended, log_refused
+from .calls.ended_call import log_ended, log_refused
 from .calls.slo import SloTargets
 from .calls.traces import CallTraces, open_traces
 from .metrics.metric_store import MetricStore

@@ -32,7 +32,8 @@ from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.answer import GATEWAY
 from ...request.output_chunk import RequestResult, UnfinishedRun
-from .call_record import CallRecord, EndedCall, times_of
+from .call_record import CallRecord
+from .ended_call import EndedCall, times_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from ..calls.call_record import EndedCall
+from ..calls.ended_call import EndedCall
 from ..calls.slo import Judged
 from .metric_table import ALL, Metric
 

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from ....core.membership import HexId
-from ..calls.call_record import MAX_COUNT, Count, EndedCall, Text, UnixSeconds
+from ..calls.ended_call import MAX_COUNT, Count, EndedCall, Text, UnixSeconds
 from ..calls.slo import MAX_JUDGED, Judged
 from ..metrics.tally import BOUNDS, Key, Tally
 from .window import KEPT, MAX_SHARED_CALLS

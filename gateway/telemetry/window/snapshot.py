@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..calls.call_record import STAGES, EndedCall
+from ..calls.ended_call import STAGES, EndedCall
 from ..calls.slo import SloTargets
 from ..metrics import metric_table as table
 from ..metrics.tally import Histogram, Tally, middle

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from ....core.errors import Cancelled
 from ....core.ports import Clock
-from ..calls.call_record import EndedCall
+from ..calls.ended_call import EndedCall
 from ..metrics import metric_table as table
 from ..metrics.tally import Tally
 from .rows import Rows
