@@ -16,7 +16,7 @@ engine, and what was kept back is streamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -96,17 +96,17 @@ def begin_move(
     assert session.attempt is not None
     assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
     if session.moves is None:
-        session.moves = Moves(session, session.answer.output_ids)
+        session.moves = Moves(session)
     session.moves.begin(route, session.attempt, now_s, on_over)
 
 
 class Moves:
-    """The moves of one request. `now`: the one in progress; `streamed`: its tokens so far."""
+    """The moves of one request. `now`: the one in progress."""
 
-    def __init__(self, session: MovingSession, streamed: Sequence[int]) -> None:
+    def __init__(self, session: MovingSession) -> None:
         self.now: Move | None = None
         self._session = session
-        self._streamed = streamed
+        self._streamed = session.answer.output_ids
         self._pause_s = MOVE_EVERY_S
         self._may_begin_s = -math.inf
         self._tried: tuple[str, ...] = ()  # engines of the last move, unless it succeeded
@@ -170,7 +170,7 @@ class Moves:
         known = tokens[: max(0, len(streamed) - start)]
         end = move.next_index = start + len(known)
         num_behind = len(streamed) - end
-        if [token_id for token_id, _ in known] != list(streamed[start:end]):
+        if [token_id for token_id, _ in known] != streamed[start:end]:
             self._try_again(move, "differs", now_s)
         elif not num_behind:
             self.now, self._tried = None, ()

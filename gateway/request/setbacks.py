@@ -122,7 +122,6 @@ class Setbacks:
         self._session = session
         self._limits = session.limits
         self._clock = session.clock
-        self._output_ids = session.answer.output_ids  # so far
         self.suspicion = Suspicion(
             session.call_id,
             session.answer.request_id,
@@ -290,7 +289,7 @@ class Setbacks:
         self.end_trial()
         now_s = self._clock.monotonic_s()
         self.suspicion.attempt_failed(attempt, error, blamed, now_s)
-        if len(self._output_ids) == session.answer.request.sampling.max_tokens:
+        if len(session.answer.output_ids) == session.answer.request.sampling.max_tokens:
             # All tokens are out: only the message that ends it was lost.
             session.finish(attempt, FinishReason.LENGTH, session.answer.add([]))
         elif not error.is_retryable or not self._may_try_again:
