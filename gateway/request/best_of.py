@@ -57,4 +57,4 @@ class BestOf:
 
 
 def _cumulative_logprob(sample: OutputChunk) -> float:
-    return sum(one.logprob for one in sample.logprobs)
+    return sum(token.logprob for token in sample.logprobs)

@@ -175,7 +175,7 @@ class DispatchQueue:
     def _hold(self, session: Session) -> None:
         """Hold a session until the prompts of its caller are computed."""
         held = self._held.setdefault(session.request.caller_id, [])
-        insort(held, session, key=lambda one: self._counted[one].order)
+        insort(held, session, key=lambda waiting: self._counted[waiting].order)
 
     def _release(self, caller_id: int) -> None:
         """Make the caller's next held session eligible."""

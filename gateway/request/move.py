@@ -156,8 +156,9 @@ class Moves:
         return True
 
     def _take_of_source(self, move: Move, incarnation: str, output: EngineOutput) -> bool:
-        is_its = move.source.expects(incarnation, output.attempt)
-        if not (is_its and move.is_catching_up and move.has_source) or output.error is not None:
+        if not move.source.expects(incarnation, output.attempt) or output.error is not None:
+            return False
+        if not (move.is_catching_up and move.has_source):
             return False
         move.kept_back.append((incarnation, output))
         if output.finish_reason is not None:
