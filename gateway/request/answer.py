@@ -19,8 +19,8 @@ GATEWAY = "gateway"
 
 
 class Answer:
-    """Of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string or stop
-    token id that ended them; `transfer`: the transfer of their KV, once it is over."""
+    """The output of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string
+    or stop token id that ended them; `transfer`: the hand-off of their KV, once it is over."""
 
     def __init__(
         self,

@@ -203,4 +203,4 @@ class DispatchQueue:
         if not share.num_requests:
             del self.shares[session.request.caller_id]
         if not self.shares:
-            self.has_no_place = False  # what comes now is tried as it comes
+            self.has_no_place = False  # a session that starts now is tried at once
