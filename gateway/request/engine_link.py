@@ -53,7 +53,7 @@ PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
 class EngineLink(Protocol):
-    """One engine, for as long as its stream lives: engines/linked_engine.py."""
+    """One engine, for as long as its stream lives: linked_engine.LinkedEngine."""
 
     @property
     def incarnation(self) -> str: ...
