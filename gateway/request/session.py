@@ -311,7 +311,7 @@ class Session:
         """Pass on tokens that are now in order, and finish if they are the last."""
         chunk = self.answer.add(tokens)
         if self.setbacks is not None:
-            self.setbacks.got_further(attempt)
+            self.setbacks.suspicion.got_further(attempt)
         if self.answer.matched_stop is not None:
             self.finish(attempt, FinishReason.STOP, chunk)
         elif attempt.is_complete and attempt.finish_reason is not None:
@@ -346,6 +346,6 @@ class Session:
         if self.moves is not None:
             self.moves.end("ended")
         if self.setbacks is not None:
-            self.setbacks.end_trial()
+            self.setbacks.suspicion.end_trial()
         self.moves = self.setbacks = None  # these refer back to the session
         self.answer.stamp(event)

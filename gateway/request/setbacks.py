@@ -156,7 +156,7 @@ class Setbacks:
             partner, since_s = self._silent
             if partner.heard_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
                 return self._settle()
-            self.end_trial()
+            self._end_silence()
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
         return not self.suspicion.must_wait() or self._settle()
@@ -176,6 +176,10 @@ class Setbacks:
         if self._settle_until_s is not None:
             return self._settle_until_s
         return self._avoid_until_s if self._avoid else math.inf
+
+    def _end_silence(self) -> None:
+        self._silent = None
+        self.suspicion.end_trial()
 
     def _settle(self) -> bool:
         """False: it may not try now."""
@@ -251,7 +255,7 @@ class Setbacks:
 
     def _take_back(self, attempt: Attempt) -> None:
         self._give_up(attempt, "refused")
-        self.end_trial()
+        self.suspicion.end_trial()
         self._session.num_taken -= 1
         self.num_refusals += 1
 
@@ -286,7 +290,7 @@ class Setbacks:
         session = self._session
         self._give_up(attempt, "lost")
         self._leave_out(blamed, attempt.pair)
-        self.end_trial()
+        self.suspicion.end_trial()
         now_s = self._clock.monotonic_s()
         self.suspicion.attempt_failed(attempt, error, blamed, now_s)
         if len(session.answer.output_ids) == session.answer.request.sampling.max_tokens:
@@ -314,7 +318,7 @@ class Setbacks:
         previous attempt fail. Then the running one is no trial: others that failed with that one
         may be on its engine, too."""
         if self._silent is not None and self._silent[0].incarnation == lost:
-            self.end_trial()
+            self._end_silence()
         if not has_died:
             return
         error = EngineFailed("an engine died under the request")
@@ -326,16 +330,6 @@ class Setbacks:
         elif (running := self._session.attempt) is not None:
             self._take_back(running)
             self._leave_out(running.pair[side], running.pair)
-
-    def got_further(self, attempt: Attempt) -> None:
-        """The attempt has more tokens."""
-        if self.suspicion.clear_if_further(attempt):
-            self.end_trial()
-
-    def end_trial(self) -> None:
-        """The attempt that was a trial is over, or the silent engine has sent again."""
-        self._silent = None
-        self.suspicion.end_trial()
 
 
 def _has_first_token(attempt: Attempt, answer: Answer) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import BatonError, EngineFailed
@@ -55,52 +56,45 @@ class _Unexplained(NamedTuple):
     failed_s: float
 
 
+@dataclass(slots=True, eq=False)
 class Suspicion:
     """Whether one request is a suspect. `side`: of the pair (prefill, decode), where it goes on
     trial; None: it is no suspect. `output_ids`: its tokens so far."""
 
-    def __init__(
-        self,
-        call_id: str,
-        request_id: str,
-        output_ids: Sequence[int],
-        max_engine_failures: int,
-        suspects: Suspects,
-    ) -> None:
-        self.side: int | None = None
-        self._call_id = call_id
-        self._request_id = request_id
-        self._output_ids = output_ids
-        self._max_engine_failures = max_engine_failures
-        self._suspects = suspects
-        self._num_deaths = 0
-        self._cleared_at = 0  # output tokens
-        self._unexplained: _Unexplained | None = None
+    call_id: str
+    request_id: str
+    output_ids: Sequence[int]
+    max_engine_failures: int
+    suspects: Suspects
+    side: int | None = None
+    _num_deaths: int = 0
+    _cleared_at: int = 0  # output tokens
+    _unexplained: _Unexplained | None = None
 
     @property
     def is_convicted(self) -> bool:
-        return self._num_deaths >= self._max_engine_failures
+        return self._num_deaths >= self.max_engine_failures
 
     def must_wait(self) -> bool:
         """Whether another sample of its call is on trial. Raises the error of a convicted call."""
         if self.side is None:
             return False
-        if error := self._suspects.convicted.get(self._call_id):
+        if error := self.suspects.convicted.get(self.call_id):
             raise error
-        return self._suspects.tries(self._call_id)
+        return self.suspects.tries(self.call_id)
 
     @property
     def avoid(self) -> Avoid:
         """A suspect goes to no engine that has a trial, or that may have died just now."""
         if self.side is None:
             return Avoid()
-        return self._suspects.engines | {*self._suspects.silent.values()}
+        return self.suspects.engines | {*self.suspects.silent.values()}
 
     def attempt_began(self, attempt: Attempt) -> None:
         """A suspect's attempt is its trial."""
         if self.side is not None:
             attempt.on_trial = engine = attempt.pair[self.side]
-            self._suspects.trials[self._request_id] = (self._call_id, engine)
+            self.suspects.trials[self.request_id] = (self.call_id, engine)
             # The next token is the prefill engine's, the one behind it the decode engine's.
             self._cleared_at = attempt.base_index + 1 + self.side
 
@@ -110,7 +104,7 @@ class Suspicion:
         """By the engine `blamed`; None: by the pair."""
         self._unexplained = None
         if blamed is None:
-            self._unexplained = _Unexplained(attempt, len(self._output_ids), now_s)
+            self._unexplained = _Unexplained(attempt, len(self.output_ids), now_s)
         elif isinstance(error, EngineFailed):
             self._suspect(attempt, blamed, error)
 
@@ -120,7 +114,7 @@ class Suspicion:
         before = self._unexplained
         if before is None or died not in before.attempt.pair:
             return None
-        if now_s - before.failed_s >= LATE_S or len(self._output_ids) > before.num_tokens:
+        if now_s - before.failed_s >= LATE_S or len(self.output_ids) > before.num_tokens:
             return None
         self._unexplained = None
         return self._suspect(before.attempt, died, error)
@@ -131,25 +125,24 @@ class Suspicion:
         side = int(attempt.has_tokens) if attempt.is_local else attempt.pair.index(died)
         self.side = side
         if self.is_convicted:
-            convicted = self._suspects.convicted
-            convicted[self._call_id] = error  # kept while samples of the call may wait
+            convicted = self.suspects.convicted
+            convicted[self.call_id] = error  # kept while samples of the call may wait
             if len(convicted) > _MAX_CONVICTED:
                 convicted.popitem(last=False)
         return side
 
-    def clear_if_further(self, attempt: Attempt) -> bool:
-        """Whether the request has got further than where its engine died, so that it was another
-        one that killed that."""
-        if self.side is None or not attempt.reaches(self._cleared_at):
-            return False
-        self.side, self._num_deaths = None, 0
-        return True
+    def got_further(self, attempt: Attempt) -> None:
+        """Clear the request if it is now further than where its engine died: another one killed
+        that."""
+        if self.side is not None and attempt.reaches(self._cleared_at):
+            self.side, self._num_deaths = None, 0
+            self.end_trial()
 
     def wait_for(self, silent: str) -> None:
         """The request waits for a sign of life of this engine."""
-        self._suspects.silent[self._request_id] = silent
+        self.suspects.silent[self.request_id] = silent
 
     def end_trial(self) -> None:
         """The trial is over, or the wait."""
-        self._suspects.trials.pop(self._request_id, None)
-        self._suspects.silent.pop(self._request_id, None)
+        self.suspects.trials.pop(self.request_id, None)
+        self.suspects.silent.pop(self.request_id, None)
