@@ -9,8 +9,7 @@
                           ▼ │
                        stranded: no pair of engines may serve it; tried when engines come or go
 So prompts wait here, and engines get only what they will compute soon: a light caller finds places,
-and few prompts ahead of its own. A session that was dispatched before tries by itself, and goes
-first.
+and few prompts ahead of its own. A session that was dispatched before goes first.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class DispatchQueue:
 
     `released`: callers with a prompt that an engine has computed or ended since; cleared here, and
     by the owner while no session waits. `shares`: by caller; empty if no session waits.
-    `has_no_place`: whether the head found no place when it was last tried.
     """
 
     def __init__(self, released: set[int] | None = None) -> None:
@@ -64,7 +62,7 @@ class DispatchQueue:
         self._numbers = itertools.count()
         self._tried: Session | None = None
         self._has_changed = False  # since `advance`
-        self.has_no_place = False
+        self.has_no_place = False  # whether the head found none when it was last tried
 
     def __len__(self) -> int:
         return len(self._counted)
