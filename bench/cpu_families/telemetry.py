@@ -20,7 +20,8 @@ from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
-from baton.gateway.telemetry.calls.call_record import STAGES, CallRecord
+from baton.gateway.telemetry.calls.call_record import CallRecord
+from baton.gateway.telemetry.calls.ended_call import STAGES
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore

@@ -21,7 +21,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
 from ..request.session import Session
 from ..request.session_table import SessionTable, sessions_of
-from ..request.setbacks import SessionLimits
+from ..request.setbacks import SessionLimits, unfinished_run
 from ..security.caller import ADMIN, INFER, Caller
 from ..security.tenancy import Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
@@ -272,7 +272,7 @@ class FrontDoor:
 
     def _end(self, record: CallRecord, error: BatonError | None, first: Session) -> None:
         if len(record.results) < record.request.options.n:
-            record.unfinished_run = first.unfinished_run
+            record.unfinished_run = unfinished_run(first)
             record.error = error or Cancelled("the client went away")
             if public_error(record.error) is not record.error:  # the caller does not see its text
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)

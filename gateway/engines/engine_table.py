@@ -13,7 +13,7 @@ from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.prefix_sources import CachedPrefix, Holders
 from ..request.engine_link import Avoid
-from ..request.setbacks import Suspects
+from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord

@@ -30,6 +30,7 @@ from ..request.engine_link import Avoid, Route
 from ..request.move import begin_move, movable_from
 from ..request.session import Session
 from ..request.session_table import SessionTable
+from ..request.setbacks import setbacks_of
 from .choice import EngineSteps, PlannedMove, Running, choose_moves
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class RequestMover:
                     self._table.plans.moves["planned_again"] += 1
                     here = engine.incarnation
                     avoid = Avoid((here, other.incarnation) for other in engines)
-                    self._sessions.act(session, session.plan_again, avoid)
+                    self._sessions.act(session, setbacks_of(session).plan_again, avoid)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
         """Dispatch it to its new engine, if that can pull from the old one."""

@@ -1,5 +1,5 @@
-"""What a client gets of one sample: its tokens as chunks of text, then the result or an error; and
-what engines are asked for, behind the tokens so far."""
+"""The output of one sample for its client: tokens as chunks of text, then the result or an error.
+Makes the engines' request for what is still missing behind the tokens so far."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GATEWAY = "gateway"
 
 
 class Answer:
-    """Of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string, or the stop
-    id, that ends them; `transfer`: of their KV, once it is over."""
+    """The output of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string
+    or stop token id that ended them; `transfer`: the hand-off of their KV, once it is over."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Answer:
         self.output_ids: list[int] = []
         self.matched_stop: int | str | None = None
         self.text = text
-        self.prompt_scores: PromptScores | None = None  # the first sample has them, if requested
+        self.prompt_scores: PromptScores | None = None  # of the first sample, if requested
         if request.sampling.prompt_logprobs is not None and not sample_index:
             self.prompt_scores = PromptScores(len(request.prompt_token_ids))
         self.timeline = [Stamp(Event.ARRIVED, arrived_unix_ns, GATEWAY)]
@@ -52,12 +52,12 @@ class Answer:
 
     @property
     def lacks_scores(self) -> bool:
-        """Of the prompt: they go in front of the tokens."""
+        """Whether scores of the prompt are still missing: they precede the tokens."""
         return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
     def rest(self, attempt: int, fork_ids: tuple[str, ...], *, may_refuse: bool) -> Request:
-        """What this attempt's engines are to do: to go on behind `output_ids`, without the scores
-        that are known already, or another sample's to ask for."""
+        """The engines' request of this attempt: to go on behind `output_ids`. It leaves out scores
+        of the prompt that are known already, or that another sample has."""
         request, sampling = self.request, self.request.sampling
         if sampling.prompt_logprobs is not None and not self.lacks_scores:
             sampling = replace(sampling, prompt_logprobs=None)
@@ -76,7 +76,7 @@ class Answer:
         )
 
     def note(self, output: EngineOutput, *, is_of_prefill: bool) -> None:
-        """Keep what an output has beside its tokens. Terminal events are the gateway's to give."""
+        """Keep what an output has beside its tokens. Terminal events are stamped by the gateway."""
         if output.stamps:
             self.timeline += [stamp for stamp in output.stamps if stamp.event not in TERMINAL]
         if output.cached_tokens is not None and is_of_prefill:
@@ -85,14 +85,14 @@ class Answer:
             self.transfer = output.transfer
 
     def next(self, index: int, token_id: int) -> bool:
-        """Send the usual token on; False: the client reads too slowly."""
+        """Send one token of a text without stop strings; False: the client reads too slowly."""
         self.output_ids.append(token_id)
         text = self.text.next(token_id)
         return self._sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index))
 
     def add(self, tokens: list[OutputToken]) -> OutputChunk:
-        """Take tokens that are in order; `send` or `finish` with the chunk of those up to a stop
-        string, if one came."""
+        """Add the next tokens. Returns the chunk for `send` or `finish`: up to the end of the first
+        stop string, if there is one."""
         piece = self.text.feed([token_id for token_id, _ in tokens])
         shown, index = tokens[: piece.num_tokens], len(self.output_ids)
         token_ids = tuple([token_id for token_id, _ in shown])
@@ -117,7 +117,7 @@ class Answer:
         is_handed_over: bool,
         num_attempts: int,
     ) -> None:
-        """The good end."""
+        """Send the last chunk, with the result."""
         if self.prompt_scores is not None and not self.output_ids:
             chunk.prompt_logprobs = self.prompt_scores.all()
         if self.matched_stop is None:
@@ -140,5 +140,5 @@ class Answer:
         self._sink.emit(chunk)
 
     def fail(self, error: BatonError) -> None:
-        """The other end."""
+        """Send an error instead of a result."""
         self._sink.fail(error)

@@ -1,5 +1,5 @@
-"""`best_of` without beams: more samples than the answer has. All are kept until they have ended;
-then the likeliest go on, in that order, each as one chunk.
+"""`best_of` without beams: more samples are generated than returned. All are kept until they have
+ended; then the likeliest are sent, in that order, each as one chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .output_chunk import ChunkSink, OutputChunk, merged
 
 
 def best_of(request: ValidatedRequest, sink: ChunkSink) -> tuple[ValidatedRequest, ChunkSink]:
-    """What the sessions of a call with spare samples run, and whom they give their chunks."""
+    """The request and the sink for the sessions of a call that generates spare samples."""
     sampling = request.sampling
     sink = BestOf(
         sink, request.num_samples, request.options.n, shows_logprobs=sampling.logprobs is not None
@@ -21,8 +21,8 @@ def best_of(request: ValidatedRequest, sink: ChunkSink) -> tuple[ValidatedReques
 
 
 class BestOf:
-    """Between `num_samples` sessions and the queue of their call. `shows_logprobs`: the client
-    requested them too; it is by them that samples are compared."""
+    """Between `num_samples` sessions and the sink of their call. `shows_logprobs`: whether the
+    client requested them; samples are compared by them in any case."""
 
     def __init__(self, sink: ChunkSink, num_samples: int, n: int, *, shows_logprobs: bool) -> None:
         self._sink = sink
@@ -32,7 +32,7 @@ class BestOf:
         self._num_open = num_samples
 
     def emit(self, chunk: OutputChunk) -> bool:
-        """Keep it; the last sample's last chunk lets the best go. Never refuses one."""
+        """Keep the chunk; with the last chunk of the last sample the best are sent. Always True."""
         self._parts[chunk.sample_index].append(chunk)
         self._num_open -= chunk.result is not None
         if not self._num_open:
@@ -40,7 +40,7 @@ class BestOf:
         return True
 
     def fail(self, error: BatonError) -> None:
-        """With one sample fail all."""
+        """If one sample fails, all fail."""
         self._sink.fail(error)
 
     def _send_best(self, samples: list[OutputChunk]) -> None:
@@ -57,4 +57,4 @@ class BestOf:
 
 
 def _cumulative_logprob(sample: OutputChunk) -> float:
-    return sum(one.logprob for one in sample.logprobs)
+    return sum(token.logprob for token in sample.logprobs)

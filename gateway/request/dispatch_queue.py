@@ -1,15 +1,15 @@
-"""Sessions that found no place, and in which order they try again: fair between callers.
+"""Sessions that found no place, and the order in which they try again: fair between callers.
 
-    a session that had to wait, or comes
-    while others do ─► eligible: a fair queue; its head alone is tried
-                          │ ▲  └─ no decode engine has a place ► it stays the head; nobody passes
+    a session that must wait, or starts
+    while others wait ─► eligible: a fair queue; only its head is tried
+                          │ ▲  └─ no decode engine has a place ► it stays the head; none passes it
                           ▼ │
-                       held, by caller: enough of that caller's own prompts wait at the engines;
-                          │ ▲           one of them is answered ► its next one is eligible again
+                       held, by caller: enough of that caller's prompts wait at the engines;
+                          │ ▲           a first token of one ► the caller's next one is eligible
                           ▼ │
                        stranded: no pair of engines may serve it; tried when engines come or go
-So prompts wait here, and engines get what they compute soon: a light caller finds places, and few
-prompts ahead of its own. A session that was dispatched before tries by itself, and goes first.
+So prompts wait here, and engines get only what they will compute soon: a light caller finds places,
+and few prompts ahead of its own. A session that was dispatched before goes first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...core.fair_queue import FairQueue
 from .engine_link import Blocked
 from .session import Session
 
-SEQUENCE_TOKENS = 256  # what a place weighs against prompt tokens: about what is generated in it
+SEQUENCE_TOKENS = 256  # the cost of a place in prompt tokens: about what is generated in it
 
 
 @dataclass(slots=True)
 class CallerShare:
-    """What one caller has waiting. `cost`: prompt tokens and places, in tokens."""
+    """The waiting sessions of one caller. `cost`: prompt tokens and places, in tokens."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -37,7 +37,8 @@ class CallerShare:
 
 
 class _Counted(NamedTuple):
-    """Of a session that waits. `order`: among its caller's, what an engine had before first."""
+    """What one waiting session adds to its caller's share. `order`: among the caller's sessions,
+    those that an engine had before are first."""
 
     num_tokens: int
     cost: int
@@ -45,35 +46,38 @@ class _Counted(NamedTuple):
 
 
 class DispatchQueue:
-    """Knows no engine: sessions try, and show why they could not. `released`: callers of which an
-    engine has answered or ended something; cleared here, and by the owner while nobody waits."""
+    """Knows no engine: sessions try, and their `blocked` is why they could not be dispatched.
+
+    `released`: callers with a prompt that an engine has computed or ended since; cleared here, and
+    by the owner while no session waits. `shares`: by caller; empty if no session waits.
+    """
 
     def __init__(self, released: set[int] | None = None) -> None:
         self.released: set[int] = set() if released is None else released
         self._eligible: FairQueue[Session] = FairQueue()
         self._held: dict[int, list[Session]] = {}  # by caller, in their order
         self._stranded: dict[Session, None] = {}
-        self.shares: dict[int, CallerShare] = {}  # by caller; empty: nothing waits
-        self._counted: dict[Session, _Counted] = {}  # all that wait
+        self.shares: dict[int, CallerShare] = {}
+        self._counted: dict[Session, _Counted] = {}  # all waiting sessions
         self._numbers = itertools.count()
         self._tried: Session | None = None
         self._has_changed = False  # since `advance`
-        self.has_no_place = False  # for its head, when that was last tried; where there is one
+        self.has_no_place = False  # whether the head found none when it was last tried
 
     def __len__(self) -> int:
         return len(self._counted)
 
     def num_tokens(self) -> int:
-        """Of the prompts that wait."""
+        """Tokens of the waiting prompts."""
         return sum(share.num_tokens for share in self.shares.values())
 
     @property
     def is_due(self) -> bool:
-        """Whether what waits may find a place since `advance`."""
+        """Whether waiting sessions may find a place that they did not at the last `advance`."""
         return bool(self._counted) and (self._has_changed or bool(self.released))
 
     def add(self, session: Session) -> None:
-        """A new session, behind its caller's others."""
+        """Add a new session, behind the others of its caller."""
         self._count(session)
         if (held := self._held.get(session.request.caller_id)) is not None:
             held.append(session)
@@ -81,7 +85,7 @@ class DispatchQueue:
             self._make_eligible(session)
 
     def follow(self, session: Session) -> None:
-        """Take note of what a session did by itself: it waits again, or does not any more."""
+        """Update the queue after a session acted by itself: it may wait again, or no longer."""
         if session is self._tried:
             return
         if not session.is_waiting:
@@ -100,7 +104,7 @@ class DispatchQueue:
                 self._make_eligible(session)
 
     def remove(self, session: Session) -> None:
-        """It is over, or was dispatched. Nothing, if it does not wait here."""
+        """Remove a session that ended or was dispatched, if it waits here."""
         if session not in self._counted:
             return
         self._uncount(session)
@@ -108,7 +112,7 @@ class DispatchQueue:
         if session in self._eligible:
             self._eligible.remove(session)
             self._release(caller_id)
-            self._has_changed = True  # it may have been the head that nobody passes
+            self._has_changed = True  # it may have been the head that no other one passes
         elif session in self._stranded:
             del self._stranded[session]
         else:
@@ -117,7 +121,7 @@ class DispatchQueue:
                 del self._held[caller_id]
 
     def advance(self, try_dispatch: Callable[[Session], None]) -> None:
-        """Let sessions try, in their order, until one finds no place."""
+        """Try to dispatch sessions, in their order, until one finds no place."""
         for caller_id in self.released & self._held.keys():
             self._release(caller_id)
         self.released.clear()
@@ -131,7 +135,7 @@ class DispatchQueue:
             self._place(head)
 
     def retry_stranded(self) -> None:
-        """Engines came or went: `advance` tries all that waited for any."""
+        """Engines came or went: the next `advance` tries all that were stranded or held."""
         for session in self._stranded:
             self._make_eligible(session)
         self._stranded.clear()
@@ -139,10 +143,10 @@ class DispatchQueue:
             self._release(caller_id)
 
     def _place(self, head: Session) -> None:
-        """Where the head that has just tried belongs now."""
+        """Put the head where it belongs after it was tried."""
         caller_id = head.request.caller_id
         if head not in self._counted:
-            return  # it ended, and was removed
+            return  # it ended and was removed
         if not head.is_waiting:
             self._uncount(head)
             self._eligible.pop()
@@ -167,12 +171,12 @@ class DispatchQueue:
         add(session, session.request.caller_id, self._counted[session].cost)
 
     def _hold(self, session: Session) -> None:
-        """Behind its caller's own prompts."""
+        """Hold a session until the prompts of its caller are computed."""
         held = self._held.setdefault(session.request.caller_id, [])
-        insort(held, session, key=lambda one: self._counted[one].order)
+        insort(held, session, key=lambda waiting: self._counted[waiting].order)
 
     def _release(self, caller_id: int) -> None:
-        """Let the caller's next held session try."""
+        """Make the caller's next held session eligible."""
         if held := self._held.get(caller_id):
             self._make_eligible(held.pop(0))
         if not held:
@@ -197,4 +201,4 @@ class DispatchQueue:
         if not share.num_requests:
             del self.shares[session.request.caller_id]
         if not self.shares:
-            self.has_no_place = False  # what comes now is tried as it comes
+            self.has_no_place = False  # a session that starts now is tried at once

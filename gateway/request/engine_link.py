@@ -1,6 +1,7 @@
-"""What a session sees of an engine: a link to send work over, and the outputs that come back.
+"""A session's view of the engines: the link to send requests over, the outputs that come back, and
+the router that chooses engines.
 
-Plain values and Protocols; linked_engine.py is the real link, tests have fake ones.
+Plain values and Protocols; the real link is engines/linked_engine.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...prefix_index.prefix_sources import Fetch
 
 @dataclass(frozen=True, slots=True)
 class TransferSummary:
-    """What the hand-off moved. `cached_tokens`: prompt tokens that the puller had already."""
+    """What a hand-off moved. `cached_tokens`: prompt tokens that the puller had cached."""
 
     num_bytes: int
     cached_tokens: int
@@ -25,11 +26,11 @@ class TransferSummary:
 
 
 class EngineOutput(NamedTuple):
-    """What one step of an engine brought for one attempt of a request.
+    """The output of one step of an engine for one attempt of a request.
 
-    One is made for each token: a named tuple takes a fifth of a frozen dataclass's time.
-    `logprobs` are parallel to `token_ids`, or empty; `prompt_logprobs` are of the prompt's tokens
-    from `first_prompt_index` on.
+    A named tuple, since one may be made for each token: it takes a fifth of the time of a frozen
+    dataclass. `logprobs` are parallel to `token_ids`, or empty; `prompt_logprobs` are of the
+    prompt's tokens from `first_prompt_index` on.
     """
 
     request_id: str
@@ -46,13 +47,13 @@ class EngineOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-# One token of one attempt and nothing else: request id, attempt, index, token id. Nearly all that
-# steps bring is that; a request's first token is not, which has a stamp, nor its last.
+# An output of one token and nothing else: request id, attempt, index, token id. Nearly all outputs
+# are such; those with a request's first token have stamps, and the last has a finish reason.
 PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
 class EngineLink(Protocol):
-    """One engine, as long as its stream lives: linked_engine.LinkedEngine."""
+    """One engine, for as long as its stream lives: linked_engine.LinkedEngine."""
 
     @property
     def incarnation(self) -> str: ...
@@ -65,13 +66,13 @@ class EngineLink(Protocol):
 
     @property
     def heard_s(self) -> float:
-        """When its last heartbeat came, on the monotonic clock."""
+        """When its last heartbeat was received, on the monotonic clock."""
         ...
 
     def dispatch(
         self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """Give it its part of the route. `ticket`: of the hand-off, if the route has two engines.
+        """Send it its part of the route. `ticket`: for the hand-off, if the route has two engines.
         Never blocks and never raises."""
 
     def cancel(self, request_id: str, attempt: int) -> None: ...
@@ -79,10 +80,13 @@ class EngineLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who computes the prompt and who goes on: perhaps one engine alone. `cached_tokens`: of the
-    request, by the prefix index, at each of the two; `fetch`: what is to come from another engine's
-    cache before the prompt is computed. `holds_first`: the first token is streamed when the decode
-    engine goes on, which promises its gaps: until then some steps may pass."""
+    """The engine that computes the prompt and the one that decodes: perhaps the same.
+
+    `cached_tokens`: tokens of the request in each engine's cache, by the prefix index. `fetch`: the
+    prefix to pull from another engine's cache before the prompt is computed. `holds_first`: the
+    first token is streamed only when the decode engine has started, some steps later: it promises
+    the gaps between tokens.
+    """
 
     prefill: EngineLink
     decode: EngineLink
@@ -91,20 +95,20 @@ class Route:
     holds_first: bool = False
 
 
-# Engines, and (prefill, decode) pairs of them, that failed a request a moment ago: incarnations.
+# Engines, and (prefill, decode) pairs, that failed a request a moment ago; by incarnation.
 Avoid: TypeAlias = frozenset[str | tuple[str, str]]
 
 
 class Blocked(enum.Enum):
     """Why a request cannot be dispatched now."""
 
-    ENGINE = "engine"  # no pair that may serve it is there
-    PLACE = "place"  # no decode engine has a place for it: nor for others
-    TURN = "turn"  # its caller's own prompts are ahead of it: others may pass
+    ENGINE = "engine"  # there is no pair of engines that may serve it
+    PLACE = "place"  # no decode engine has a place for it, nor for other requests
+    TURN = "turn"  # prompts of the same caller are ahead of it; other callers may pass
 
 
 class MustWait(Exception):
-    """Engines are there, and the request is not to go to any of them now."""
+    """There are engines for the request, but none may take it now."""
 
     def __init__(self, reason: Blocked) -> None:
         super().__init__(reason.value)
@@ -113,11 +117,11 @@ class MustWait(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is to be routed. `num_tokens`: known ones, of each of the `num_sequences` samples, which
-    may get `max_output_tokens` more each.
+    """What a request needs of its engines. `num_tokens`: known tokens of each of the
+    `num_sequences` samples, which may get `max_output_tokens` more each.
 
-    `is_retry`: an engine failed it: it does not wait for its caller's other prompts.
-    `tbt_target_s`: of its own; 0: none.
+    `is_retry`: an engine failed it, so it does not wait for other prompts of its caller.
+    `tbt_target_s`: the request's own target; 0: none.
     """
 
     num_tokens: int
@@ -131,8 +135,8 @@ class Router(Protocol):
     """Picks the engines for a request."""
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """A pair, or one engine for both, that has a place, none of `avoid`, of this fingerprint.
+        """A pair, or one engine for both, with a place, not in `avoid`, and of this fingerprint.
 
-        Raises Unavailable, naming what is missing, or MustWait.
+        Raises Unavailable, which names what is missing, or MustWait.
         """
         ...

@@ -1,22 +1,22 @@
-"""A running request on its way from one engine to another: both work on it for a moment.
+"""Moves a running request from one engine to another: for a moment both work on it.
 
     old engine  ..  k-1 │ k  k+1 │ k+2 ..: kept back ............................ cancelled
     new engine          └ pulls ──► k  k+1 │ k+2 ..: the stream goes on with these
-                                confirmed: the very tokens that were streamed
+                                confirmed: equal to the tokens that were streamed
 
-The new engine gets prompt and outputs as a retry would, and pulls their KV from the old one, which
-goes on. A token's random key depends on its position alone, so both choose the same tokens, but
-where two are about as likely. What the old engine sends after the new one's first token is kept
-back until that one has confirmed all that was streamed: then it goes on with the first token that
-nobody has seen. If too many were streamed by then, or a token differs, the move has another round,
-which finds nearly all KV in the new engine's cache. A move that fails leaves the request where it
-was: what was kept back is streamed.
+The new engine gets prompt and outputs as for a retry, and pulls their KV from the old one, which
+continues. The random key of a token depends only on its position, so both choose the same tokens,
+except where two are about equally likely. What the old engine sends after the new one's first token
+is kept back until the new one has confirmed all that was streamed: then the stream goes on with its
+next token. If too many tokens were streamed by then, or one differs, the move has another round,
+which finds nearly all KV in the new engine's cache. If a move fails, the request stays on the old
+engine, and what was kept back is streamed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,18 +26,19 @@ from .attempt import Attempt
 from .engine_link import EngineOutput, Route
 from .output_chunk import OutputToken
 
-MOVE_EVERY_S = 5.0  # of one request, at most; twice as long after each move that failed
-LIMIT_S = 2.0  # of a round, to the new engine's first token in time
-CATCH_UP_S = 0.25  # for which tokens are kept back
-MOST_BEHIND = 2  # tokens that are confirmed one by one: each is a step of a gap for the client
+MOVE_EVERY_S = 5.0  # between two moves of a request; doubles with each move that failed
+LIMIT_S = 2.0  # of a round, until the new engine has sent a token that is not too late
+CATCH_UP_S = 0.25  # limit of the time for which tokens are kept back
+MOST_BEHIND = 2  # tokens to confirm one by one: each adds a step to a gap for the client
 _MOST_ROUNDS = 3
 
 
 @dataclass(slots=True)
 class Move:
-    """One that is under way. `route`: to the new engine, which fetches from the old one; `target`:
-    its attempt of this round; `next_index`: of the token that it is to confirm. `on_over` gets how
-    it ended: moved, refused, failed, late, differs, lost, or ended with its request.
+    """A move in progress. `route`: to the new engine, which fetches from the old one; `target`: the
+    attempt on the new engine, of this round; `next_index`: of the next token to confirm;
+    `has_source`: the old engine still works on it. `on_over` is called with the outcome: moved,
+    refused, failed, late, differs, lost, or ended (with the request).
     """
 
     route: Route
@@ -53,11 +54,10 @@ class Move:
 
 
 class MovingSession(Protocol):
-    """What the moves of a request need of its session."""
+    """What moves need of their session."""
 
     answer: Answer
     attempt: Attempt | None
-    fingerprint: str | None
     moves: Moves | None
 
     @property
@@ -67,12 +67,12 @@ class MovingSession(Protocol):
     def is_suspect(self) -> bool: ...
 
     def dispatch_beside(self, route: Route) -> Attempt:
-        """One more attempt, from these tokens on."""
+        """Start another attempt beside the current one, behind the tokens so far."""
 
     def switch_to(self, attempt: Attempt) -> None: ...
 
     def advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
-        """Stream these tokens of it, which come next."""
+        """Stream the next tokens, which are this attempt's."""
 
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None: ...
 
@@ -80,7 +80,7 @@ class MovingSession(Protocol):
 
 
 def movable_from(session: MovingSession, now_s: float) -> str | None:
-    """The engine that it decodes on, if it may be moved from there now."""
+    """The engine that the request decodes on, if it may be moved from there now."""
     attempt = session.attempt
     may_move = session.is_alone and session.answer.output_ids and not session.is_suspect
     if attempt is None or not attempt.is_decoding or not may_move:
@@ -92,36 +92,37 @@ def movable_from(session: MovingSession, now_s: float) -> str | None:
 def begin_move(
     session: MovingSession, route: Route, now_s: float, on_over: Callable[[str], None]
 ) -> None:
-    """To another engine of its model, while it is `movable_from` one."""
-    assert session.attempt is not None and route.decode.fingerprint == session.fingerprint
+    """Begin to move it to another engine of its model; requires that it is `movable_from` one."""
+    assert session.attempt is not None
+    assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
     if session.moves is None:
-        session.moves = Moves(session, session.answer.output_ids)
+        session.moves = Moves(session)
     session.moves.begin(route, session.attempt, now_s, on_over)
 
 
 class Moves:
-    """Of one request: `now` is the one that is under way. `streamed`: its tokens so far."""
+    """The moves of one request. `now`: the one in progress."""
 
-    def __init__(self, session: MovingSession, streamed: Sequence[int]) -> None:
+    def __init__(self, session: MovingSession) -> None:
         self.now: Move | None = None
         self._session = session
-        self._streamed = streamed
+        self._streamed = session.answer.output_ids
         self._pause_s = MOVE_EVERY_S
         self._may_begin_s = -math.inf
-        self._tried: tuple[str, ...] = ()  # the engines of the last move, unless it ended well
+        self._tried: tuple[str, ...] = ()  # engines of the last move, unless it succeeded
 
     @property
     def deadline_s(self) -> float:
         return math.inf if self.now is None else self.now.deadline_s
 
     def may_begin(self, now_s: float) -> bool:
-        """None is under way, nor was lately: no request travels all the time."""
+        """Whether no move is in progress or was lately: no request moves all the time."""
         return self.now is None and now_s >= self._may_begin_s
 
     def begin(
         self, route: Route, source: Attempt, now_s: float, on_over: Callable[[str], None]
     ) -> None:
-        """See Move."""
+        """Dispatch to the new engine; for `on_over` see Move."""
         self._may_begin_s = now_s + self._pause_s
         target, next_index = self._begin_round(route)
         self.now = Move(route, target, next_index, now_s + LIMIT_S, source, on_over)
@@ -132,7 +133,7 @@ class Moves:
         return target, len(self._streamed)
 
     def take(self, incarnation: str, output: EngineOutput, now_s: float) -> bool:
-        """Whether the output was the move's; else the session takes it as any other."""
+        """Whether the output belonged to the move; else the session handles it as usual."""
         move = self.now
         if move is None:
             return False
@@ -155,8 +156,9 @@ class Moves:
         return True
 
     def _take_of_source(self, move: Move, incarnation: str, output: EngineOutput) -> bool:
-        is_its = move.source.expects(incarnation, output.attempt)
-        if not (is_its and move.is_catching_up and move.has_source) or output.error is not None:
+        if not move.source.expects(incarnation, output.attempt) or output.error is not None:
+            return False
+        if not (move.is_catching_up and move.has_source):
             return False
         move.kept_back.append((incarnation, output))
         if output.finish_reason is not None:
@@ -164,12 +166,12 @@ class Moves:
         return True
 
     def _confirm(self, move: Move, tokens: list[OutputToken], now_s: float) -> None:
-        """Compare the new engine's next tokens with those that were streamed."""
+        """Compare the new engine's next tokens with the streamed ones."""
         streamed, start = self._streamed, move.next_index
         known = tokens[: max(0, len(streamed) - start)]
         end = move.next_index = start + len(known)
         num_behind = len(streamed) - end
-        if [token_id for token_id, _ in known] != list(streamed[start:end]):
+        if [token_id for token_id, _ in known] != streamed[start:end]:
             self._try_again(move, "differs", now_s)
         elif not num_behind:
             self.now, self._tried = None, ()
@@ -189,23 +191,23 @@ class Moves:
             self._try_again(move, "late", now_s)
 
     def _try_again(self, move: Move, how: str, now_s: float) -> None:
-        """In another round, from what is streamed by now; behind the last one it has failed."""
+        """Begin another round, from the tokens streamed by now; after the last round, fail."""
         if move.num_rounds == _MOST_ROUNDS or not move.has_source:
             self._fail(move, how)
             return
         move.target.cancel()
         move.is_catching_up, move.deadline_s = False, now_s + LIMIT_S
         self._stream_kept_back(move)
-        if self.now is not move:  # the request ended with that
+        if self.now is not move:  # the request ended with these
             return
-        if (fetch := move.route.fetch) is not None:  # it is there now
+        if (fetch := move.route.fetch) is not None:  # the new engine has it now
             cached = (fetch.num_tokens, fetch.num_tokens)
             move.route = replace(move.route, cached_tokens=cached, fetch=None)
         move.num_rounds += 1
         move.target, move.next_index = self._begin_round(move.route)
 
     def lose(self, incarnation: str, *, has_died: bool) -> None:
-        """This engine is gone. If it died, the move may be why: there is no other."""
+        """An engine is lost. If it died, the move may be why: then there is no other move."""
         if has_died and incarnation in self._tried:
             self._may_begin_s = math.inf
         move = self.now
@@ -213,17 +215,17 @@ class Moves:
             self._fail(move, "lost")
 
     def target_ended(self, attempt: Attempt, how: str) -> None:
-        """An attempt is given up: if it was the new engine's, the move is over."""
+        """An attempt was given up: if it was on the new engine, the move is over."""
         if self.now is not None and attempt is self.now.target:
             self.end(how)
 
     def end_late(self) -> None:
-        """The time of the one that is under way is up: it has failed."""
+        """Fail the move in progress: its time is up."""
         if self.now is not None:
             self._fail(self.now, "late")
 
     def _fail(self, move: Move, how: str) -> None:
-        """Stay on the old engine; without it, try again as ever."""
+        """Stay on the old engine; if it is lost, fail the attempt, which is then retried."""
         if not move.has_source:
             error = HandoffFailed("the engine that a request was moved to did not go on with it")
             self._session.fail_attempt(move.target, error)
@@ -239,21 +241,21 @@ class Moves:
             self._session.engine_output(incarnation, output)
 
     def end(self, how: str) -> None:
-        """Of the one that is under way, if any."""
+        """End the move in progress, if any."""
         move, self.now = self.now, None
         if move is not None:
             move.target.cancel()
             move.on_over(how)
 
     def take_over(self, *, is_suspect: bool) -> Attempt | None:
-        """The old engine failed: the new one's attempt, where that goes on instead of a retry. Not
-        where the request may be what killed it: suspects are tried one at a time."""
+        """After the old engine failed: the attempt on the new one, if it replaces a retry. It does
+        not if the request may have killed the engine: suspects are tried one at a time."""
         if self.now is None:
             return None
         if is_suspect:
             self.end("lost")
             return None
-        move = self.now  # the new engine is waited for as after a retry
+        move = self.now  # the new engine has as much time as for a retry
         move.has_source, move.deadline_s = False, math.inf
         move.kept_back.clear()
         return move.target

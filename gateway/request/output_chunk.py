@@ -1,4 +1,4 @@
-"""What sessions give a call: tokens as chunks of text, and each sample's result."""
+"""What sessions send to their call: tokens as chunks of text, and the result of each sample."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Stamp
 from .engine_link import TransferSummary
 
-OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
+OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the logprobs if requested
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What is known of a finished request. `decode_node` is None if the prefill node ended it.
-
-    `matched_stop`: the stop string, or the one of `stop_token_ids`, that ended it.
-    """
+    """The result of a finished request. `decode_node` is None if the prefill node finished it;
+    `matched_stop`: the stop string, or the one of `stop_token_ids`, that ended it."""
 
     finish_reason: FinishReason
     matched_stop: int | str | None
@@ -35,8 +33,8 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedRun:
-    """Where a request that ended badly was last, by what its engines had sent. `is_decoding`: the
-    hand-off was over."""
+    """The last known state of a request that was cancelled or failed. `is_decoding`: the hand-off
+    was over."""
 
     prefill_node: str
     decode_node: str
@@ -46,12 +44,12 @@ class UnfinishedRun:
     timeline: tuple[Stamp, ...]
 
 
-@dataclass(slots=True)  # one a token, and a frozen one takes thrice the time: change none
+@dataclass(slots=True)  # one a token; a frozen one takes three times as long: do not change it
 class OutputChunk:
-    """Tokens for the client, from position `index` on; the last one carries the result.
+    """Tokens for the client, from position `index` on; the last chunk has the result.
 
-    `logprobs` are parallel to the tokens, if they were requested. `prompt_logprobs`, of the
-    prompt's second token and all behind it, come with the first sample's first chunk.
+    `logprobs` are parallel to the tokens, if requested. `prompt_logprobs`, of the prompt's tokens
+    from the second on, are in the first chunk of the first sample.
     """
 
     text: str
@@ -64,14 +62,14 @@ class OutputChunk:
 
 
 class ChunkSink(Protocol):
-    """What sessions give their chunks to: a call, as admission/running_call.py has it."""
+    """Where sessions send their chunks: a call (admission/running_call.py)."""
 
     def emit(self, chunk: OutputChunk) -> bool:
-        """False: the client is too far behind to be given any more."""
+        """False: the client is too far behind to get any more."""
         ...
 
     def fail(self, error: BatonError) -> None:
-        """Behind what was given before."""
+        """End with an error, behind the chunks sent before."""
 
 
 def merged(chunks: list[OutputChunk]) -> OutputChunk:

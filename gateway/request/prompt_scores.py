@@ -1,4 +1,4 @@
-"""A prompt's own log-probabilities on their way through a session, where they were requested."""
+"""Collects the log-probabilities of a prompt, if they were requested."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...core.request.request import TokenLogprobs
 
 
 class PromptScores:
-    """Log-probabilities of the prompt's second token and all behind it. They come by chunks, and
-    again on a retry: what came first for a position stays."""
+    """Log-probabilities of the prompt's tokens from the second on. They arrive by prefill chunk,
+    and again on a retry: the first one received for a position stays."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_wanted = num_prompt_tokens - 1
@@ -21,7 +21,7 @@ class PromptScores:
         return len(self._known) >= self._num_wanted
 
     def add(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take those of positions from `first_index` on. Raises EngineFailed on nonsense."""
+        """Add those of positions from `first_index` on. Raises EngineFailed if they do not fit."""
         num_doubles = len(self._known) - (first_index - 1)
         if num_doubles < 0 or first_index + len(logprobs) > self._num_wanted + 1:
             raise EngineFailed("an engine sent log-probabilities that do not fit the prompt")

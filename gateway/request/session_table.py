@@ -1,8 +1,8 @@
-"""All sessions of a gateway: finds them by id and label, gives them outputs, losses and time; and
-how those of one call are made.
+"""All sessions of a gateway, by id: passes on to them the outputs of engines, lost engines and
+timers. Also makes the sessions of a call.
 
-A session is dispatched as it comes while nobody waits; else it waits for its turn, as does what
-finds no place (dispatch_queue.py).
+A session is dispatched when it starts if no other one waits; else it waits for its turn, as does a
+session that finds no place (dispatch_queue.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
 from .output_chunk import ChunkSink
 from .session import Session
+from .setbacks import engine_lost
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,11 @@ _RESERVED_SHARE = 8  # one part in so many
 
 
 class SessionTable:
-    """Use from one event loop. A session is in the table from `start` to its end; one that breaks
-    (our own bug) fails alone.
+    """Use from one event loop. A session is in the table from `start` to its end; if it raises (our
+    own bug), it fails alone.
 
-    Owns their only timers and the bound on their number, whose last eighth is for callers that have
-    less than their share of it, so that no caller can shut the others out.
+    Owns the sessions' only timers, and the limit on requests in flight. The last eighth of that
+    limit is for callers with less than their share of it, so that no caller can lock out others.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SessionTable:
         self._is_idle.clear()
 
     def leave(self, caller_id: int = 0) -> None:
-        """The request's call is over."""
+        """The call of an admitted request is over."""
         self._num_admitted -= 1
         self._admitted[caller_id] -= 1
         if not self._admitted[caller_id]:
@@ -89,10 +90,10 @@ class SessionTable:
         await self._is_idle.wait()
 
     def start(self, session: Session) -> None:
-        """Take a session: it is dispatched at once if there is a place, and nobody before it."""
+        """Add a session; dispatch it at once if there is a place and no other session waits."""
         self._sessions[session.request_id] = session
         if not self.queue.shares:
-            self.queue.released.clear()  # it is there for whoever comes
+            self.queue.released.clear()  # no session waits for what became free
         elif session.is_waiting:
             self.queue.add(session)
             self._arm(session)
@@ -107,11 +108,10 @@ class SessionTable:
         outputs: Iterable[EngineOutput],
         tokens: Iterable[PlainToken] = (),
     ) -> None:
-        """What one step of an engine brought; what is of requests that are over is dropped.
+        """Pass on the outputs of one step of an engine; those of ended requests are dropped.
 
-        First tokens and ends are among the outputs, and do not wait for the plain tokens of many
-        decodes, which take milliseconds. Most of these are what their sessions wait for, and take a
-        short way.
+        First tokens and ends are in `outputs` and go first: the plain tokens of many decodes take
+        milliseconds. Most of these are the next token of their session, which has a fast path.
         """
         for output in outputs:
             if session := self._sessions.get(output.request_id):
@@ -135,33 +135,31 @@ class SessionTable:
 
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         for session in list(self._sessions.values()):
-            self._do(session, partial(session.engine_lost, incarnation, has_died=has_died))
+            self._do(session, partial(engine_lost, session, incarnation, has_died=has_died))
 
     def cluster_changed(self, *, is_load_only: bool = False) -> None:
-        """What waits may find its place now."""
+        """Waiting sessions may find a place now."""
         if not is_load_only:
             self.queue.retry_stranded()
         self._dispatch_waiting()
 
     def cancel(self, session: Session, error: BatonError) -> None:
-        """End a session early; one that is over stays as it ended."""
+        """End a session early, if it is not over."""
         self.act(session, session.cancel, error)
 
     def act(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
-        """Let a session act, then those for which that made a place."""
+        """Run a call of a session, then dispatch the sessions for which that made a place."""
         self._do(session, call, *arguments)
         self._dispatch_due()
 
     def end_all(self, error: BatonError) -> None:
-        """End every session with the error. Nothing that waits is dispatched."""
+        """End every session with the error. No waiting session is dispatched."""
         for session in list(self._sessions.values()):
             self._do(session, session.cancel, error)
 
     def abort(self, names: Iterable[str], tenant: str | None = None) -> int:
-        """Cancel calls by gateway id or caller's label; returns how many were in flight.
-
-        Those of one tenant alone, if one is named.
-        """
+        """Cancel calls by gateway id or caller's label, only those of `tenant` if it is given.
+        Returns how many were in flight."""
         wanted = set(names) - {""}
         found = [
             session
@@ -183,7 +181,7 @@ class SessionTable:
             self.queue.advance(lambda session: self._do(session, session.try_dispatch))
 
     def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
-        """Let a session act, then note its end or its next wake-up."""
+        """Run a call of a session, then note its end or its next wake-up."""
         try:
             call(*arguments)
         except Exception:  # one session's bug must not end the stream that feeds all of them
@@ -204,7 +202,7 @@ class SessionTable:
             timer[1].cancel()
 
     def _arm(self, session: Session) -> None:
-        """Keep one timer per session, at its next wake-up."""
+        """Set the session's only timer to its next wake-up."""
         due_s = session.next_wakeup_s
         timer = self._timers.get(session.request_id)
         if timer is not None:
@@ -227,8 +225,8 @@ def sessions_of(
     entropy: Entropy,
     **for_all: Any,
 ) -> list[Session]:
-    """One for each sample of a call; the first leads the others. `for_all`: see Session."""
-    if request.num_samples > request.options.n:  # the best of them are the answers
+    """One for each sample of a call; the first dispatches for all. `for_all`: see Session."""
+    if request.num_samples > request.options.n:  # only the best of them are returned
         request, sink = best_of(request, sink)
     options, sampling = request.options, request.sampling
 

@@ -1,29 +1,21 @@
-"""What becomes of a request whose attempt came to nothing: whether it tries again, whom it leaves
-out, what it waits for before, and whether it may be what kills engines.
+"""What happens to a request when an attempt fails or is sent back: whether it tries again, which
+engines it avoids, and what it waits for before.
 
-    fails on an engine ──► settle: all streams tell of a node's end, in any order
-    fails since an engine's partner is silent ──► until that one is heard of, or its end is
+    fails on an engine ──► settle: all streams report a node's end, in any order
+    fails since an engine's partner is silent ──► until that sends again, or its end is reported
                       └──► avoid: that engine, or the pair, is left out for a moment
-    an engine dies ─► all that it held are suspects ─► on trial, on an engine where no other one is
-                                                        │  gets further than where it was: cleared
-                                                        └─ the engine dies: it has killed two
-So what kills engines takes no other suspect with it, which would count as having killed two as
-well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone: of
-two gateways' suspects an engine sends the second one back (node/requests/trials.py).
-An engine's partner may notice its death first, and fail the attempt for that: the report of the
-death that explains it comes behind, and the next attempt waits for it. Meanwhile no suspect is sent
-to that engine: it would count as having killed one that was dead.
+A request that may have killed an engine is a suspect as well (suspects.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ...core.errors import (
     BatonError,
+    Cancelled,
     EngineFailed,
     HandoffFailed,
     NodeLost,
@@ -32,13 +24,12 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from ...core.request.request import FinishReason
+from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, EngineLink
 from .move import MovingSession
-from .output_chunk import OutputChunk
-
-_MAX_CONVICTED = 256
-LATE_S = 1.0  # by which that report may come
+from .output_chunk import OutputChunk, UnfinishedRun
+from .suspects import LATE_S, Suspects, Suspicion
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +52,20 @@ class SessionLimits:
     max_queue_s: float = math.inf
 
 
-class Suspects:
-    """Which engines have a suspect on trial. Samples of one call are alike: one is tried at a time,
-    and `convicted` are the errors of calls of which one was given up."""
-
-    def __init__(self) -> None:
-        self.trials: dict[str, tuple[str, str]] = {}  # call and engine, by request id
-        self.silent: dict[str, str] = {}  # engines of which requests wait for word, likewise
-        self.convicted: OrderedDict[str, BatonError] = OrderedDict()
-
-    @property
-    def engines(self) -> frozenset[str]:
-        return frozenset([engine for _, engine in self.trials.values()])
-
-    def tries(self, call_id: str) -> bool:
-        """Whether a sample of this call is on trial."""
-        return any(call == call_id for call, _ in self.trials.values())
-
-
-class _Unexplained(NamedTuple):
-    """An attempt that failed with neither engine to blame. `num_tokens`: output tokens by then."""
-
-    attempt: Attempt
-    num_tokens: int
-    failed_s: float
-
-
 class FailingSession(MovingSession, Protocol):
-    """What the setbacks of a request need of its session. `num_taken`: attempts that count."""
+    """What the setbacks of a request need of its session. `last_attempt`: the current attempt, or
+    the one before; `num_taken`: attempts that count; `queue_until_s`: when it gives up waiting for
+    a place."""
 
     call_id: str
+    limits: SessionLimits
+    suspects: Suspects
+    clock: Clock
+    last_attempt: Attempt | None
     num_taken: int
+    queue_until_s: float
+    setbacks: Setbacks | None
+    is_over: bool
 
     @property
     def is_waiting(self) -> bool: ...
@@ -105,42 +79,69 @@ class FailingSession(MovingSession, Protocol):
     def end_badly(self, error: BatonError) -> None: ...
 
 
-class Setbacks:
-    """Of one session, from the first attempt on that came to nothing. `suspect_side`: of the pair
-    (prefill, decode), where it is on trial; None: it is no suspect. `num_refusals`: attempts that
-    were sent back at once."""
+def setbacks_of(session: FailingSession) -> Setbacks:
+    """Its setbacks, which a session has from the first one on."""
+    if session.setbacks is None:
+        session.setbacks = Setbacks(session)
+    return session.setbacks
 
-    def __init__(
-        self, session: FailingSession, limits: SessionLimits, suspects: Suspects, clock: Clock
-    ) -> None:
-        self.suspect_side: int | None = None
+
+def engine_lost(session: FailingSession, incarnation: str, *, has_died: bool = False) -> None:
+    """The stream of an engine ended: what it still owed will not come.
+
+    `has_died`: its supervisor lives and reports that the engine process ended.
+    """
+    if session.moves is not None:
+        session.moves.lose(incarnation, has_died=has_died)
+    if session.attempt is not None and incarnation in session.attempt.pair:
+        setbacks_of(session).engine_lost(session.attempt, incarnation, has_died=has_died)
+    elif session.setbacks is not None and not session.is_over:
+        session.setbacks.another_lost(incarnation, has_died=has_died)
+
+
+def unfinished_run(session: FailingSession) -> UnfinishedRun | None:
+    """Where a request was that ended badly; None: it was never dispatched."""
+    if (last := session.last_attempt) is None:
+        return None
+    return UnfinishedRun(
+        last.route.prefill.name,
+        last.route.decode.name,
+        last.is_handed_over,
+        session.answer.transfer,
+        len(session.answer.output_ids),
+        tuple(session.answer.timeline),
+    )
+
+
+class Setbacks:
+    """Those of one session, from its first failed attempt on. `suspicion`: whether it may be what
+    kills engines; `num_refusals`: attempts that an engine sent back at once."""
+
+    def __init__(self, session: FailingSession) -> None:
         self.num_refusals = 0
         self._session = session
-        self._call_id = session.call_id
-        self._request_id = session.answer.request_id
-        self._output_ids = session.answer.output_ids  # so far
-        self._limits = limits
-        self._suspects = suspects
-        self._clock = clock
+        self._limits = session.limits
+        self._clock = session.clock
+        self.suspicion = Suspicion(
+            session.call_id,
+            session.answer.request_id,
+            session.answer.output_ids,
+            session.limits.max_engine_failures,
+            session.suspects,
+        )
         self._avoid = Avoid()
         self._avoid_until_s = 0.0
         self._settle_until_s: float | None = None
         self._silent: tuple[EngineLink, float] | None = None  # since when
-        self._num_deaths = 0
-        self._cleared_at = 0  # output tokens
-        self._unexplained: _Unexplained | None = None
 
     @property
     def is_suspect(self) -> bool:
-        return self.suspect_side is not None
-
-    @property
-    def _is_convicted(self) -> bool:
-        return self._num_deaths >= self._limits.max_engine_failures
+        return self.suspicion.side is not None
 
     @property
     def _may_try_again(self) -> bool:
-        return self._session.num_taken < self._limits.max_attempts and not self._is_convicted
+        has_attempts = self._session.num_taken < self._limits.max_attempts
+        return has_attempts and not self.suspicion.is_convicted
 
     # --- before the next attempt ------------------------------------------------------------------
 
@@ -155,53 +156,40 @@ class Setbacks:
             partner, since_s = self._silent
             if partner.heard_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
                 return self._settle()
-            self.trial_ended()
+            self._end_silence()
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
-        if self.is_suspect:
-            if error := self._suspects.convicted.get(self._call_id):
-                raise error
-            if self._suspects.tries(self._call_id):
-                return self._settle()
-        return True
+        return not self.suspicion.must_wait() or self._settle()
 
     @property
     def avoid(self) -> Avoid:
-        """Where it is not to go now; a suspect, to no engine either that has a trial, or may have
-        died just now."""
-        if not self.is_suspect:
-            return self._avoid
-        return self._avoid | self._suspects.engines | {*self._suspects.silent.values()}
+        """Engines and pairs that the next attempt must not use."""
+        return self._avoid | self.suspicion.avoid
 
     def waits_for_trials(self) -> bool:
-        """Whether there may be engines for it once other suspects' trials are over."""
+        """Whether there may be engines for it once the trials of other suspects are over."""
         return self.avoid != self._avoid and not self._settle()
 
     @property
     def until_s(self) -> float:
-        """When something of this is over; nothing is until all has settled."""
+        """When the next wait ends; none does before all has settled."""
         if self._settle_until_s is not None:
             return self._settle_until_s
         return self._avoid_until_s if self._avoid else math.inf
+
+    def _end_silence(self) -> None:
+        self._silent = None
+        self.suspicion.end_trial()
 
     def _settle(self) -> bool:
         """False: it may not try now."""
         self._settle_until_s = self._clock.monotonic_s() + self._limits.settle_s
         return False
 
-    # --- what happens -----------------------------------------------------------------------------
-
-    def attempt_began(self, attempt: Attempt) -> None:
-        """A suspect's is its trial."""
-        if self.suspect_side is not None:
-            attempt.trial_side = self.suspect_side
-            engine = attempt.pair[self.suspect_side]
-            self._suspects.trials[self._request_id] = (self._call_id, engine)
-            # The next token is the prefill engine's, the one behind it the decode engine's.
-            self._cleared_at = attempt.base_index + 1 + self.suspect_side
+    # --- events -----------------------------------------------------------------------------------
 
     def engine_failed(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
-        """An engine of this attempt says so. The attempt may survive that."""
+        """An engine of this attempt reported an error. The attempt may survive that."""
         prefill, decode = attempt.route.prefill, attempt.route.decode
         if isinstance(error, PromiseRefused | TrialRefused):
             self._sent_back(attempt, incarnation, error)
@@ -215,7 +203,7 @@ class Setbacks:
             self.fail_attempt(attempt, error, blamed=incarnation)
 
     def engine_lost(self, attempt: Attempt, incarnation: str, *, has_died: bool) -> None:
-        """An engine of this attempt is gone. The attempt may survive that."""
+        """An engine of this attempt is lost. The attempt may survive that."""
         prefill, decode = attempt.route.prefill, attempt.route.decode
         name = prefill.name if incarnation == prefill.incarnation else decode.name
         error: BatonError = NodeLost(f"node {name} was lost")
@@ -225,12 +213,29 @@ class Setbacks:
             self.fail_attempt(attempt, error, blamed=incarnation)
 
     def _survives(self, attempt: Attempt, incarnation: str, error: BatonError) -> bool:
+        """Whether the attempt can go on without this engine, perhaps in doubt."""
         attempt.close(incarnation)
-        return attempt.survives(incarnation, error, now_s=self._clock.monotonic_s())
+        prefill, decode = attempt.pair
+        now_s = self._clock.monotonic_s()
+        if incarnation == prefill and not attempt.is_local:
+            if not _has_first_token(attempt, self._session.answer):
+                return False
+            if not attempt.is_handed_over:
+                if not error.is_retryable or decode not in attempt.holders:
+                    return False
+                attempt.begin_doubt(error, now_s)
+            return True
+        if attempt.finish_reason is not None:
+            return True
+        if isinstance(error, Cancelled) and not attempt.is_handed_over:
+            error = HandoffFailed("the decode node was told to stop waiting")
+            attempt.begin_doubt(error, now_s)
+            return True
+        return False
 
     def _sent_back(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
-        """The engine did not take it: where another gateway's suspect is on trial, it goes
-        elsewhere, or there once that is over; where it would break the engine's promise, it is
+        """The engine refused it. If another gateway's suspect is on trial there, it goes to another
+        engine, or to this one after the trial; if it would break the engine's promise, it is
         planned again."""
         attempt.close(incarnation)
         self._take_back(attempt)
@@ -239,19 +244,23 @@ class Setbacks:
         else:
             self._plan_without(Avoid({incarnation}))
 
-    def plan_again(self, attempt: Attempt, avoid: Avoid) -> None:
-        """Its engine does not get on with it alone: as if it had not taken it."""
-        self._take_back(attempt)
+    def plan_again(self, avoid: Avoid) -> None:
+        """Before the first token another engine is to compute the prompt, as if the current one had
+        not taken it. `avoid`: every plan in which the current one would compute it."""
+        session = self._session
+        assert session.attempt is not None
+        session.queue_until_s = self._clock.monotonic_s() + self._limits.max_queue_s
+        self._take_back(session.attempt)
         self._plan_without(avoid)
 
     def _take_back(self, attempt: Attempt) -> None:
         self._give_up(attempt, "refused")
-        self.trial_ended()
+        self.suspicion.end_trial()
         self._session.num_taken -= 1
         self.num_refusals += 1
 
     def _plan_without(self, avoid: Avoid) -> None:
-        """Once; then it waits in the queue as if it had never been dispatched."""
+        """Plan it once more; then it waits in the queue as if it had never been dispatched."""
         session = self._session
         if self.num_refusals == 1:
             before = self._avoid, self._avoid_until_s
@@ -275,20 +284,16 @@ class Setbacks:
         blamed: str | None = None,
         silent: EngineLink | None = None,
     ) -> None:
-        """Give this attempt up, by the engine `blamed` or, None, by the pair; try again if that can
-        help. `silent`: an engine that its partner cannot reach: it may have died under the request.
-        """
+        """Give this attempt up, because of the engine `blamed` or, None, of the pair; try again if
+        that can help. `silent`: an engine that its partner cannot reach, which may have died under
+        the request."""
         session = self._session
         self._give_up(attempt, "lost")
         self._leave_out(blamed, attempt.pair)
-        self.trial_ended()
+        self.suspicion.end_trial()
         now_s = self._clock.monotonic_s()
-        self._unexplained = None
-        if blamed is None:
-            self._unexplained = _Unexplained(attempt, len(self._output_ids), now_s)
-        elif isinstance(error, EngineFailed):
-            self._suspect(attempt, blamed, error)
-        if len(self._output_ids) == session.answer.request.sampling.max_tokens:
+        self.suspicion.attempt_failed(attempt, error, blamed, now_s)
+        if len(session.answer.output_ids) == session.answer.request.sampling.max_tokens:
             # All tokens are out: only the message that ends it was lost.
             session.finish(attempt, FinishReason.LENGTH, session.answer.add([]))
         elif not error.is_retryable or not self._may_try_again:
@@ -299,58 +304,36 @@ class Setbacks:
         else:
             if silent is not None:
                 self._silent = silent, now_s
-                self._suspects.silent[self._request_id] = silent.incarnation
+                self.suspicion.wait_for(silent.incarnation)
             session.try_dispatch()
 
     def _leave_out(self, blamed: str | None, pair: tuple[str, str]) -> None:
-        """This engine, for a moment; None: the pair."""
+        """Avoid this engine for a moment; None: the pair."""
         self._avoid |= {pair if blamed is None else blamed}
         self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
         self._settle()
 
     def another_lost(self, lost: str, *, has_died: bool) -> None:
-        """An engine is gone that the running attempt is not on. Its death may be what made the
-        attempt before fail: that was on it, lately, and the request has got no further since. Then
-        the running one is no trial: others that failed with that one may be on its engine, too."""
+        """An engine is lost that the running attempt is not on. Its death may be what made the
+        previous attempt fail. Then the running one is no trial: others that failed with that one
+        may be on its engine, too."""
         if self._silent is not None and self._silent[0].incarnation == lost:
-            self.trial_ended()
-        before = self._unexplained
-        if before is None or not has_died or lost not in before.attempt.pair:
+            self._end_silence()
+        if not has_died:
             return
-        is_late = self._clock.monotonic_s() - before.failed_s >= LATE_S
-        if is_late or len(self._output_ids) > before.num_tokens:
-            return
-        self._unexplained = None
         error = EngineFailed("an engine died under the request")
-        side = self._suspect(before.attempt, lost, error)
-        if self._is_convicted:
+        side = self.suspicion.explained_by(lost, error, self._clock.monotonic_s())
+        if side is None:
+            return
+        if self.suspicion.is_convicted:
             self._session.end_badly(error)
         elif (running := self._session.attempt) is not None:
             self._take_back(running)
             self._leave_out(running.pair[side], running.pair)
 
-    def got_further(self, attempt: Attempt) -> None:
-        """Perhaps than where its engine died: then what killed that was another request."""
-        if self.is_suspect and attempt.reaches(self._cleared_at):
-            self.suspect_side = None
-            self._num_deaths = 0
-            self.trial_ended()
 
-    def trial_ended(self) -> None:
-        """Or its attempt did, however; or there is word of the engine that was silent."""
-        self._silent = None
-        self._suspects.trials.pop(self._request_id, None)
-        self._suspects.silent.pop(self._request_id, None)
-
-    def _suspect(self, attempt: Attempt, died: str, error: EngineFailed) -> int:
-        """Returns its side. An engine that does both died while it decoded if it had brought a
-        token."""
-        self._num_deaths += 1
-        is_alone = attempt.is_local
-        side = self.suspect_side = int(attempt.has_tokens) if is_alone else attempt.pair.index(died)
-        if self._is_convicted:
-            convicted = self._suspects.convicted
-            convicted[self._call_id] = error  # remembered while samples of the call may wait
-            if len(convicted) > _MAX_CONVICTED:
-                convicted.popitem(last=False)
-        return side
+def _has_first_token(attempt: Attempt, answer: Answer) -> bool:
+    """Whether the prefill engine has sent all that is due from it."""
+    if answer.request.sampling.use_beam_search:
+        return attempt.is_handed_over and not answer.lacks_scores
+    return attempt.has_tokens

@@ -1,4 +1,4 @@
-"""What calls come to in a Tally: how many, how fast their tokens came, how they ended."""
+"""Adds calls to a Tally: how many there were, how fast their tokens came, how they ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from ...core.errors import Cancelled
 from ...core.request.timeline import Event
 from ..request.output_chunk import RequestResult
-from .calls.call_record import CallRecord, EndedCall, between_s, ended_call
+from .calls.call_record import CallRecord
+from .calls.ended_call import EndedCall, between_s, ended_call
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import OTHER
 from .metrics.tally import Tally
 
 MAX_TENANTS = 100
-NOBODY = "anonymous"  # where no keys are needed
-_PHASES = (  # by vLLM's definitions as far as they fit two nodes
+NOBODY = "anonymous"  # without API keys
+_PHASES = (  # as vLLM defines them, as far as that fits two nodes
     (table.QUEUE, Event.ARRIVED, Event.PREFILL_STARTED),
     (table.PREFILL, Event.PREFILL_STARTED, Event.FIRST_TOKEN),
     (table.DECODE, Event.FIRST_TOKEN, Event.FINISHED),
@@ -27,13 +28,13 @@ _PHASES = (  # by vLLM's definitions as far as they fit two nodes
 
 @dataclass(slots=True)
 class Noted:
-    """What happened and is in no tally yet."""
+    """Events that no tally has yet."""
 
     refused: Counter[str] = field(default_factory=Counter)  # by the error's code
     lookups_s: list[float] = field(default_factory=list)  # of the calls that began
     prompt_tokens: int = 0
-    num_firsts: int = 0  # deliveries without one before
-    gaps_s: list[float] = field(default_factory=list)  # before all others
+    num_firsts: int = 0  # samples' first deliveries
+    gaps_s: list[float] = field(default_factory=list)  # before all further deliveries
     coalesced_tokens: int = 0
     ttfts_s: list[float] = field(default_factory=list)
     handoff_gaps_s: list[float] = field(default_factory=list)
@@ -41,14 +42,14 @@ class Noted:
 
 
 class CallCounts:
-    """Of one gateway: its tenants have labels, up to MAX_TENANTS."""
+    """The counting of one gateway. Its first MAX_TENANTS tenants have labels."""
 
     def __init__(self, targets: SloTargets) -> None:
         self._targets = targets
         self._tenants: set[str] = set()
 
     def count(self, noted: Noted, tally: Tally) -> None:
-        """All but the calls that ended."""
+        """Add all but the calls that ended."""
         for code, number in noted.refused.items():
             tally.count(table.REJECTIONS, number, code)
         if noted.lookups_s:
@@ -82,7 +83,7 @@ class CallCounts:
         tally.count(table.TENANT_TOKENS, call.output_tokens, tenant, "generation")
 
     def _tenant(self, name: str) -> str:
-        """The label of a tenant; those beyond MAX_TENANTS are one."""
+        """The label of a tenant; tenants beyond MAX_TENANTS share one."""
         if name not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             return OTHER
         self._tenants.add(name)
@@ -105,8 +106,8 @@ def _count_finished(tally: Tally, first: RequestResult | None, call: EndedCall) 
         tally.count(table.KV_BYTES, transfer.num_bytes, *edge)
         tally.count(table.PULLER_CACHED_TOKENS, transfer.puller_cached_tokens)
     if first is not None:
-        # Of several attempts, each event's first time: a retry's queue is no time before the first
-        # token.
+        # Of several attempts, the first time of each event: the queue of a retry is not part of the
+        # time to the first token.
         times = {stamp.event: stamp.unix_ns for stamp in reversed(first.timeline)}
         for metric, begin, end in _PHASES:
             if (spent_s := between_s(times, begin, end)) is not None:

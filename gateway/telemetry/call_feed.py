@@ -1,9 +1,9 @@
-"""What the front door reports of calls: counted once, for all who read it.
+"""The front door's reports of calls, counted once for all that read them.
 
     call, token ──► Noted ─ at the end of each second, or ──► Tally ─┬─► TelemetryWindow  live page
-                            when somebody reads: settle              └─► MetricStore   Prometheus
-    a call that is over ──► EndedCall ──► log lines, traces
-A call costs appends here, as does a token: what is noted is counted beside the streams.
+                            before a read: settle                    └─► MetricStore   Prometheus
+    an ended call ──► EndedCall ──► log lines, traces
+A call or a token costs a few appends; what is noted is counted later, beside the streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ...core.ports import Clock
 from ..request.output_chunk import OutputChunk
 from ..security.caller import Caller
 from .call_counts import CallCounts, Noted
-from .calls.call_record import CallRecord, EndedCall, ended_call
+from .calls.call_record import CallRecord
+from .calls.ended_call import EndedCall, ended_call
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import MetricStore
@@ -26,7 +27,7 @@ from .window.window import TelemetryWindow
 
 log = logging.getLogger(__name__)
 
-# That are noted: counting them is a pause in all streams.
+# Noted before they are counted: the count is a pause in all streams.
 _MAX_GAPS = 1024
 _MAX_ENDED = 8
 
@@ -35,9 +36,9 @@ OnEnded = Callable[[CallRecord, EndedCall], None]
 
 
 class CallFeed:
-    """Use from the gateway's event loop. What fails in here harms no call, and is logged once.
+    """Use from the gateway's event loop. An exception in here fails no call, and is logged once.
 
-    `on_refused`, `on_ended`: what else is to have such calls, at once.
+    `on_refused`, `on_ended`: called at once for each refused and each ended call.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class CallFeed:
         self._on_refused = on_refused
         self._on_ended = on_ended
         self._noted = Noted()
-        self._tally = Tally()  # of one second
-        self._until_s = 0.0  # when that second ends
+        self._tally = Tally()  # of the current second
+        self._until_s = 0.0  # the end of that second
         self._logged: set[tuple[str, type]] = set()
         window.settle = self.settle
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
-        """A call that ended before it was routed: bad, unauthorised, over a limit."""
+        """Note a call that ended before it was routed: invalid, unauthorised, over a limit."""
         self._note(self._clock.monotonic_s()).refused[error.code] += 1
         for report in self._on_refused:
             self._shield(report, caller, error)
@@ -75,7 +76,7 @@ class CallFeed:
         noted.prompt_tokens += record.prompt_tokens
 
     def chunk_delivered(self, record: CallRecord, chunk: OutputChunk) -> None:
-        """To the client, just now."""
+        """Note a chunk that the client has as of now."""
         now_s = self._clock.monotonic_s()
         noted, times = self._noted, record.token_times[chunk.sample_index]
         if now_s >= self._until_s or len(noted.gaps_s) >= _MAX_GAPS:
@@ -95,11 +96,11 @@ class CallFeed:
                 noted.handoff_gaps_s.append(gap_s)
         else:
             noted.num_firsts += 1
-            if sum(map(bool, record.token_times)) == 1:  # no other sample was before it
+            if sum(map(bool, record.token_times)) == 1:  # the first sample to have a token
                 noted.ttfts_s.append(now_s - record.arrived_s)
 
     def call_ended(self, record: CallRecord) -> None:
-        """Once for each call that began, whatever ended it."""
+        """Note the end of a call that began; once for each, however it ended."""
         record.ended_s = self._clock.monotonic_s()
         noted = self._note(record.ended_s)
         self._window.num_running -= 1
@@ -108,7 +109,7 @@ class CallFeed:
             self._shield(self._report_ended, record)
 
     def settle(self) -> None:
-        """Give the window and the store all that was counted."""
+        """Count what was noted, and pass the tally to the window and the store."""
         self._count()
         tally, self._tally = self._tally, Tally()
         self._window.take(tally, round(self._until_s) - 1)
@@ -116,7 +117,7 @@ class CallFeed:
         self._store.set(table.IN_FLIGHT, value=self._window.num_running)
 
     def _note(self, now_s: float) -> Noted:
-        """Where to note what happens now."""
+        """Returns where to note what happens now."""
         noted = self._noted
         if now_s >= self._until_s:
             self._shield(self.settle)
@@ -137,7 +138,7 @@ class CallFeed:
             self._shield(report, record, call)
 
     def _shield(self, what: Callable[..., object], *args: object) -> None:
-        """It has a bug if it raises, and the call goes on."""
+        """Call it; if it raises, log that as a bug, once: the call goes on."""
         try:
             what(*args)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a gateway measures of its calls, put together from its configuration."""
+"""Builds a gateway's telemetry from its configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.ports import Clock
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from .call_feed import CallFeed, OnEnded
-from .calls.call_record import log_ended, log_refused
+from .calls.ended_call import log_ended, log_refused
 from .calls.slo import SloTargets
 from .calls.traces import CallTraces, open_traces
 from .metrics.metric_store import MetricStore
@@ -22,7 +22,7 @@ from .window.window import TelemetryWindow
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """`feed` takes every call; `window` and `exporter` are read by routes."""
+    """`feed` receives every call; HTTP routes read `window` and `exporter`."""
 
     feed: CallFeed
     window: TelemetryWindow
@@ -40,7 +40,7 @@ class Telemetry:
         num_queued: Callable[[], int],
         certificate_ends_s: Callable[[], Mapping[str, float]],
     ) -> Telemetry:
-        """Raises StartupFailed where what is configured is not installed."""
+        """Raises StartupFailed if a package for what is configured is not installed."""
         window = TelemetryWindow(clock)
         store = MetricStore(ALL, full_prefix(config.metrics_prefix), model)
         traces = None
@@ -57,7 +57,7 @@ class Telemetry:
         return Telemetry(feed, window, Exporter(store, feed.settle, *of_engines), traces)
 
     async def close(self) -> None:
-        """Send what is still to be sent, and let go of the last calls."""
+        """Count the last calls and send the last traces."""
         self.feed.settle()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)

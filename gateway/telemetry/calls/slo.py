@@ -1,5 +1,5 @@
-"""Which calls kept to the gateway's SLO: of many a sample is judged, so that memory is bounded and
-targets may be named when it is read."""
+"""Which calls met the gateway's SLO. Of many calls a random sample is kept, so that memory is
+bounded and targets can be chosen when it is read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-MAX_JUDGED = 200  # calls of a stretch of time that are kept
+MAX_JUDGED = 200  # calls kept of a period
 
-# Has finished; its worst TTFT (endless without a token) and longest gap, in seconds.
+# Whether it finished, its worst TTFT (inf without a token) and its longest gap, in seconds.
 JudgedCall: TypeAlias = tuple[bool, float, float]
 
 
@@ -29,26 +29,26 @@ class SloTargets:
 
 @dataclass(slots=True)
 class Judged:
-    """`calls` are those that ended, or of `number` that did a random sample."""
+    """`number` calls have ended; `calls` are all of them or a random sample."""
 
     number: int = 0
     calls: list[JudgedCall] = field(default_factory=list)
     _good: tuple[SloTargets, int] | None = field(default=None, compare=False)
 
     def add(self, call: JudgedCall) -> None:
-        """One of which none is left out."""
+        """Add a call to a sample that has all calls."""
         self.number += 1
         self.calls.append(call)
         self._good = None
 
     @property
     def weight(self) -> float:
-        """How many each of `calls` stands for."""
+        """How many calls each of `calls` stands for."""
         return self.number / len(self.calls) if self.calls else 1.0
 
     def joined(self, other: Judged, most: int = MAX_JUDGED) -> Judged:
-        """Both, of at most `most` calls, which all stand for equally many. The same two always give
-        the same sample."""
+        """A sample of both, of at most `most` calls that all stand for equally many. Deterministic:
+        the same two give the same sample."""
         number = self.number + other.number
         weight = max(self.weight, other.weight, number / most)
         # One number rounds both shares, one up as often as the other down: even a part that is
@@ -60,7 +60,7 @@ class Judged:
         return Judged(number, _sample(self.calls, kept, chance) + added)
 
     def num_good(self, targets: SloTargets) -> int:
-        """Within the targets; an estimate where `calls` is a sample. Remembered, since a page reads
+        """Calls within the targets; an estimate if `calls` is a sample. Cached, since a page reads
         it every second."""
         if self._good is None or self._good[0] != targets:
             good = round(sum(map(targets.are_met, self.calls)) * self.weight)
@@ -69,7 +69,7 @@ class Judged:
 
 
 def _sample(calls: list[JudgedCall], most: int, chance: random.Random) -> list[JudgedCall]:
-    """Draws those that stay or those that go, whichever are fewer: mostly some of 200 go."""
+    """Draws the calls to keep or those to drop, whichever are fewer: mostly a few of 200."""
     if most >= len(calls):
         return calls
     left, num_drawn = list(calls), min(most, len(calls) - most)

@@ -1,5 +1,5 @@
-"""Spans of a call, at the gateway and at its nodes, for OpenTelemetry: made when the call is over.
-Extra `otel`.
+"""OpenTelemetry spans of a call, at the gateway and at its nodes, made when the call has ended.
+Needs the extra `otel`.
 
     <operation> <model>                            arrival .......................... end
       gateway   prefill                            where each part ran, by its stamps
@@ -9,12 +9,12 @@ Extra `otel`.
                                                decode
                                                  decode_queue  decode_first_step
 
-A call that fails has as much of it; what was not over then ends with the call, as an error.
-Nodes send no spans: their times travel with a request's outputs, and the gateway puts them on its
+A call that fails has the spans that began; those not over then end with the call, as errors.
+Nodes send no spans: their times are in a request's outputs, and the gateway converts them to its
 clock (engines/engine_connection.py). A node is a service of its own: `baton-prefill` or
-`baton-decode`, by its name. Attributes follow the GenAI semantic conventions. A caller's trace goes
-on (W3C traceparent and tracestate), and its sampling decision holds; calls without one are sampled
-at a rate.
+`baton-decode`, with its name. Attributes follow the GenAI semantic conventions. A caller's trace is
+continued (W3C traceparent and tracestate), and its sampling decision holds; calls without one are
+sampled at a rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.answer import GATEWAY
 from ...request.output_chunk import RequestResult, UnfinishedRun
-from .call_record import CallRecord, EndedCall, times_of
+from .call_record import CallRecord
+from .ended_call import EndedCall, times_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -49,7 +50,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A span from the first of `begins` that was stamped to the first of `ends`."""
+    """A span from the first of `begins` that has a stamp to the first of `ends`."""
 
     name: str
     begins: tuple[Event, ...]
@@ -85,13 +86,13 @@ _DECODE = _Part(
     ),
 )
 _GATEWAY = _Part("gateway", (Event.ARRIVED,), (Event.ROUTED,))
-_CUT = (Event.FAILED, Event.CANCELLED)  # what a call that failed ends with
-_MAX_SERVICES = 256  # whose spans are told apart; nodes' names are few
+_CUT = (Event.FAILED, Event.CANCELLED)  # the end of a call that failed
+_MAX_SERVICES = 256  # tracers that are kept; there are few nodes
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Whose spans, with the stamps of all. `error`: the code of a call that failed."""
+    """The node whose spans are made, with the stamps of all. `error`: the code of a failed call."""
 
     tracer: Tracer
     node: str
@@ -100,13 +101,11 @@ class _Place:
 
 
 class CallTraces:
-    """Traces to any exporter; `ratio` of the calls that come without a trace of their own.
-
-    Export is on a thread of OpenTelemetry's own.
-    """
+    """Traces to an exporter, which runs on OpenTelemetry's own thread. `ratio`: the share of the
+    calls without a caller's trace that is sampled."""
 
     def __init__(self, exporter: SpanExporter | Collector, ratio: float) -> None:
-        """Imports the packages, which may not be there."""
+        """Imports the packages, which may not be installed."""
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -132,7 +131,7 @@ class CallTraces:
         self._tracer = tracer(GATEWAY, None)
 
     def call_ended(self, record: CallRecord, call: EndedCall) -> None:
-        """Make the spans of a call that is over, if it is sampled."""
+        """Make the spans of an ended call, if it is sampled."""
         trace = self._trace
         carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span: Span = self._tracer.start_span(
@@ -183,8 +182,9 @@ class CallTraces:
         *,
         is_inside: bool = False,
     ) -> None:
-        """One span, and those of its parts; none where a stamp is missing. What was not over in a
-        call that failed ends with it, `is_inside` another only by its engine's own stamp."""
+        """Make a span and those of its parts; none if a stamp is missing. A part that was not over
+        when a call failed ends with the call; a part `is_inside` another only if its engine stamped
+        its begin."""
         times, begins, end_ns = place.times, part.begins, _first(place.times, part.ends)
         is_cut = end_ns is None and place.error is not None
         if is_cut:
@@ -207,14 +207,14 @@ class CallTraces:
         span.set_status(self._trace.StatusCode.ERROR, code)
 
     def close(self) -> None:
-        """Send what waits; blocks for a moment at most."""
+        """Send the queued spans; blocks for _CLOSE_MS at most."""
         self._processor.force_flush(_CLOSE_MS)
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 class Collector:
-    """An exporter whose package logs the first batch that fails, and no more until one is taken:
-    it has two lines for each. Then a line of ours."""
+    """An exporter whose package logs the first batch that fails, and no more until one succeeds: it
+    writes two lines for each. Then we log that traces are sent again."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter, self._is_away = exporter, False
@@ -232,7 +232,7 @@ class Collector:
 
 
 def open_traces(endpoint: str, ratio: float) -> CallTraces:
-    """Traces to an OTLP collector over HTTP; raises StartupFailed without the packages."""
+    """Traces to an OTLP collector over HTTP. Raises StartupFailed without the packages."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
@@ -253,7 +253,7 @@ def open_traces(endpoint: str, ratio: float) -> CallTraces:
 
 
 def _attributes(record: CallRecord, call: EndedCall) -> dict[str, Any]:
-    """gen_ai.*, as far as a gateway knows it."""
+    """The gen_ai.* attributes that a gateway knows."""
     sampling = record.request.sampling
     values: dict[str, Any] = {
         "gen_ai.operation.name": _OPERATION,

@@ -1,8 +1,8 @@
 """The whole deployment's load as three numbers, and its KV cache as two, for routers and
 autoscalers in front of it.
 
-Engines report theirs each with its role and name; a router that has one value for a server would
-take that of any one of them.
+Each engine has metrics of its own, by role and name; a router that takes one value per server
+would take that of any one engine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from ...engines.linked_engine import LinkedEngine
 
 @dataclass(frozen=True, slots=True)
 class DeploymentLoad:
-    """`num_running`: in engines' batches; `num_waiting`: at engines and at this gateway.
-
-    `kv_usage`: the share of KV blocks in use, 0 to 1, of the role that has less left.
-    """
+    """`num_running`: requests in engines' batches; `num_waiting`: at engines and at this gateway;
+    `kv_usage`: the share of KV blocks in use, 0 to 1, of the role that has less left."""
 
     num_running: int
     num_waiting: int
@@ -27,7 +25,7 @@ class DeploymentLoad:
 
 
 def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> DeploymentLoad:
-    """As the engines' last heartbeats have it; `num_queued`: at this gateway."""
+    """By the engines' last heartbeats; `num_queued`: requests that wait at this gateway."""
     engines = [*engines]
     used: dict[object, float] = {}
     for role in {engine.member.role for engine in engines}:
@@ -42,7 +40,7 @@ def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> Deploym
 
 
 def prompt_blocks(engines: Iterable[LinkedEngine]) -> tuple[int, int] | None:
-    """The tokens of a KV block, and how many blocks the engines have that compute prompts. None:
+    """The tokens per KV block, and the number of blocks of the engines that compute prompts. None:
     there is no such engine."""
     blocks: Counter[int] = Counter()
     for engine in engines:

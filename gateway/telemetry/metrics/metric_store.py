@@ -1,4 +1,4 @@
-"""What was added up of calls since the start, by metric and labels: prometheus_client reads it."""
+"""Totals since the start, by metric and labels, which prometheus_client reads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 class MetricStore(Collector):
-    """Of a fixed set of metrics, whose names `prefix` comes before. One thread writes and reads,
-    without a lock. A metric has at most MAX_CHILDREN label sets; what is beyond is "other"."""
+    """Values of a fixed set of metrics, whose names get `prefix`. One thread writes and reads,
+    without a lock. A metric has at most MAX_CHILDREN label sets; further ones count as "other"."""
 
     def __init__(self, metrics: Iterable[Metric], prefix: str, model_name: str) -> None:
         self._metrics = tuple(metrics)
@@ -38,7 +38,7 @@ class MetricStore(Collector):
                 self._numbers[metric.name] = dict.fromkeys(begun, 0.0)
 
     def take(self, tally: Tally) -> None:
-        """Add what was counted."""
+        """Add a tally."""
         for (name, *labels), number in tally.counts.items():
             if name in self._numbers:
                 _add(self._numbers[name], tuple(labels), number)
@@ -52,7 +52,7 @@ class MetricStore(Collector):
         _add(self._numbers[metric.name], labels, value)
 
     def set(self, metric: Metric, *labels: str, value: float) -> None:
-        """Of a gauge, or a counter that is added up elsewhere."""
+        """Set a gauge, or a counter that is added up elsewhere."""
         children = self._numbers[metric.name]
         children[_bounded(labels, children)] = value
 
@@ -91,7 +91,7 @@ def _add(children: dict[Labels, float], labels: Labels, value: float) -> None:
 
 
 def _bounded(labels: Labels, children: Mapping[Labels, object]) -> Labels:
-    """The labels, or "other" for all where a new child would be one too many."""
+    """The labels, or "other" for each if a new child would be one too many."""
     if labels in children or len(children) < MAX_CHILDREN:
         return labels
     return (OTHER,) * len(labels)

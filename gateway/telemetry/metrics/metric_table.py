@@ -1,8 +1,8 @@
-"""Every metric that a gateway exports, once: name, kind, labels, meaning. The tables of
-docs/metrics.md are made from it.
+"""All metrics that a gateway exports: name, kind, labels, meaning. The tables of docs/metrics.md
+are generated from it.
 
-Names are without the prefix. Where vLLM has a metric of the same meaning, ours has its name, so
-that boards and autoscalers made for vLLM work. `model_name` is a label of all and is not listed.
+Names are without the prefix. A metric with the meaning of one of vLLM's has the same name, so that
+dashboards and autoscalers for vLLM work. All have the label `model_name`, which is not listed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOKUP_S = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
-# Codes of what calls fail with that no caller is to blame for, and are refused with for their load.
+# Error codes of calls that fail without being the caller's fault, and of those refused for load.
 _FAULTS = tuple(
     error.code
     for error in (
@@ -44,8 +44,8 @@ _REFUSALS = tuple(e.code for e in (errors.Overloaded, errors.RateLimited, errors
 class Metric:
     """`kind`: "counter" (its name ends in _total), "gauge", or "histogram" if it has buckets.
 
-    `known`: values of a counter's only label whose series begin at 0, before the first event: no
-    rate sees the step from no series to the first count. `source`: what it is read from, see
+    `known`: values of a counter's only label whose series begin at 0, before the first event, so
+    that rates include the first one. `source`: the field that it is read from, see
     _FROM_HEARTBEATS.
     """
 
@@ -225,7 +225,7 @@ CERTIFICATE_EXPIRES = Metric(
     ("file",),
 )
 
-# Counted for the live page alone.
+# For the live page only.
 BEGAN = Metric("requests_began_total", "Calls that were admitted.")
 FINISHED_PROMPT_TOKENS = Metric("finished_prompt_tokens_total", "Prompt tokens of finished calls.")
 PULLER_CACHED_TOKENS = Metric("puller_cached_tokens_total", "Prompt tokens that no pull brought.")
@@ -247,8 +247,8 @@ EXPERT_RANK_IMBALANCE = Metric(
     "With --enable-expert-parallel: tokens of the rank with most of them over the mean rank's.",
     OF_ENGINE,
 )
-# The others: name, the field of a heartbeat (ReportedLoad, its Counters) that has it, help, further
-# labels.
+# The other metrics of engines: name, its field in a heartbeat (ReportedLoad, its Counters), help,
+# further labels.
 _FROM_HEARTBEATS = (
     ("node_draining", "is_draining", "1 while the engine takes no new requests."),
     ("num_requests_running", "num_running", "Requests in the engine's batch."),

@@ -1,10 +1,10 @@
-"""What Prometheus reads: the store's metrics of calls, and of engines when it scrapes.
+"""Exports the metrics of calls, and at each scrape those of engines, to Prometheus.
 
     CallFeed ──► MetricStore ◄── engines' heartbeats at each scrape ── one registry ──► /metrics
-The registry holds the process's own figures (memory, CPU, descriptors) too.
+The registry also has the process's own metrics (memory, CPU, descriptors).
 
-An engine counts from zero in every incarnation, and its series goes by its name: what is exported
-adds up what each incarnation brought since it was last read, so that it never falls.
+The counters of an engine start at zero in every incarnation, and its series has its name: each
+scrape adds what each incarnation has counted since the last one, so that a series never falls.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
 from .metric_store import MetricStore
 from .metric_table import Metric
 
-FORGET_S = 600.0  # how long an engine that is gone is shown as down
+FORGET_S = 600.0  # how long a lost engine is shown as down
 
 
 def _counts(metric: Metric, counters: Counters) -> dict[tuple[str, ...], float]:
-    """What an engine has counted, by the labels that the metric has more than others: keys of a
-    map, or places of a list; without such labels, the sum."""
+    """The counts of an engine by the metric's further labels, if it has any: the keys of a map, or
+    the indices of a list; else their sum."""
     found = getattr(counters, metric.source)
     if isinstance(found, int | float):
         return {(): found}
@@ -48,14 +48,14 @@ _NodeName = tuple[str, str]  # role, name
 
 @dataclass(slots=True)
 class _Read:
-    """What was added up of one incarnation already: it counts on while its link is down."""
+    """What was exported of one incarnation, which goes on counting while its link is down."""
 
     known_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
 
 
 def full_prefix(prefix: str) -> str:
-    """What comes before a metric's name: `vllm` gives vLLM's own colon, others an underscore."""
+    """The prefix with its separator: a colon for `vllm`, as in vLLM, else an underscore."""
     if prefix == "vllm":
         return "vllm:"
     return prefix if prefix[-1] in "_:" else f"{prefix}_"
@@ -63,9 +63,9 @@ def full_prefix(prefix: str) -> str:
 
 @dataclass(eq=False)
 class Exporter:
-    """All of a gateway's metrics: `render` answers a scrape.
+    """All metrics of a gateway; `render` serves a scrape.
 
-    `_settle` brings the store's metrics of calls up to date (CallFeed.settle).
+    `_settle` updates the store's metrics of calls (CallFeed.settle).
     `_certificate_ends_s`: by file, the Unix time at which its certificate ends.
     """
 
@@ -86,7 +86,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def connection_refused(self) -> None:
-        """Count a connection of HTTP that was one too many."""
+        """Count an HTTP connection beyond the limit."""
         self._store.add(table.CONNECTIONS_REFUSED)
 
     def render(self, accept: str) -> tuple[bytes, str]:
@@ -96,11 +96,11 @@ class Exporter:
         return encode(self._registry), content_type
 
     def load(self) -> DeploymentLoad:
-        """Of the whole deployment, as this gateway knows it."""
+        """The load of the whole deployment, as this gateway knows it."""
         return deployment_load(self._engines.engines.values(), self._num_queued())
 
     def _refresh(self) -> None:
-        """Take over what was counted of calls, and the engines' heartbeats as they are now."""
+        """Update the store by the calls counted so far and the engines' last heartbeats."""
         self._settle()
         now_s = self._clock.monotonic_s()
         for metric in _GAUGES:
@@ -136,7 +136,7 @@ class Exporter:
             self._store.set(table.CERTIFICATE_EXPIRES, file, value=ends_s)
 
     def _note_adapters(self) -> None:
-        """One series, over all engines; none where no engine serves adapters."""
+        """Set the one series over all engines; none if no engine serves adapters."""
         self._store.forget(table.LORA)
         engines = self._engines.engines.values()
         max_loras = max((engine.max_loras for engine in engines), default=0)

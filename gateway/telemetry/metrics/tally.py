@@ -1,7 +1,7 @@
-"""What is added up of calls in some stretch of time, by metric and labels.
+"""Counts and histograms of calls over some period, by metric and labels.
 
-A histogram has logarithmic buckets of 2 %, split where a metric has a bound: so percentiles are
-right within 1 %, and Prometheus' buckets are sums of these. Knows no time.
+A histogram has logarithmic buckets of 2 %, split at the bounds of all metrics: so percentiles are
+exact within 1 %, and Prometheus' buckets are sums of these. Knows no time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from ..calls.call_record import EndedCall
+from ..calls.ended_call import EndedCall
 from ..calls.slo import Judged
 from .metric_table import ALL, Metric
 
 Key: TypeAlias = tuple[str, ...]  # a metric's name, and its labels
 
 _GROWTH = 1.02
-_SMALLEST = 1e-6  # what is smaller counts as this
-_NUM_STEPS = 1280  # up to 1e5: what is larger counts as this
+_SMALLEST = 1e-6  # smaller values count as this
+_NUM_STEPS = 1280  # up to 1e5; larger values count as this
 MAX_ERROR = math.sqrt(_GROWTH) - 1
-# Bucket i has what is above BOUNDS[i - 1], up to BOUNDS[i] and that included.
+# Bucket i has the values in (BOUNDS[i - 1], BOUNDS[i]].
 BOUNDS = sorted(
     {_SMALLEST * _GROWTH**step for step in range(_NUM_STEPS)}.union(*(m.buckets for m in ALL))
 )
@@ -35,19 +35,19 @@ bucket_of: Callable[[float], int] = partial(bisect_left, BOUNDS)
 
 @lru_cache(4096)
 def _key(name: str, *labels: str) -> Key:
-    """One object for equal keys: every second of the window has them."""
+    """The same object for equal keys, which every second of the window has."""
     return name, *labels
 
 
 def middle(bucket: int) -> float:
-    """What the samples of a bucket are reported as: its geometric middle."""
+    """The value reported for the samples of a bucket: its geometric middle."""
     if bucket == 0 or bucket == len(BOUNDS):
         return BOUNDS[max(0, bucket - 1)]
     return math.sqrt(BOUNDS[bucket - 1] * BOUNDS[bucket])
 
 
 class PackedCounts(NamedTuple):
-    """A histogram's counts in an eighth of a dict's memory: for what is kept and seldom read."""
+    """The counts of a histogram that is seldom read, in an eighth of a dict's memory."""
 
     buckets: array[int]
     numbers: array[int]
@@ -58,7 +58,7 @@ class PackedCounts(NamedTuple):
 
 @dataclass(slots=True)
 class Histogram:
-    """`counts` by bucket, without empty ones; `total` is of the samples as they were."""
+    """`counts`: by bucket, without empty ones; `total`: the exact sum of the samples."""
 
     counts: dict[int, int] | PackedCounts = field(default_factory=dict)
     num_samples: int = 0
@@ -68,7 +68,7 @@ class Histogram:
         self.add({bucket_of(value): 1}, value)
 
     def add(self, counts: dict[int, int] | PackedCounts, total: float) -> None:
-        """Many samples: how many in which bucket, and their sum."""
+        """Add samples: their number by bucket, and their sum."""
         own = self._unpacked()
         for bucket, count in counts.items():
             own[bucket] = own.get(bucket, 0) + count
@@ -76,11 +76,11 @@ class Histogram:
         self.total += total
 
     def in_order(self) -> list[tuple[int, int]]:
-        """Buckets and their counts, ascending."""
+        """(bucket, count) pairs, ascending."""
         return sorted(self.counts.items())
 
     def pack(self) -> None:
-        """Take little memory until more is added."""
+        """Use little memory until more is added."""
         ordered = self.in_order()
         buckets, numbers = array("H", [b for b, _ in ordered]), array("Q", [n for _, n in ordered])
         self.counts = PackedCounts(buckets, numbers)
@@ -91,7 +91,7 @@ class Histogram:
         return self.counts
 
     def subtract(self, other: Histogram) -> None:
-        """Take back samples that were added to both."""
+        """Remove samples that were added to both."""
         own = self._unpacked()
         for bucket, count in other.counts.items():
             own[bucket] -= count
@@ -101,7 +101,7 @@ class Histogram:
         self.total = self.total - other.total if self.num_samples else 0.0  # rounding ends here
 
     def percentiles(self, *qs: float) -> list[float | None]:
-        """Nearest-rank percentiles, `qs` ascending in (0, 100]; None each without samples."""
+        """Nearest-rank percentiles, `qs` ascending in (0, 100]; without samples each is None."""
         if not self.num_samples:
             return [None] * len(qs)
         ranks = [max(1, math.ceil(q / 100 * self.num_samples)) for q in qs]
@@ -114,7 +114,7 @@ class Histogram:
         return found
 
     def cumulative(self, bounds: tuple[float, ...]) -> list[int]:
-        """How many samples are up to each of a metric's `bounds`, and in all."""
+        """The number of samples up to each of a metric's `bounds`, and of all."""
         counts = [0] * (len(bounds) + 1)
         for bucket, count in self.counts.items():
             bound = BOUNDS[bucket] if bucket < len(BOUNDS) else math.inf
@@ -128,7 +128,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Tally:
-    """`judged`: what SLOs are judged by, of the calls that ended; `ended`: calls to be listed."""
+    """`judged`: the sample of ended calls for SLOs; `ended`: calls to list."""
 
     counts: Counter[Key] = field(default_factory=Counter)
     histograms: defaultdict[Key, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
@@ -147,7 +147,7 @@ class Tally:
             histogram.add(Counter(map(bucket_of, values)), sum(values))
 
     def add(self, other: Tally, metrics: Collection[str]) -> None:
-        """Counts and histograms of these metrics, by name."""
+        """Add the counts and histograms of these metrics, by name."""
         for key, number in other.counts.items():
             if key[0] in metrics:
                 self.counts[key] += number
@@ -156,18 +156,18 @@ class Tally:
                 self.histograms[key].add(histogram.counts, histogram.total)
 
     def join(self, other: Tally, metrics: Collection[str]) -> None:
-        """`add`, and the calls that are judged, or a sample of them."""
+        """`add`, and join the samples for SLOs."""
         self.add(other, metrics)
         if other.judged.number:
             self.judged = self.judged.joined(other.judged)
 
     def pack(self) -> None:
-        """Take little memory: nothing more is expected."""
+        """Use little memory: nothing more is expected."""
         for histogram in self.histograms.values():
             histogram.pack()
 
     def subtract(self, other: Tally) -> None:
-        """Take back counts and histograms that were added to both."""
+        """Remove counts and histograms that were added to both."""
         for key, number in other.counts.items():
             self.counts[key] -= number
             if not self.counts[key]:
@@ -178,9 +178,9 @@ class Tally:
                 del self.histograms[key]
 
     def histogram(self, metric: Metric, *labels: str) -> Histogram:
-        """To read; empty where nothing was observed."""
+        """For reading; empty if nothing was observed."""
         return self.histograms.get((metric.name, *labels)) or Histogram()
 
     def labelled(self, metric: Metric) -> Iterable[tuple[Key, int]]:
-        """A counter's children: labels, and the count."""
+        """The children of a counter: (labels, count) pairs."""
         return [(key[1:], n) for key, n in self.counts.items() if key[0] == metric.name]

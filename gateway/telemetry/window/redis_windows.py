@@ -1,10 +1,10 @@
-"""Where gateways leave their windows for each other: Redis.
+"""Stores the windows that gateways share in Redis.
 
     baton:{cluster}:windows                            sorted set: gateways by their last second
     baton:{cluster}:window:{gateway}                   its state, with a TTL of seconds
     baton:{cluster}:window:{gateway}:{row_s}:{second}  a row, which expires with its span
 
-All expire by themselves. Knows no message.
+All of them expire. Does not know what the messages contain.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .row_message import MAX_ROW_BYTES, RowKey
 from .window import HOUR_ROW_S, HOUR_S, SPAN_S
 
 STATE_TTL_S = 5
-MAX_GATEWAYS = 64  # that are known, those that are gone included
+MAX_GATEWAYS = 64  # including those that have ended
 _TTL_S = {1: SPAN_S + 30, HOUR_ROW_S: HOUR_S + 60}
 
 
 class RedisWindows:
-    """One for a gateway."""
+    """One gateway's access to them."""
 
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
@@ -34,8 +34,8 @@ class RedisWindows:
     async def write(
         self, gateway: str, through: int, state: bytes, rows: Mapping[RowKey, bytes]
     ) -> dict[str, int]:
-        """Rows first, then that they are there. Returns all gateways with their last seconds, the
-        latest MAX_GATEWAYS. Raises RedisAway."""
+        """Write the rows, then the last second that has them. Returns the MAX_GATEWAYS latest
+        gateways with their last seconds. Raises RedisAway."""
         setting = self._redis.setting
         *_, found = await self._redis.run(
             *(setting(self._row(key), packed, _TTL_S[key.row_s]) for key, packed in rows.items()),
@@ -51,14 +51,14 @@ class RedisWindows:
     async def read(
         self, gateways: Sequence[str], rows: Sequence[RowKey]
     ) -> tuple[list[bytes], list[bytes]]:
-        """States and rows as they were written; empty where there is none, or junk. Raises
-        RedisAway."""
+        """States and rows as written; empty where there is none, or it was not written by a gateway
+        of the cluster. Raises RedisAway."""
         keys = [*(f"{self._prefix}{gateway}" for gateway in gateways), *map(self._row, rows)]
         values = await self._redis.read(keys, MAX_ROW_BYTES)
         return values[: len(gateways)], values[len(gateways) :]
 
     async def close(self, gateway: str) -> None:
-        """Take the state back: this gateway is no more; its rows stay until they expire."""
+        """Delete the state of a gateway that ends; its rows stay until they expire."""
         with suppress(RedisAway):
             await self._redis.run(("DEL", f"{self._prefix}{gateway}"))
 

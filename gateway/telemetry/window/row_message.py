@@ -1,10 +1,10 @@
-"""What gateways share of their windows, on the wire: MessagePack, packed by zlib, and the check
-that keeps junk out. Whatever else comes raises BadRow and nothing else.
+"""The messages by which gateways share their windows: MessagePack, compressed by zlib, and checked:
+anything else raises BadRow and no other error.
 
-    GatewayState   how one is now, and up to which second its rows are there to be read
-    RowMessage     one row of one gateway: counts, histograms, calls to judge, calls to list
-Seconds are of a clock that all gateways share (Redis' own); buckets are those of metrics/tally.py,
-so only gateways with equal buckets add theirs up.
+    GatewayState   the state of a gateway now, and up to which second its rows can be read
+    RowMessage     one row of one gateway: counts, histograms, a sample for SLOs, calls to list
+Seconds are those of a clock that all gateways share (Redis' own); buckets are those of
+metrics/tally.py, so that rows are only added up by gateways with equal buckets.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from ....core.membership import HexId
-from ..calls.call_record import MAX_COUNT, Count, EndedCall, Text, UnixSeconds
+from ..calls.ended_call import MAX_COUNT, Count, EndedCall, Text, UnixSeconds
 from ..calls.slo import MAX_JUDGED, Judged
 from ..metrics.tally import BOUNDS, Key, Tally
 from .window import KEPT, MAX_SHARED_CALLS
 
 MAX_ROW_BYTES = 256 << 10  # packed
 _MAX_UNPACKED = 4 << 20
-_LEVEL = 1  # what is repeated are names: more effort saves little
+_LEVEL = 1  # mostly names repeat: more effort saves little
 _BUCKETS = hashlib.sha256(struct.pack(f"<{len(BOUNDS)}d", *BOUNDS)).hexdigest()[:16]
 
 _Samples: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 _Bucket: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=len(BOUNDS))]
-_Worst: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]  # endless without a token
+_Worst: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]  # inf without a token
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _Key: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=8)]
 T = TypeVar("T")
 
 
 class BadRow(Exception):
-    """This is no message of a gateway's window; the text is why."""
+    """Not a message of a gateway's window; the text is why."""
 
 
 class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"):
-    """`through`: the last second whose rows were written; rates are of its last whole seconds."""
+    """`through`: the last second whose rows were written; rates are of the last whole seconds."""
 
     gateway: HexId
     name: Text
@@ -54,7 +54,7 @@ class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"
 
 
 class RowKey(NamedTuple):
-    """One row of a gateway: `row_s` seconds from `second` on."""
+    """The key of a gateway's row: `row_s` seconds from `second` on."""
 
     gateway: HexId
     row_s: Count
@@ -64,7 +64,7 @@ class RowKey(NamedTuple):
 class RowMessage(msgspec.Struct, frozen=True, array_like=True, tag="row 2"):
     """A row, which began at `unix_s` by its writer's clock.
 
-    `histograms`: the sum of the samples, and how many are in each bucket. `judged` is a sample of
+    `histograms`: the sum of the samples, and their number by bucket. `judged`: a sample of
     `num_judged` calls.
     """
 
@@ -84,7 +84,7 @@ _rows = msgspec.msgpack.Decoder(RowMessage)
 
 
 def pack_state(state: GatewayState) -> bytes:
-    """For `unpack_state`."""
+    """The inverse of `unpack_state`."""
     return zlib.compress(_encode(state), _LEVEL)
 
 
@@ -94,7 +94,7 @@ def unpack_state(packed: bytes) -> GatewayState:
 
 
 def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
-    """Without its calls to list where it would be too large with them; empty if it is anyway."""
+    """Leaves out the calls to list if it would be too large with them; b"" if it still is."""
     for recent in (row.ended, []):
         message = RowMessage(
             key=key,
@@ -116,7 +116,7 @@ def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
 
 
 def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
-    """What lies where this row should; raises BadRow."""
+    """The row that was read under this key; raises BadRow."""
     message = _unpack(packed, _rows)
     if message.key != key:
         raise BadRow("another row's")

@@ -1,8 +1,8 @@
-"""What was when, in rows of equal length over a bounded span, and the sum of all of them.
+"""Tallies by time, in rows of equal length over a bounded span, and their sum.
 
-    add ──┬─► row, in which it was ──┐ one that leaves the span
-          └─► total of the span ◄────┘ is subtracted from the total
-Reading never walks the past. Memory is bounded by the number of rows, not by the load: percentiles
+    add ──┬─► its row ─────────────┐ a row that leaves the span
+          └─► total of the span ◄──┘ is subtracted from the total
+A read never walks all rows. Memory is bounded by the number of rows, not by the load: percentiles
 come from histograms, which add up, and SLOs from a sample of the calls. Knows no clock.
 """
 
@@ -12,23 +12,23 @@ from collections.abc import Collection
 
 from ..metrics.tally import Tally
 
-_STILL_GROWING = 5  # rows: by then other gateways' shares have come
+_STILL_GROWING = 5  # rows, until those of other gateways have been received
 
 
 class Rows:
-    """`rows` by number, without those in which nothing was: row n is [n, n + 1) * `row_s`."""
+    """`rows`: by number, without empty ones; row n is [n, n + 1) * `row_s`. `total`: read only."""
 
     def __init__(self, row_s: int, span_s: int, metrics: Collection[str]) -> None:
         self.row_s = row_s
         self.span_s = span_s
         self.rows: dict[int, Tally] = {}
-        self.total = Tally()  # to be read only
+        self.total = Tally()
         self._metrics = metrics
-        self._oldest: int | None = None  # which the span still has
+        self._oldest: int | None = None  # row of the span
         self._growing: set[int] = set()  # rows that are not packed
 
     def add(self, second: int, tally: Tally) -> None:
-        """What was counted within a row that begins at this second, or has it in it."""
+        """Add a tally to the row with this second."""
         number = second // self.row_s
         if self._oldest is not None and number < self._oldest:
             return
@@ -37,7 +37,7 @@ class Rows:
         self._growing.add(number)
 
     def expire(self, second: int) -> None:
-        """Drop what is older than the span, as of this second."""
+        """Drop the rows that are older than the span, as of this second."""
         oldest = (second - self.span_s) // self.row_s
         if oldest == self._oldest:
             return

@@ -1,7 +1,7 @@
-"""The window as JSON: one object that a page can draw without knowing anything else.
+"""The window as one JSON object, which has all that a page draws.
 
 Owns the schema that docs/dashboard.md describes. Durations in seconds, times in unix seconds,
-None where there is no sample. Only whole rows are in the series.
+None where there is no sample. The series have only rows that are complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..calls.call_record import STAGES, EndedCall
+from ..calls.ended_call import STAGES, EndedCall
 from ..calls.slo import SloTargets
 from ..metrics import metric_table as table
 from ..metrics.tally import Histogram, Tally, middle
@@ -22,7 +22,7 @@ from .rows import Rows
 from .window import LATENCIES, TelemetryWindow, counts_of
 
 VERSION = 1
-RATE_SPAN_S = 10  # what "now" means for rates
+RATE_SPAN_S = 10  # for rates of "now"
 _ROWS_PER_DECADE = 8
 _LOWEST_DECADE, _HIGHEST_DECADE = -4, 2  # 0.1 ms to 100 s
 HEATMAP_EDGES_S = [
@@ -47,11 +47,11 @@ def window_snapshot(
     of_hour: bool = False,
     num_again: int = 0,
 ) -> dict[str, Any]:
-    """All of the window, ready for JSON: docs/dashboard.md has the schema.
+    """All of the window, for JSON; the schema is in docs/dashboard.md.
 
-    `since_unix_s`: series and recent calls only from behind that moment, for a page that has what
-    was before; take the last snapshot's `now_unix_s`. `num_again`: rows before it that come once
-    more, since another gateway's share may have come late. `of_hour`: its rows are longer.
+    `since_unix_s`: only series and recent calls after this time, for a page that has the earlier
+    ones; pass the last snapshot's `now_unix_s`. `num_again`: rows before it to repeat, since
+    another gateway's may have been late. `of_hour`: the last hour, in longer rows.
     """
     span = window.last_hour if of_hour else window.last_minutes
     total = span.total
@@ -94,7 +94,7 @@ def _columns(
     since_us: int | None,
     num_again: int,
 ) -> dict[str, Any]:
-    """Series and heat maps, of rows that are whole: all gateways' shares of them are here."""
+    """Series and heat maps, of the rows that all gateways have shared."""
     row_s, offset_s = span.row_s, window.to_unix_s(0)
     first = max(now - span.span_s, math.floor(window.began_s))
     numbers = range(first // row_s, (now - window.lag_s) // row_s)
@@ -107,14 +107,14 @@ def _columns(
 
 
 def _summary(histogram: Histogram) -> dict[str, float | int | None]:
-    """Of one kind of duration; None where there is no sample. Percentiles within 1 %."""
+    """Percentiles, within 1 %, of one kind of duration; None without samples."""
     names = ("p50_s", "p90_s", "p99_s", "max_s")
     percentiles = zip(names, histogram.percentiles(50, 90, 99, 100), strict=True)
     return {"num_samples": histogram.num_samples, "mean_s": histogram.mean, **dict(percentiles)}
 
 
 def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float | int | None]:
-    """A failed call is judged, and is not good; one that was refused never began."""
+    """A failed call is judged as not good; a refused call never began and is not judged."""
     num_judged = sum(row.judged.number for row in span.rows.values())
     num_good = sum(row.judged.num_good(targets) for row in span.rows.values())
     return asdict(targets) | {
@@ -137,7 +137,8 @@ def _rates(window: TelemetryWindow, now: int) -> dict[str, float]:
 
 
 def _prefix(total: Tally) -> dict[str, float | int | None]:
-    """What prefix caches saved: on prefill engines prompt tokens, on decode engines their pull."""
+    """Savings by prefix caches: computing prompt tokens on prefill engines, pulling them on decode
+    engines."""
     counts = counts_of(total)
     prompt_tokens, cached_tokens = counts["finished_prompt_tokens"], counts["cached_tokens"]
     return {
@@ -201,6 +202,6 @@ def _heatmaps(times: list[float], rows: list[Tally]) -> dict[str, Any]:
 
 @cache
 def _row_of(bucket: int) -> int:
-    """The row of a heat map that a histogram's bucket belongs to; the outer rows take the rest."""
+    """The row of a heat map for a histogram's bucket; the outer rows include all beyond them."""
     row = math.floor((math.log10(middle(bucket)) - _LOWEST_DECADE) * _ROWS_PER_DECADE)
     return min(max(row, 0), len(HEATMAP_EDGES_S) - 2)

@@ -3,8 +3,8 @@
     CallFeed ── a second's Tally ─────────┬─► last_minutes   a row a second
     another gateway's second (merge) ─────┼─► last_hour      a row every half minute
                                           └─► outbox         own seconds, for other gateways
-Memory is bounded by the spans, not by the load or the number of gateways. Knows nothing of nodes
-but their names in results; snapshot.py makes it JSON, window_share.py exchanges it.
+Memory is bounded by the spans, not by the load or the number of gateways. Knows nodes only by their
+names in results; snapshot.py makes JSON of it, window_share.py exchanges it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from ....core.errors import Cancelled
 from ....core.ports import Clock
-from ..calls.call_record import EndedCall
+from ..calls.ended_call import EndedCall
 from ..metrics import metric_table as table
 from ..metrics.tally import Tally
 from .rows import Rows
@@ -22,7 +22,7 @@ from .rows import Rows
 SPAN_S = 300
 HOUR_S, HOUR_ROW_S = 3600, 30
 MAX_RECENT = 100
-MAX_SHARED_CALLS = 8  # of a second, that other gateways list too
+MAX_SHARED_CALLS = 8  # of a second, which other gateways list too
 LATENCIES = {
     "ttft": table.TTFT,
     "tbt": table.INTER_TOKEN,
@@ -43,12 +43,12 @@ KEPT = {
 
 
 class TelemetryWindow:
-    """Reading and writing happen on the gateway's event loop.
+    """Read and written on the gateway's event loop.
 
-    `num_running`: calls at this gateway, now; `num_running_elsewhere`: at the others. `began_s`:
-    when the first of them began, as far as is known. `outbox`: own
-    seconds by number, the oldest first, at most SPAN_S; whoever shares them sets and empties it.
-    `lag_s`: how long it may take until a second has the other gateways' share.
+    `num_running`: calls at this gateway now; `num_running_elsewhere`: at the others. `began_s`:
+    the earliest known start of a gateway. `outbox`: own seconds by number, the oldest first, at
+    most SPAN_S; set and emptied by window_share.py. `lag_s`: how long it may take until a second
+    includes the other gateways.
     """
 
     def __init__(self, clock: Clock, span_s: int = SPAN_S, max_recent: int = MAX_RECENT) -> None:
@@ -56,19 +56,19 @@ class TelemetryWindow:
         self.num_running_elsewhere = 0
         self.lag_s = 0
         self.outbox: dict[int, Tally] | None = None
-        self.settle: Callable[[], None] = lambda: None  # set by who feeds it
+        self.settle: Callable[[], None] = lambda: None  # set by the CallFeed
         self._clock = clock
         self.began_s = clock.monotonic_s()
         self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
         self._last_minutes = Rows(1, span_s, KEPT)
         self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
-        # When it was counted here or came from another gateway, by `now_us`, and the call.
+        # When it was counted here or received from another gateway, by `now_us`, and the call.
         self.recent: deque[tuple[int, EndedCall]] = deque(maxlen=max_recent)
 
     # --- writing ----------------------------------------------------------------------------------
 
     def take(self, tally: Tally, number: int) -> None:
-        """What this gateway counted in this second, or in a part of it."""
+        """Add what this gateway counted in this second, or in a part of it."""
         if not (tally.counts or tally.histograms):
             return
         self._add((self._last_minutes, self._last_hour), number, tally)
@@ -82,7 +82,7 @@ class TelemetryWindow:
                 del self.outbox[next(iter(self.outbox))]
 
     def merge(self, number: int, row_s: int, row: Tally, ended: Iterable[EndedCall] = ()) -> None:
-        """Another gateway's row, of a second or of HOUR_ROW_S, that begins at this second."""
+        """Add another gateway's row, of 1 s or HOUR_ROW_S, that begins at this second."""
         self.began_s = min(self.began_s, number)
         spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
         self._add(spans, number, row)
@@ -113,28 +113,28 @@ class TelemetryWindow:
         return rows
 
     def covered_s(self, rows: Rows) -> float:
-        """How much of the span was lived through: what rates are divided by."""
+        """The part of the span that a gateway was running: the divisor of rates."""
         return min(float(rows.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
 
     def now_us(self) -> int:
-        """The monotonic clock in microseconds: whole, so that a reader can give it back exactly."""
+        """The monotonic clock in whole microseconds, so that a reader can send it back exactly."""
         return microseconds(self._clock.monotonic_s())
 
     @property
     def now_unix_s(self) -> float:
-        """It keeps step with the window where the time of day is set anew."""
+        """The time of day; stays in step with the window when the host's clock is set."""
         return self.to_unix_s(self.now_us())
 
     def to_unix_s(self, monotonic_us: int) -> float:
         return (monotonic_us + self._unix_offset_us) / 1e6
 
     def from_unix_s(self, unix_s: float) -> int:
-        """Exactly what `to_unix_s` was given."""
+        """The exact inverse of `to_unix_s`."""
         return round(unix_s * 1e6) - self._unix_offset_us
 
 
 def counts_of(tally: Tally) -> dict[str, int]:
-    """What the page counts."""
+    """The counts that the live page shows."""
     sums: Counter[str] = Counter()
     for key, number in tally.counts.items():
         sums[key[0]] += number
@@ -155,5 +155,5 @@ def counts_of(tally: Tally) -> dict[str, int]:
 
 
 def microseconds(seconds: float) -> int:
-    """Whole ones; a float of unix time keeps them apart, one of seconds and a fraction does not."""
+    """Whole microseconds, which a float of unix time still tells apart."""
     return int(seconds * 1e6)

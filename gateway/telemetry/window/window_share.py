@@ -1,11 +1,11 @@
-"""Every gateway's window in every gateway: own seconds go out, the others' come in, once a second.
+"""Exchanges the windows of all gateways: once a second it writes own rows and reads the others'.
 
     window.outbox ──► rows of 1 s, of 30 s ──► Redis ──► other gateways' rows ──► window.merge
-A gateway that starts, or that was without Redis, reads the others' last five minutes by the second,
-and what is older by the half minute. Rows of gateways that are gone stay for an hour. All
-of it happens beside requests: a Redis that is slow or away delays this loop alone, and the window
-then has this gateway's calls only. Seconds have the numbers of Redis' clock, so that no two hosts'
-clocks are compared.
+A gateway that starts, or that was without Redis, reads the others' last five minutes in rows of a
+second, and older ones in rows of half a minute. The rows of ended gateways stay for an hour. All
+this runs beside requests: if Redis is slow or away, only this loop waits, and the window then has
+only this gateway's calls. Seconds are numbered by Redis' clock, so that no two hosts' clocks are
+compared.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
 
 log = logging.getLogger(__name__)
 
-LAG_S = 2  # a second is written when it has ended, and read in the next one
+LAG_S = 2  # a second is written when it has ended, and read in the following one
 _TURN_AT_S = 0.05  # behind each whole second
 _MAX_WRITTEN = 64  # seconds in one turn, after a time without Redis
 _MAX_READ = 512  # rows in one turn
-_MAX_OTHERS = 4 * MAX_GATEWAYS  # that are remembered
-_MERGED_AT_ONCE = 16  # rows between two breaths of the event loop
+_MAX_OTHERS = 4 * MAX_GATEWAYS  # other gateways that are remembered
+_MERGED_AT_ONCE = 16  # rows between two yields to the event loop
 _RATES_OVER_S = 10
 _OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds are numbered anew
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What others show of a gateway beside its figures."""
+    """What other gateways show of this one beside its figures."""
 
     name: str
     version: str
@@ -58,15 +58,15 @@ class About:
 
 @dataclass(slots=True)
 class _Other:
-    """`read_through`: the last second whose rows are in our window."""
+    """Another gateway. `read_through`: the last second whose rows are in our window."""
 
     read_through: int
     state: GatewayState | None = None
-    read_s: float = -math.inf  # when `state` was there last
+    read_s: float = -math.inf  # when `state` was last read
 
 
 class WindowShare:
-    """One gateway's part. `gateway`: drawn at random for its life; `about` describes it."""
+    """One gateway's part. `gateway`: its random id; `about`: describes it."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class WindowShare:
         self._others: dict[str, _Other] = {}
         self._longer: dict[int, Tally] = {}  # rows of HOUR_ROW_S, by their first second
         self._rates: deque[tuple[int, dict[str, int]]] = deque()  # of own seconds
-        self._noted = int(clock.monotonic_s()) - 1  # the last of them
-        self._shift: int | None = None  # what the shared clock is ahead of ours, in seconds
+        self._noted = int(clock.monotonic_s()) - 1  # the last of these seconds
+        self._shift: int | None = None  # seconds by which Redis' clock is ahead of ours
         self._began_s = clock.monotonic_s()
         self._away_since_s: float | None = self._began_s
 
     async def run(self) -> None:
-        """Until cancelled. Raises what a turn fails by; the page shows that nothing is shared."""
+        """Run until cancelled. Raises what a turn raises; the page shows that nothing is shared."""
         while True:
             try:
                 await self.turn()
@@ -102,7 +102,7 @@ class WindowShare:
             await asyncio.sleep(math.floor(now_s + 1) + _TURN_AT_S - now_s)
 
     async def turn(self) -> None:
-        """Write what ended, read what others wrote."""
+        """Write own rows that have ended, read those that others wrote."""
         now = self._collect()
         try:
             await self._keep_in_step()
@@ -115,11 +115,11 @@ class WindowShare:
         self._forget()
 
     async def close(self) -> None:
-        """Take our state back. Not from `run`'s task: it is cancelled."""
+        """Delete our state. Not to be called from `run`'s task, which is cancelled."""
         await self._store.close(self._gateway)
 
     def scope(self) -> dict[str, Any]:
-        """For the page: whose calls its figures are of."""
+        """For the page: the gateways whose calls its figures include."""
         since_s = self._away_since_s
         states = [other.state for other in self._others.values() if other.state is not None]
         return {
@@ -142,8 +142,8 @@ class WindowShare:
     # --- our own ----------------------------------------------------------------------------------
 
     def _collect(self) -> int:
-        """Have the outbox hold all of own seconds that have ended, and note their rates; returns
-        the one that has not."""
+        """Complete the outbox by all own seconds that have ended, and note their rates; returns the
+        current second."""
         self._window.settle()
         now = int(self._clock.monotonic_s())
         for number in range(self._noted + 1, now):
@@ -155,7 +155,7 @@ class WindowShare:
         return now
 
     async def _keep_in_step(self) -> None:
-        """Find out what Redis' clock shows; after a leap of it, rows are read from then on."""
+        """Compare with Redis' clock; after a leap of it, rows are read from then on."""
         ahead_s = await self._store.now_s() - self._clock.monotonic_s()
         if self._shift is None or abs(ahead_s - self._shift) > _OUT_OF_STEP_S:
             leap_s = 0.0 if self._shift is None else abs(ahead_s - self._shift)
@@ -166,8 +166,8 @@ class WindowShare:
                     other.read_through = int(self._clock.monotonic_s()) + self._shift
 
     async def _write(self, now: int) -> dict[str, int]:
-        """What ended before this second. Returns which gateways there are, and up to which second
-        they have written."""
+        """Write the seconds before this one. Returns the gateways, and up to which second each has
+        written."""
         shift = self._shifted
         ended = [number for number in self._outbox if number < now]
         written = {number: self._outbox[number] for number in ended[:_MAX_WRITTEN]}
@@ -189,7 +189,7 @@ class WindowShare:
         return gateways
 
     def _began_unix_s(self, key: RowKey) -> float:
-        """When a row began, by our clock."""
+        """The begin of a row by our clock."""
         return self._window.to_unix_s((key.second - self._shifted) * 1_000_000)
 
     def _state(self, through: int) -> GatewayState:
@@ -215,7 +215,7 @@ class WindowShare:
     # --- the others' ------------------------------------------------------------------------------
 
     async def _read(self, gateways: dict[str, int]) -> None:
-        """Bring the window up to date: some hundred rows at most, the oldest of a gateway first."""
+        """Read rows of others into the window: a limited number, a gateway's oldest first."""
         gateways.pop(self._gateway, None)
         now = int(self._clock.monotonic_s()) + self._shifted
         wanted: list[RowKey] = []
@@ -266,7 +266,7 @@ class WindowShare:
             self._window.merge(number, key.row_s, row, [c.moved(ahead_s) for c in message.recent])
 
     def _forget(self) -> None:
-        """States that are not there any more; what is running there is not known then."""
+        """Drop states that have expired: what runs at these gateways is not known any more."""
         now_s = self._clock.monotonic_s()
         for other in self._others.values():
             if now_s - other.read_s > STATE_TTL_S:
@@ -292,7 +292,7 @@ class WindowShare:
 
 
 def _missing(gateway: str, after: int, through: int) -> list[RowKey]:
-    """The rows behind second `after`, up to `through`, the oldest first."""
+    """The rows after the second `after`, up to `through`, the oldest first."""
     begin = after + 1
     keys: list[RowKey] = []
     fine = -(-(through - SPAN_S + HOUR_ROW_S) // HOUR_ROW_S) * HOUR_ROW_S

@@ -16,7 +16,7 @@ from baton.core.request.timeline import Event, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.gateway.request.engine_link import EngineOutput, PlainToken
-from baton.gateway.telemetry.calls.call_record import stage_seconds
+from baton.gateway.telemetry.calls.ended_call import stage_seconds
 from baton.node.requests.request_io import RequestIO
 from baton.proto import codec
 from baton.proto.v1 import node_pb2

@@ -31,7 +31,7 @@ from baton.gateway.http.dashboard.snapshot import (
     definitions,
 )
 from baton.gateway.http.protocol.errors import Refusal
-from baton.gateway.telemetry.calls.call_record import STAGES
+from baton.gateway.telemetry.calls.ended_call import STAGES
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror

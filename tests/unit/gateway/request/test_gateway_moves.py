@@ -24,7 +24,7 @@ from baton.gateway.request.move import (
     movable_from,
 )
 from baton.gateway.request.session import Session
-from baton.gateway.request.setbacks import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -220,7 +220,7 @@ def test_the_old_engine_is_lost_and_the_new_one_goes_on(steps: str) -> None:
     for name in steps:
         rig.step(name)
     num_streamed = len(rig.sink.token_ids)
-    rig.session.engine_lost("a")
+    engine_lost(rig.session, "a")
     assert (rig.is_on, len(rig.sink.token_ids)) == ("b", num_streamed)
     while not rig.sink.is_over:
         rig.step("b")
@@ -233,7 +233,7 @@ def test_an_engine_that_died_under_it_makes_it_a_suspect_that_is_tried_alone() -
     rig = Rig()
     rig.move()
     rig.router.prefill = rig.router.decode = [rig.links["c"]]
-    rig.session.engine_lost("a", has_died=True)
+    engine_lost(rig.session, "a", has_died=True)
     rig.wait(0.01)
     assert (rig.is_on, rig.ends, rig.links["b"].cancelled) == ("c", ["lost"], [1])
 
@@ -245,7 +245,7 @@ def test_both_are_lost(order: str) -> None:
     rig.step("a")
     rig.router.prefill = rig.router.decode = [rig.links["c"]]
     for name in order:
-        rig.session.engine_lost(name)
+        engine_lost(rig.session, name)
     rig.wait(0.01)
     assert (rig.is_on, rig.ends) == ("c", ["lost"])
     while not rig.sink.is_over:
@@ -332,7 +332,7 @@ def test_every_order_gives_the_tokens_of_one_engine(story: list[str]) -> None:
         elif name not in lost:
             if what.startswith("lose"):
                 lost.add(name)
-                rig.session.engine_lost(name)
+                engine_lost(rig.session, name)
             else:
                 rig.fail(name, EngineFailed("oh"))
                 lost.add(name)
@@ -353,14 +353,14 @@ def test_an_engine_that_took_over_and_refuses_is_no_engine_of_a_later_attempt() 
     rig.move()
     rig.step("a")
     rig.router.prefill = rig.router.decode = [rig.links["c"]]
-    rig.session.engine_lost("a")
+    engine_lost(rig.session, "a")
     assert rig.is_on == "b"
     rig.fail("b", PromiseRefused("no"))
     rig.wait(0.01)
     assert (rig.is_on, rig.ends) == ("c", ["refused"])
     rig.step("c")
     rig.router.prefill = rig.router.decode = [rig.links["b"]]
-    rig.session.engine_lost("c")
+    engine_lost(rig.session, "c")
     rig.wait(0.5)
     while not rig.sink.is_over:
         rig.step("b")
@@ -370,7 +370,7 @@ def test_an_engine_that_took_over_and_refuses_is_no_engine_of_a_later_attempt() 
 def test_a_move_under_which_the_new_engine_died_is_the_last() -> None:
     rig = Rig()
     rig.move()
-    rig.session.engine_lost("b", has_died=True)
+    engine_lost(rig.session, "b", has_died=True)
     assert (rig.is_on, rig.ends) == ("a", ["lost"])
     rig.clock.advance(1e6)
     assert rig.movable_from is None
@@ -382,7 +382,7 @@ def test_a_target_that_fails_and_then_dies_is_the_last_too() -> None:
     rig = Rig()
     rig.move()
     rig.fail("b", EngineFailed("a step broke"))
-    rig.session.engine_lost("b", has_died=True)
+    engine_lost(rig.session, "b", has_died=True)
     rig.clock.advance(1e6)
     assert rig.movable_from is None
 
@@ -391,6 +391,6 @@ def test_an_engine_that_took_over_and_died_in_its_prompt_is_suspected_for_that()
     rig = Rig()
     rig.move()
     rig.router.prefill = rig.router.decode = [rig.links["c"]]
-    rig.session.engine_lost("a")
-    rig.session.engine_lost("b", has_died=True)
-    assert rig.session._setbacks.suspect_side == 0
+    engine_lost(rig.session, "a")
+    engine_lost(rig.session, "b", has_died=True)
+    assert rig.session.setbacks.suspicion.side == 0

@@ -17,7 +17,7 @@ from baton.gateway.request.engine_link import Demand, EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
 from baton.gateway.request.session import Session
-from baton.gateway.request.setbacks import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -100,7 +100,7 @@ def test_a_sample_is_tried_again_by_itself() -> None:
     rig.send("d1", 2, 1, "xy", finish_reason=LENGTH)
     rig.router.decode = [rig.links["d2"]]
     for session in rig.sessions:
-        session.engine_lost("d1")
+        engine_lost(session, "d1")
         session.tick()
     again = [d[0] for d in rig.links["d2"].dispatched]
     assert [(r.key, r.sample_index, r.fork_ids) for r in again] == [
@@ -183,7 +183,7 @@ def test_the_end_of_a_search_waits_for_the_scores_of_its_prompt(*, is_lost: bool
     prefill, attempt = "p1", 0
     if is_lost:
         rig.router.prefill = [rig.links["p2"]]
-        rig.sessions[0].engine_lost("p1")
+        engine_lost(rig.sessions[0], "p1")
         rig.sessions[0].tick()
         prefill, attempt = "p2", 1
         decode = "d1" if rig.links["d1"].dispatched[1:] else "d2"

@@ -30,7 +30,7 @@ from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
-from baton.gateway.request.setbacks import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits, engine_lost, unfinished_run
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -81,7 +81,7 @@ class Rig:
     def lose(self, link: str, *, has_died: bool = False) -> None:
         self.router.prefill = [e for e in self.router.prefill if e.incarnation != link]
         self.router.decode = [e for e in self.router.decode if e.incarnation != link]
-        self.session.engine_lost(link, has_died=has_died)
+        engine_lost(self.session, link, has_died=has_died)
 
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -181,16 +181,16 @@ def test_the_usual_way() -> None:
 
 def test_where_a_request_failed_is_known() -> None:
     """With the stamps that came with the engine's error; of the last attempt."""
-    assert Rig().session.unfinished_run is None
+    assert unfinished_run(Rig().session) is None
     rig = Rig().started()
-    assert (run := rig.session.unfinished_run) is not None and not run.is_decoding
+    assert (run := unfinished_run(rig.session)) is not None and not run.is_decoding
     now = rig.clock.unix_ns()
     error = EngineFailed("words")
     rig.send("p1", error=error, stamps=(Stamp(Event.PREFILL_STARTED, now, "p"),))
     rig.send("p2", 0, "a", attempt=1)
     rig.send("d1", 1, "b", attempt=1, stamps=(Stamp(Event.TRANSFER_ENDED, now, "d"),))
     rig.session.cancel(Cancelled("gone"))
-    run = rig.session.unfinished_run
+    run = unfinished_run(rig.session)
     assert run is not None and run.is_decoding
     assert (run.prefill_node, run.decode_node, run.completion_tokens) == ("node-p2", "node-d1", 2)
     assert [stamp.event for stamp in run.timeline] == [
@@ -574,7 +574,7 @@ def test_ending_early_in_any_phase(phase: str, end: str) -> None:
     assert rig.cancels() == expected[phase]
     rig.send("d1", 2, "c")
     rig.session.try_dispatch()
-    rig.session.engine_lost("d1")
+    engine_lost(rig.session, "d1")
     rig.session.tick()
     rig.session.cancel(Cancelled("again"))
     assert sum(event in TERMINAL for event in rig.events()) == 1
@@ -600,7 +600,7 @@ def test_messages_of_strangers_are_dropped() -> None:
     rig = Rig().started()
     rig.send("p2", 0, "x")
     rig.send("p1", 0, "x", attempt=7)
-    rig.session.engine_lost("p2")
+    engine_lost(rig.session, "p2")
     assert (rig.sink.text, rig.cancels()) == ("", {})
 
 
@@ -670,11 +670,11 @@ def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second
     rig = one_engine()
     rig.send("d1", 0, "a")
     rig.router.prefill = rig.router.decode = [rig.links["d2"]]
-    rig.session.engine_lost("d1", has_died=True)
+    engine_lost(rig.session, "d1", has_died=True)
     assert rig.links["d2"].dispatched[0][0].is_on_trial
     rig.send("d2", 1, "b", attempt=1)
-    assert rig.session._setbacks.is_suspect
-    rig.session.engine_lost("d2", has_died=True)
+    assert rig.session.setbacks.is_suspect
+    engine_lost(rig.session, "d2", has_died=True)
     assert isinstance(rig.sink.error, EngineFailed)
 
 

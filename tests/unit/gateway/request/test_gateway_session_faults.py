@@ -23,7 +23,7 @@ from baton.core.request.request import FinishReason, Request, SamplingParams, Ti
 from baton.core.request.timeline import TERMINAL
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
-from baton.gateway.request.setbacks import SessionLimits
+from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -179,7 +179,7 @@ class SessionMachine(RuleBasedStateMachine):
             return
         engine.is_alive = False
         role.remove(engine)
-        self.session.engine_lost(engine.incarnation, has_died=has_died)
+        engine_lost(self.session, engine.incarnation, has_died=has_died)
         if comes_back:
             self.add(role)
             self.session.try_dispatch()

@@ -16,7 +16,8 @@ from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefuse
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
-from baton.gateway.request.setbacks import LATE_S, SessionLimits, Suspects
+from baton.gateway.request.setbacks import SessionLimits, engine_lost
+from baton.gateway.request.suspects import LATE_S, Suspects
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.node.requests.request_io import Entry, RequestIO
@@ -46,7 +47,7 @@ class Door:
                 self._requests.end(entry.key, None)
         for request, *_ in self._link.dispatched[len(self._entries) :]:
             session = self._cluster.sessions[request.request_id]
-            is_others = session._suspects is self._cluster.others
+            is_others = session.suspects is self._cluster.others
             entry = Entry(request, f"gateway-{is_others}", 60.0, None)
             self._entries.append(entry)
             self._requests.open(entry)
@@ -183,7 +184,7 @@ class Cluster:
         if self.restarts:
             self.due.append((self.num_steps + RESTART_STEPS, work))
         for session in self.sessions.values():
-            session.engine_lost(engine.incarnation, has_died=True)
+            engine_lost(session, engine.incarnation, has_died=True)
 
     def run(self) -> float:
         """Until all are over; returns how long it took."""
@@ -305,7 +306,7 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
         assert not other.dispatched
     if word == "death":
         for session in cluster.sessions.values():
-            session.engine_lost(dying.incarnation, has_died=True)
+            engine_lost(session, dying.incarnation, has_died=True)
         while len(cluster.suspects.engines) < 1:
             cluster.step()
         assert len(other.dispatched) == 1, "one suspect at a time"
@@ -373,7 +374,7 @@ def test_who_went_on_before_a_death_was_known_is_tried_alone_all_the_same(poison
     cluster.wait(3)
     assert len(second.dispatched) == 2
     for session in cluster.sessions.values():
-        session.engine_lost(first.incarnation, has_died=True)
+        engine_lost(session, first.incarnation, has_died=True)
     cluster.kill(second, Work.PREFILL)
     assert not cluster.lost(), "nobody was alone there"
     cluster.start(Work.PREFILL)
@@ -393,6 +394,6 @@ def test_a_death_that_is_known_late_does_not_end_the_last_attempt() -> None:
         error = HandoffFailed("the source is gone")
         session.engine_output(decode.incarnation, EngineOutput("r7", number, error=error))
         cluster.wait(3)
-    session.engine_lost(engine.incarnation, has_died=True)
+    engine_lost(session, engine.incarnation, has_died=True)
     cluster.run()
     assert not cluster.lost()

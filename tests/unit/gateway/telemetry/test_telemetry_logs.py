@@ -16,7 +16,7 @@ from baton.core.config import GatewayConfig
 from baton.core.errors import EngineFailed, InvalidRequest, StartupFailed
 from baton.core.process.logs import ALIKE_S, MAX_ALIKE, FloodGate, JsonLines, fields, set_up_logging
 from baton.gateway.security.caller import anyone
-from baton.gateway.telemetry.calls.call_record import log_ended, log_refused
+from baton.gateway.telemetry.calls.ended_call import log_ended, log_refused
 
 
 def said(name: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
