@@ -31,7 +31,7 @@ class EngineTable:
 
     def __init__(self, mirror: PrefixMirror, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self.plans = PlanRecord(mirror.clock)
+        self.plans = PlanRecord()
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
         self.prompts = PromptsInFlight(mirror.clock)

@@ -21,7 +21,8 @@ from ..request.engine_link import Avoid, Demand, MustWait, Route
 from ..validation.validation import ValidatedRequest
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
-from .routing import EngineState
+from .plan_record import ChosenPlan, SampledPlan
+from .routing import EngineState, Plan
 
 _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
@@ -66,18 +67,19 @@ class PromptRouter:
         table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
         states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
-            prefill, decode, fetch = self._plan(states, demand, avoid, fingerprint)
+            plan, fetch = self._plan(states, demand, avoid, fingerprint)
         except Unavailable:
-            table.plans.decisions["unavailable"] += 1
+            table.plans.num_unavailable += 1
             raise
-        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
-        pair = table.engines[prefill], table.engines[decode]
-        holds_first = pair[1].own_target_s > 0
-        route = Route(*pair, (at_prefill, at_decode), fetch, holds_first)
+        prefill, decode = (table.engines[name] for name in plan)
+        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in plan)
         prefix_from = "" if fetch is None else table.engines[fetch.source].name
         is_retry = demand.is_retry or bool(avoid)
-        table.plans.note(states, num_tokens, route, prefix_from, is_retry=is_retry)
-        return route
+        chosen = ChosenPlan(prefill is decode, at_prefill > 0, is_retry, prefix_from)
+        table.plans.chosen[chosen] += 1
+        table.plans.last = SampledPlan(states, num_tokens, plan)
+        holds_first = decode.own_target_s > 0
+        return Route(prefill, decode, (at_prefill, at_decode), fetch, holds_first)
 
     def _states(
         self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
@@ -106,16 +108,16 @@ class PromptRouter:
 
     def _plan(
         self, states: list[EngineState], demand: Demand, avoid: Avoid, fingerprint: str | None
-    ) -> tuple[str, str, Fetch | None]:
-        """Who computes the prompt and who goes on, and what the first is to get from another."""
+    ) -> tuple[Plan, Fetch | None]:
+        """The plan, and what its prefill engine is to fetch from another engine."""
         num_tokens, caller_id, policy = demand.num_tokens, self.request.caller_id, self.table.policy
         choose = partial(policy.choose, states, num_tokens, caller_id, fingerprint=fingerprint)
         try:
-            prefill, decode = choose(avoid=avoid | self.table.suspects.engines)
+            plan = choose(avoid=avoid | self.table.suspects.engines)
         except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
-            prefill, decode = choose(avoid=avoid)
-        state = next(state for state in states if state.incarnation == prefill)
-        return prefill, decode, state.worth_fetching(num_tokens)
+            plan = choose(avoid=avoid)
+        state = next(state for state in states if state.incarnation == plan.prefill)
+        return plan, state.worth_fetching(num_tokens)
 
     def cached(self, num_tokens: int) -> dict[str, CachedPrefix]:
         """By incarnation, what engines have of the request's first `num_tokens`, by the index, or

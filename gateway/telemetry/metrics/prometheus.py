@@ -115,7 +115,7 @@ class Exporter:
         for incarnation, engine in self._engines.engines.items():
             self._count(engine, self._read[incarnation])
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
-        for reason, count in self._engines.plans.decisions.items():
+        for reason, count in self._engines.plans.decisions().items():
             self._store.set(table.DECISIONS, reason, value=count)
         for outcome, count in self._engines.plans.moves.items():
             self._store.set(table.MOVES, outcome, value=count)

@@ -310,7 +310,7 @@ def test_a_retry_counts_as_one_though_nothing_is_left_out_any_more() -> None:
     router = PromptRouter(table, valid())
     for is_retry in (False, True):
         router.choose(Demand(3, is_retry=is_retry), avoid=Avoid(), fingerprint=None)
-    assert table.plans.decisions == {"least_loaded": 1, "retry": 1}
+    assert table.plans.decisions() == {"least_loaded": 1, "retry": 1}
 
 
 def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
@@ -383,6 +383,7 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     table = table_of(d)
     route = route_of(table)
     assert is_alone(route) and not why_not_ready(table)
+    assert table.plans.decisions() == {"local": 1}
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.prefill.dispatch(request, route, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)

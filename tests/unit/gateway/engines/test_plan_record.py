@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from fakes.clock import FakeClock
-from fakes.gateway.engine_link import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Role
-from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.plan_record import ChosenPlan, PlanRecord, estimates
 from baton.gateway.engines.reported_load import PromptSpeed
 from baton.gateway.engines.routing import REQUEST_S, EngineState, Plan, choose_plan
-from baton.gateway.engines.sampled_plan import estimates
-from baton.gateway.request.engine_link import Route
 
 NUM_TOKENS = 2000
-P, D = FakeLink("p"), FakeLink("d")
 
 
 def engine(name: str, role: Role, waiting: int, requests: int, promises: bool) -> EngineState:
@@ -60,16 +55,11 @@ def test_the_chosen_and_the_next_best_of_all_plans(engines: list[EngineState]) -
 
 
 def test_why_requests_went_where_they_went() -> None:
-    record = PlanRecord(FakeClock())
-    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    for route, is_retry in (
-        (Route(P, P, (16, 16)), False),
-        (Route(P, D, (16, 0)), False),
-        (Route(P, D, (0, 16)), False),
-        (Route(P, D, (16, 0)), True),
-    ):
-        record.note(engines, NUM_TOKENS, route, is_retry=is_retry)
-    assert record.decisions == dict.fromkeys(("local", "cached_prefix", "least_loaded", "retry"), 1)
+    record = PlanRecord(num_unavailable=2)
+    for facts in ((True, True, False), (False, True, False), (False,) * 3, (False, True, True)):
+        record.chosen[ChosenPlan(*facts)] += 1
+    reasons = dict.fromkeys(("local", "cached_prefix", "least_loaded", "retry"), 1)
+    assert record.decisions() == reasons | {"unavailable": 2}
 
 
 def test_nothing_but_what_was_chosen() -> None:

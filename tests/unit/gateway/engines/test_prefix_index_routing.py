@@ -160,4 +160,5 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         assert q.account.tokens_ahead == 16
         q.receive([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (table.prompts.num_index_hits, table.prompts.num_stale_hits) == (3, 2)
+    assert table.plans.decisions() == {"cached_prefix": 3}
     assert q.account.tokens_ahead == 0
