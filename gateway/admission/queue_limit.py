@@ -72,7 +72,7 @@ class QueueLimit:
             for other, share in self._queue.shares.items()
             if prefill
         }
-        holders = table.holders(num_tokens, cached, Avoid())
+        fetches = table.fetches(num_tokens, cached, Avoid())
 
         def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = engine.account.fair_tokens_ahead(caller_id, own, parts)
@@ -83,9 +83,9 @@ class QueueLimit:
 
         waits_s = []
         for engine in prefill:
-            prefix = cached.get(engine.incarnation, NOTHING)
-            waits_s.append(seconds(engine, num_tokens - prefix.num_tokens))
-            if fetch := engine.best_fetch(holders, prefix):
+            name = engine.incarnation
+            waits_s.append(seconds(engine, num_tokens - cached.get(name, NOTHING).num_tokens))
+            if fetch := fetches.get(name):
                 fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
                 waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)

@@ -19,7 +19,6 @@ Knows no request's tokens: only keys, how long they stay, and what they need.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, KeysView, Mapping
 from dataclasses import dataclass
@@ -220,12 +219,6 @@ class EngineAccount:
         tokens, pairs = self._own_computed(now_s)
         own = self._with_pairs(self._num_own_tokens - tokens, self._num_own_pairs - pairs)
         return max(0, int(ahead), int(own))
-
-    def seconds_until(self, num_tokens: int) -> float:
-        """Until it had computed a prompt of so many more; `inf` while its speed is not known."""
-        if self.speed is None:
-            return math.inf
-        return self.speed.prompt_seconds(num_tokens, 0, self.tokens_ahead)
 
     def fair_tokens_ahead(
         self, caller_id: int, num_tokens: int, held: Mapping[int, float]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ...core.membership import Role
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
-from ...prefix_index.prefix_sources import CachedPrefix, Holders
+from ...prefix_index.prefix_sources import NOTHING, CachedPrefix, Fetch, Holders
 from ..request.engine_link import Avoid
 from ..request.setbacks import Suspects
 from ..validation.validation import ModelLimits
@@ -51,21 +51,33 @@ class EngineTable:
         self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
-    def holders(
+    def fetches(
         self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid
-    ) -> Mapping[str, Holders]:
-        """By fingerprint, who could lend the prompt's full blocks; one token is always computed."""
-        found: dict[str, dict[str, int]] = {}
+    ) -> Mapping[str, Fetch]:
+        """The best fetch of each engine that could get more of a prompt's full blocks from another
+        one, by incarnation. `cached`: what engines have of the prompt, likewise."""
+        lendable: dict[str, dict[str, int]] = {}  # tokens by fingerprint and incarnation
         for name, prefix in cached.items():
             if name not in avoid:
                 engine = self.engines[name]
                 size = engine.member.block_size
-                most = (num_tokens - 1) // size * size
-                found.setdefault(engine.fingerprint, {})[name] = min(prefix.lendable_tokens, most)
-        if not found:
+                most = (num_tokens - 1) // size * size  # one token is always computed
+                of_kind = lendable.setdefault(engine.fingerprint, {})
+                of_kind[name] = min(prefix.lendable_tokens, most)
+        if not lendable:
             return {}
         rates = {name: engine.load.link_gbytes_per_s for name, engine in self.engines.items()}
-        return {fingerprint: Holders.of(cached, rates) for fingerprint, cached in found.items()}
+        holders = {kind: Holders.of(tokens, rates) for kind, tokens in lendable.items()}
+        found: dict[str, Fetch] = {}
+        for name, engine in self.engines.items():
+            if engine.fingerprint in holders and engine.block_bytes and engine.takes_prompts:
+                own = cached.get(name, NOTHING)
+                token_bytes = engine.block_bytes / engine.member.block_size
+                own_tokens = own.num_tokens - own.host_tokens
+                fetch = holders[engine.fingerprint].best_fetch(name, own_tokens, token_bytes)
+                if fetch is not None:
+                    found[name] = fetch
+        return found
 
     def borrowed_costs(self) -> Mapping[str, StepCost]:
         """`step_costs`, where some engine is to borrow one."""

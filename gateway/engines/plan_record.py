@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ...core.errors import Unavailable
 from ..request.engine_link import MustWait
-from .routing import REQUEST_S, EngineState, Plan, choose_plan
+from .engine_state import REQUEST_S, EngineState
+from .routing import Plan, choose_plan
 
 PAIR, ALONE, MOVE = "pair", "alone", "move"
 _MOVED = "moved"

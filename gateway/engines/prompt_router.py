@@ -19,10 +19,11 @@ from ...core.request.token_ids import BlockHash, block_hashes, column, root_hash
 from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
 from ..request.engine_link import Avoid, Demand, MustWait, Route
 from ..validation.validation import ValidatedRequest
+from .engine_state import EngineState, state_of
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
 from .plan_record import ChosenPlan, SampledPlan
-from .routing import EngineState, Plan
+from .routing import Plan
 
 _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
@@ -88,19 +89,20 @@ class PromptRouter:
         table, request = self.table, self.request
         total_tokens = demand.num_tokens + demand.max_output_tokens
         adapter, is_constrained = request.adapter_digest, request.sampling.constraint is not None
-        costs, holders = table.borrowed_costs(), table.holders(demand.num_tokens, cached, avoid)
+        costs, fetches = table.borrowed_costs(), table.fetches(demand.num_tokens, cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
         return [
-            engine.state(
+            state_of(
+                engine,
                 demand,
                 request.caller_id,
-                prefix := cached.get(engine.incarnation, NOTHING),
+                cached.get(name, NOTHING),
                 costs.get(engine.fingerprint) if costs else None,
-                engine.best_fetch(holders, prefix) if holders else None,
+                fetches.get(name),
                 in_flight_tokens,
                 adapter,
             )
-            for engine in table.engines.values()
+            for name, engine in table.engines.items()
             if engine.member.max_model_len >= total_tokens
             and (engine.member.can_constrain or not is_constrained)
             and (engine.max_loras or not adapter)

@@ -27,124 +27,19 @@ its queue is fair and a place that becomes free anywhere is the next one's.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Avoid, Blocked, MustWait
-from .reported_load import PromptSpeed
+from .engine_state import REQUEST_S, EngineState
 
-# What one more request on an engine weighs: it makes every step to come a little longer.
-REQUEST_S = 0.0014
-PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
-READ_ADAPTER_S = 0.1  # a LoRA adapter of rank 16 of an 8B model, from files
-_UNMEASURED = PromptSpeed(0.0, 1e-4)
 ALIKE = 1.05  # of the least estimate: what is measured is no more exact
-_NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 # Links below this share of the fastest are another kind of link; above it, measured otherwise.
 SLOW_LINK_SHARE = 0.5
-
-# Of what it takes to compute tokens: what weighs in addition that another engine computes the same
-# at this moment. Without it the second of two equal prompts would be computed again elsewhere, for
-# the time of its own last tokens.
-REPEATED = 0.25
-
-# What a prompt's own computation weighs in addition where as much waits already: who comes next
-# waits for it too. Where engines are not equally fast, prompts so leave the fast one earlier.
-DELAYING = 1.5
-
-
-class EngineState(NamedTuple):
-    """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
-
-    `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
-    `num_requests`: on a decode engine, of all gateways. `link_gbytes_per_s`: what a decode engine's
-    links gave when they were opened, by source. `speed`: at which it computes prompts now; None:
-    not known. `keeps_promise`: it takes whole requests, whatever its role.
-    Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
-    more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
-    memory alone, and `host_s` until they are copied back; `in_flight_tokens`: that some engine is
-    about to have, since it computes them for another prompt; `takes_prompt`: it may have another
-    prompt of its caller; `has_place`: for its decodes; `adapter_s`: until it has its LoRA adapter.
-    """
-
-    incarnation: str
-    role: Role
-    fingerprint: str
-    block_size: int
-    free_blocks: int = 0
-    credit_blocks: int = 0
-    is_draining: bool = False
-    links: frozenset[str] = frozenset()
-    link_gbytes_per_s: Mapping[str, float] = _NO_RATES
-    keeps_promise: bool = False
-    # What is above changes with heartbeats alone.
-    num_requests: int = 0
-    waiting_tokens: int = 0
-    cached_tokens: int = 0
-    speed: PromptSpeed | None = None
-    takes_prompt: bool = True
-    has_place: bool = True
-    fetch: Fetch | None = None
-    host_tokens: int = 0
-    host_s: float = 0.0
-    in_flight_tokens: int = 0
-    adapter_s: float = 0.0
-
-    def prompt_seconds(self, num_tokens: int) -> float:
-        """Until it has computed the request's prompt, behind all that waits there."""
-        own_s = self._own_seconds(num_tokens)
-        if self.fetch is None:
-            return own_s + self.adapter_s
-        return min(own_s, self._fetching_seconds(num_tokens)) + self.adapter_s
-
-    def worth_fetching(self, num_tokens: int) -> Fetch | None:
-        """The fetch, if its prompt is computed sooner by it."""
-        own_s = self._own_seconds(num_tokens)
-        return self.fetch if self._fetching_seconds(num_tokens) < own_s else None
-
-    def _own_seconds(self, num_tokens: int) -> float:
-        """With what it has cached itself: what is in host memory is copied, or computed again if
-        that is quicker, as the engine will decide."""
-        copied_s = self.host_s + self._seconds_behind(self.cached_tokens, num_tokens)
-        if not self.host_tokens:
-            return copied_s
-        on_device = self.cached_tokens - self.host_tokens
-        return min(copied_s, self._seconds_behind(on_device, num_tokens))
-
-    def _fetching_seconds(self, num_tokens: int) -> float:
-        if self.fetch is None:
-            return math.inf
-        return self.fetch.seconds + self._seconds_behind(self.fetch.num_tokens, num_tokens)
-
-    def _seconds_behind(self, cached_tokens: int, num_tokens: int) -> float:
-        speed = self.speed or _UNMEASURED
-        num_left = max(1, num_tokens - cached_tokens)
-        computed_s = speed.prompt_seconds(num_left, num_tokens - num_left, self.waiting_tokens)
-        if self.in_flight_tokens > cached_tokens:
-            computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
-        return computed_s
-
-    def prompt_cost(self, num_tokens: int) -> float:
-        """Of the request's prompt, in seconds: until it has computed it, and what its computation
-        weighs for those that will wait for it, where others wait already."""
-        speed = self.speed or _UNMEASURED
-        known_tokens = max(self.cached_tokens, self.fetch.num_tokens if self.fetch else 0)
-        delaying = min(self.waiting_tokens, num_tokens - known_tokens)
-        token_s = max(speed.token_s, speed.steady_token_s)
-        return self.prompt_seconds(num_tokens) + DELAYING * max(0, delaying) * token_s
-
-    def decode_seconds(self, num_tokens: int) -> float:
-        """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = num_tokens - self.cached_tokens + self.host_tokens
-        pull_s = num_pulled * PULL_TOKEN_S if num_pulled > 0 else 0.0
-        return self.num_requests * REQUEST_S + pull_s + self.adapter_s
 
 
 class Plan(NamedTuple):

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from ...core.errors import Unavailable
 from ...core.membership import Role
 from ..request.engine_link import Avoid, MustWait
-from .routing import EngineState, Plan, Policy, choose_plan
+from .engine_state import EngineState
+from .routing import Plan, Policy, choose_plan
 
 Order = Callable[[Sequence[EngineState], int], Iterator[EngineState]]
 

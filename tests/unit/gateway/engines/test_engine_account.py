@@ -129,7 +129,9 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
         assert one.tokens_ahead == 3002
         one._clock.advance(2.0)
         assert one.tokens_ahead == pytest.approx(1002, abs=1)
-        assert one.seconds_until(0) == pytest.approx(1.002, abs=1e-3)
+        assert one.speed is not None
+        behind_s = one.speed.prompt_seconds(0, 0, one.tokens_ahead)
+        assert behind_s == pytest.approx(1.002, abs=1e-3)
     ours.settle([EngineOutput(*key(0), token_ids=(5,))])
     assert ours.tokens_ahead == 0
 
@@ -160,7 +162,8 @@ def test_no_number_that_is_believed_stops_routing(part_s: float) -> None:
         wire = node_pb2.Heartbeat(step_cost=node_pb2.StepCost(**sent))
         one.heartbeat(replace(load, step_cost=load_from_wire(wire).step_cost))
         one._clock.advance(2.0)
-        assert one.tokens_ahead >= 0 and one.seconds_until(1 << 20) > 0
+        assert one.tokens_ahead >= 0
+        assert one.speed is None or one.speed.prompt_seconds(1 << 20, 0, one.tokens_ahead) > 0
 
 
 @given(

@@ -16,11 +16,12 @@ from baton.core.errors import PromiseRefused, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.step_cost import StepCost, StepShape
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter, why_not_ready
 from baton.gateway.engines.reported_load import PromptSpeed, ReportedLoad
-from baton.gateway.engines.routing import EngineState, choose_plan
+from baton.gateway.engines.routing import choose_plan
 from baton.gateway.request.engine_link import (
     Avoid,
     Blocked,

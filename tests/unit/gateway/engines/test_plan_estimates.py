@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
+from baton.gateway.engines.engine_state import PULL_TOKEN_S, REQUEST_S, EngineState
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import (
-    ALIKE,
-    PULL_TOKEN_S,
-    REQUEST_S,
-    EngineState,
-    Plan,
-    choose_plan,
-)
+from baton.gateway.engines.routing import ALIKE, Plan, choose_plan
 from baton.gateway.request.engine_link import MustWait
 from baton.prefix_index.prefix_sources import Fetch
 

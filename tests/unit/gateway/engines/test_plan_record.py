@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Role
+from baton.gateway.engines.engine_state import REQUEST_S, EngineState
 from baton.gateway.engines.plan_record import ChosenPlan, PlanRecord, estimates
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import REQUEST_S, EngineState, Plan, choose_plan
+from baton.gateway.engines.routing import Plan, choose_plan
 
 NUM_TOKENS = 2000
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.engines.routing import EngineState, choose_plan
+from baton.gateway.engines.routing import choose_plan
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror

@@ -9,8 +9,9 @@ import pytest
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import EngineState, Plan, Policy
+from baton.gateway.engines.routing import Plan, Policy
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, MustWait
 from baton.prefix_index.prefix_sources import Fetch

@@ -6,6 +6,7 @@ import pytest
 from fakes.clock import FakeClock
 
 from baton.core.membership import Role
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.plan_record import (
     ALONE,
     MOVE,
@@ -15,7 +16,7 @@ from baton.gateway.engines.plan_record import (
     SampledPlan,
 )
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import EngineState, Plan
+from baton.gateway.engines.routing import Plan
 from baton.gateway.http.dashboard.plan_rates import SPAN_S, PlanRates
 
 NUM_TOKENS = 2000
