@@ -162,21 +162,21 @@ class EngineAccount:
             self._mean_stay_s = _DECAY * mean_s + (1 - _DECAY) * stay_s
             self.released.add(decode.caller_id)
 
-    def _close_prompt(self, one: _Prompt, *, is_computed: bool) -> None:
+    def _close_prompt(self, prompt: _Prompt, *, is_computed: bool) -> None:
         """Its first token is here, or will not come."""
-        if is_computed or one is next(iter(self._prompts.values())):
+        if is_computed or prompt is next(iter(self._prompts.values())):
             self._begun_s = self._clock.monotonic_s()
-        for key in one.keys:
+        for key in prompt.keys:
             del self._prompts[key]
-        self._answered_tokens[one.caller_id] += one.num_tokens
-        self._own_tokens[one.caller_id] -= one.uncached_tokens
-        self._num_own_tokens -= one.uncached_tokens
-        self._num_own_pairs -= one.pairs
-        if not self._own_tokens[one.caller_id]:
-            del self._own_tokens[one.caller_id]
-        if one.in_flight is not None:
-            self.prompts.ended(one.in_flight, is_computed=is_computed)
-        self.released.add(one.caller_id)
+        self._answered_tokens[prompt.caller_id] += prompt.num_tokens
+        self._own_tokens[prompt.caller_id] -= prompt.uncached_tokens
+        self._num_own_tokens -= prompt.uncached_tokens
+        self._num_own_pairs -= prompt.pairs
+        if not self._own_tokens[prompt.caller_id]:
+            del self._own_tokens[prompt.caller_id]
+        if prompt.in_flight is not None:
+            self.prompts.ended(prompt.in_flight, is_computed=is_computed)
+        self.released.add(prompt.caller_id)
 
     # --- what follows -----------------------------------------------------------------------------
 

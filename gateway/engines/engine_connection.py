@@ -74,7 +74,7 @@ class EngineConnection:
         self.member = member
         self._events = events
         self._clock = clock
-        self._is_here = is_local(member)  # on this host
+        self._is_local = is_local(member)  # on this host
         self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
         self._has_died: bool | None = None  # its process, while its node lives; None: nobody knows
         self._welcome: node_pb2.Welcome | None = None
@@ -105,15 +105,15 @@ class EngineConnection:
     def load_adapter(self, name: str, path: str) -> asyncio.Future[Loaded]:
         """Order it to read the adapter into its host memory. NodeLost: it ended before."""
         number = next(_order_numbers)
-        self._orders[number] = answer = asyncio.get_running_loop().create_future()
+        self._orders[number] = future = asyncio.get_running_loop().create_future()
         order = node_pb2.LoadAdapter(order_id=number, name=name, path=path)
         self._send(node_pb2.GatewayMessage(load_adapter=order))
-        return answer
+        return future
 
-    def _answer(self, number: int, found: Loaded) -> None:
-        answer = self._orders.pop(number, None)
-        if answer is not None and not answer.done():
-            answer.set_result(found)
+    def _resolve_order(self, number: int, found: Loaded) -> None:
+        future = self._orders.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(found)
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:
         """Never waits; where the stream is over, it goes nowhere."""
@@ -138,7 +138,7 @@ class EngineConnection:
         finally:
             self._stream.abort()
             for number in [*self._orders]:
-                self._answer(number, NodeLost("a node was lost"))
+                self._resolve_order(number, NodeLost("a node was lost"))
             if self._receive is not None:
                 self._receive = None
                 self._events.lost(self, reason, has_died=bool(self._has_died))
@@ -158,7 +158,7 @@ class EngineConnection:
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                self._answer(loaded.order_id, refusal or loaded.digest)
+                self._resolve_order(loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._check(message.welcome)
             case "engine_ended":
@@ -212,7 +212,7 @@ class EngineConnection:
             return ()
         newest_ns = max(event.monotonic_ns for event in received)
         our_ns = int(self._clock.monotonic_s() * 1e9)
-        is_same_clock = self._is_here and newest_ns <= our_ns
+        is_same_clock = self._is_local and newest_ns <= our_ns
         ahead_ns = self._clock.unix_ns() - (our_ns if is_same_clock else newest_ns)
         node = self.member.name
         return tuple(

@@ -141,16 +141,6 @@ class ReportedLoad:
         counted = self.counters
         return 1 + sum(counted.accepted_drafts) / counted.num_drafts if counted.num_drafts else None
 
-    def expert_imbalance(self, num_parts: int) -> float | None:
-        """Of so many equal parts of the experts, in their order: tokens of the part with most of
-        them over the mean; None before there are any."""
-        tokens = self.counters.expert_tokens
-        size = len(tokens) // max(1, num_parts)
-        if not size or not sum(tokens):
-            return None
-        parts = [sum(tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
-        return max(parts) * num_parts / max(1, sum(parts))
-
     def others_than(self, ours: Mapping[int, int]) -> OthersPrompts:
         """What waits, less what is or may be ours, by caller."""
         listed = self.waiting_by_caller

@@ -55,7 +55,7 @@ _Source: TypeAlias = tuple[bool, float, str, int]
 # lacks blocks, seconds, has a slow link, -free_blocks, engine: a decode engine's.
 _Puller: TypeAlias = tuple[bool, float, bool, int, EngineState]
 # lacks blocks, seconds, incarnation, cached tokens, cost of the prompt: a plan.
-_Alone: TypeAlias = tuple[bool, float, str, int, float]
+_Single: TypeAlias = tuple[bool, float, str, int, float]
 
 
 def _puller(engine: EngineState, num_tokens: int) -> _Puller:
@@ -66,10 +66,10 @@ def _puller(engine: EngineState, num_tokens: int) -> _Puller:
 
 def _prompt_parts(
     engines: Iterable[EngineState], num_tokens: int
-) -> tuple[list[_Source], list[_Alone]]:
+) -> tuple[list[_Source], list[_Single]]:
     """What those would do that may have the prompt: for another engine, and alone."""
     sources: list[_Source] = []
-    ones: list[_Alone] = []
+    singles: list[_Single] = []
     for engine in engines:
         if not engine.takes_prompt:
             continue
@@ -82,8 +82,8 @@ def _prompt_parts(
         if engine.keeps_promise and engine.has_place:
             seconds = prompt_s + engine.num_requests * REQUEST_S
             lacks_blocks = engine.free_blocks < num_blocks
-            ones.append((lacks_blocks, seconds, name, num_cached, prompt_s))
-    return sources, ones
+            singles.append((lacks_blocks, seconds, name, num_cached, prompt_s))
+    return sources, singles
 
 
 def choose_plan(
@@ -119,15 +119,15 @@ def choose_plan(
     if not decode and not any(engine.has_place for engine in alone):
         raise MustWait(Blocked.PLACE)
     takers = [engine for engine in prefill if not engine.keeps_promise] + alone
-    sources, ones = _prompt_parts(takers, num_tokens)
+    sources, singles = _prompt_parts(takers, num_tokens)
     pairs = _Pairs(sources, [_puller(engine, num_tokens) for engine in decode], avoid)
-    pair, one = pairs.best(), min(ones, default=None)
-    if pair is None and one is None:
+    pair, single = pairs.best(), min(singles, default=None)
+    if pair is None and single is None:
         raise MustWait(Blocked.TURN)
     if chance is not None:
-        return _draw(pairs, pair, ones, one, chance)
-    if one is not None and (pair is None or one[:2] <= pair.rank):
-        return Plan(one[2], one[2])
+        return _draw(pairs, pair, singles, single, chance)
+    if single is not None and (pair is None or single[:2] <= pair.rank):
+        return Plan(single[2], single[2])
     assert pair is not None
     return Plan(pair.source[2], pair.puller[4].incarnation)
 
@@ -194,16 +194,16 @@ class _Pairs:
     def alike_sources(self, best: _Pair, most_s: float) -> list[_Source]:
         """Those as good as the best pair's, with as much of the prompt, but for the seconds."""
         kind = best.source[0], best.source[3]
-        return [one for one in self._sources if one[1] <= most_s and (one[0], one[3]) == kind]
+        return [s for s in self._sources if s[1] <= most_s and (s[0], s[3]) == kind]
 
     def alike_pullers(self, source: str, best: _Pair, most_s: float) -> list[EngineState]:
         """The same, of those that are linked to the source; none if none is as good."""
         lacks_blocks, _, is_slow, *_, decode = best.puller
         kind = lacks_blocks, is_slow, decode.cached_tokens
         return [
-            one[4]
-            for one in self._linked(source)
-            if one[1] <= most_s and (one[0], one[2], one[4].cached_tokens) == kind
+            puller[4]
+            for puller in self._linked(source)
+            if puller[1] <= most_s and (puller[0], puller[2], puller[4].cached_tokens) == kind
         ]
 
     def _linked(self, source: str) -> list[_Puller]:
@@ -222,15 +222,16 @@ class _Pairs:
 def _draw(
     pairs: _Pairs,
     pair: _Pair | None,
-    ones: Sequence[_Alone],
-    one: _Alone | None,
+    singles: Sequence[_Single],
+    single: _Single | None,
     chance: random.Random,
 ) -> Plan:
     """One of the plans that are like the best in both parts: where prompts wait, a share of the sum
     would hide any number of decodes."""
-    is_one = one is not None and (pair is None or one[:2] <= pair.rank)
-    if one is not None and is_one:
-        lacks_blocks, num_cached, prompt_s, rest_s = one[0], one[3], one[4], one[1] - one[4]
+    is_single = single is not None and (pair is None or single[:2] <= pair.rank)
+    if single is not None and is_single:
+        lacks_blocks, seconds, _, num_cached, prompt_s = single
+        rest_s = seconds - prompt_s
     else:
         assert pair is not None
         lacks_blocks, num_cached = pair.puller[0], pair.source[3]
@@ -238,7 +239,7 @@ def _draw(
     kind, most_prompt_s, most_rest_s = (lacks_blocks, num_cached), prompt_s * ALIKE, rest_s * ALIKE
     drawn = [  # who computes the prompt, and whether it goes on
         (name, True)
-        for lacks, seconds, name, cached, prompt_s in ones
+        for lacks, seconds, name, cached, prompt_s in singles
         if prompt_s <= most_prompt_s
         and seconds - prompt_s <= most_rest_s
         and (lacks, cached) == kind
