@@ -1,7 +1,6 @@
-"""One engine behind a live link: its last heartbeat, and what this gateway sent it.
+"""One linked engine: its last heartbeat, and the requests that this gateway has dispatched to it.
 
-Owns the account of what was dispatched to it (engine_account.py). Knows no other engine, no grpc
-and no directory.
+Owns the account of these (engine_account.py). Knows no other engine, no grpc and no directory.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from .engine_connection import EngineConnection
 from .reported_load import MANY_DECODES, ReportedLoad
 
 _RESERVED_BLOCKS = 2  # padding and canary
-MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
+MEASURED_ROWS = 256  # the step cost covers prompts once a step had so many rows
 
 
 @dataclass(slots=True)
 class LinkedEngine:
-    """One engine behind a live link.
+    """Implements `engine_link.EngineLink` for one engine.
 
-    `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
-    does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
-    `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
-    adapters in its steps; 0: it serves none. `sessions`: of all engines.
+    `max_num_seqs`: sequences that run at once; `block_bytes`: size of a KV block; 0: the engine did
+    not report it. `own_target_s`: the TBT promise that it was started with; 0: none, and it is
+    given none. `num_host_blocks`: capacity of its host tier. `max_loras`: LoRA adapters in one
+    step; 0: it serves none. `sessions`: the gateway's, which get the engine's outputs.
     """
 
     member: Member
@@ -44,10 +43,10 @@ class LinkedEngine:
     max_loras: int = 0
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
-    # By its last heartbeat, as `load` is.
-    heard_s: float = field(init=False)  # when that came
-    is_measured: bool = field(init=False)  # its steps of prompts
-    most_decodes: int = field(init=False)  # that a step may have, to keep its promise
+    # From the last heartbeat, as `load`.
+    heard_s: float = field(init=False)  # when it came
+    is_measured: bool = field(init=False)  # whether its step cost covers prompts
+    most_decodes: int = field(init=False)  # that a step may have and keep the promise
     reported_state: tuple[object, ...] = field(init=False)  # the first fields of its EngineState
 
     def __post_init__(self) -> None:
@@ -68,7 +67,7 @@ class LinkedEngine:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether it computes them: for others, or for itself, beside its decodes."""
+        """Whether it computes prompts: for decode engines, or for its own decodes."""
         return self.load.takes_whole or self.member.role is Role.PREFILL
 
     @property
@@ -76,7 +75,7 @@ class LinkedEngine:
         return not self.load.is_draining
 
     def receive_heartbeat(self, load: ReportedLoad) -> None:
-        """A heartbeat."""
+        """Take over a heartbeat, and reconcile the account with it."""
         self.load, self.heard_s = load, self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
         self.account.heartbeat(load)
@@ -91,7 +90,7 @@ class LinkedEngine:
     def dispatch(
         self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """See EngineLink: a fetch is for who computes the prompt."""
+        """See EngineLink. Only the prefill engine of the route gets its fetch."""
         num_tokens, caller_id = request.num_known_tokens, request.caller_id
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
@@ -125,13 +124,13 @@ class LinkedEngine:
         self.outbox.cancel(request_id, attempt)
 
     def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken] = ()) -> None:
-        """What a step brought: for its sessions, behind what it answers or ends here."""
+        """Pass a step's outputs to their sessions, after the account has settled what they end."""
         self.account.settle(outputs)
         if self.sessions is not None:
             self.sessions.engine_step(self.incarnation, outputs, tokens)
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
-        """Of the KV of samples of one prompt, with what each is expected to grow by."""
+        """KV blocks for `num_sequences` samples of one prompt, with the expected growth of each."""
         size, num_growth = self.member.block_size, max_output_tokens
         if 0 < self.load.output_tokens < num_growth:
             num_growth = self.load.output_tokens
@@ -139,10 +138,10 @@ class LinkedEngine:
 
     @property
     def pool_blocks(self) -> int:
-        """Blocks that requests can have."""
+        """Blocks that requests can use."""
         return self.member.num_blocks - _RESERVED_BLOCKS
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens whose KV fits the pool when it is empty."""
+        """Tokens whose KV fits an empty pool."""
         return self.pool_blocks * self.member.block_size
