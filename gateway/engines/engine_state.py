@@ -1,5 +1,6 @@
-"""What one engine would take for one request, in seconds: by its last heartbeat, what this gateway
-has sent it since, and what it has cached of the prompt. routing.py compares engines by it.
+"""What one request would cost on one engine, in seconds: from its last heartbeat, from what this
+gateway has sent it since, and from the prefix of the prompt that it has cached. routing.py compares
+engines by these costs.
 """
 
 from __future__ import annotations
@@ -16,35 +17,36 @@ from ..request.engine_link import Demand
 from .linked_engine import LinkedEngine
 from .reported_load import PromptSpeed
 
-# What one more request on an engine weighs: it makes every step to come a little longer.
+# The cost of each request on an engine for another one there: it makes every step a little longer.
 REQUEST_S = 0.0014
 PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
 READ_ADAPTER_S = 0.1  # a LoRA adapter of rank 16 of an 8B model, from files
 _UNMEASURED = PromptSpeed(0.0, 1e-4)
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
-# Of what it takes to compute tokens: what weighs in addition that another engine computes the same
-# at this moment. Without it the second of two equal prompts would be computed again elsewhere, for
-# the time of its own last tokens.
+# The surcharge, as a share of their time, for tokens that another engine computes at this moment.
+# Without it the second of two equal prompts would be computed again elsewhere, to save the time of
+# its own last tokens.
 REPEATED = 0.25
 
-# What a prompt's own computation weighs in addition where as much waits already: who comes next
-# waits for it too. Where engines are not equally fast, prompts so leave the fast one earlier.
+# The surcharge, as a multiple of its time, for a prompt where as much waits already: later prompts
+# will wait for it too. Where engines are not equally fast, prompts thus leave the fast one earlier.
 DELAYING = 1.5
 
 
 class EngineState(NamedTuple):
-    """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
+    """The state of a linked engine for one request.
 
-    `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
-    `num_requests`: on a decode engine, of all gateways. `link_gbytes_per_s`: what a decode engine's
-    links gave when they were opened, by source. `speed`: at which it computes prompts now; None:
-    not known. `keeps_promise`: it takes whole requests, whatever its role.
-    Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
-    more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
-    memory alone, and `host_s` until they are copied back; `in_flight_tokens`: that some engine is
-    about to have, since it computes them for another prompt; `takes_prompt`: it may have another
-    prompt of its caller; `has_place`: for its decodes; `adapter_s`: until it has its LoRA adapter.
+    Of the engine: `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best
+    estimate; `num_requests`: decodes of all gateways; `link_gbytes_per_s`: the bandwidth of a
+    decode engine's links as measured when they were opened, by source; `speed`: of prompts now;
+    None: not known; `keeps_promise`: it takes whole requests, whatever its role.
+
+    Of the request: `cached_tokens`: by our best estimate; `fetch`: how the engine could get more of
+    its prefix from another one; `host_tokens`: the last of `cached_tokens`, which are in host
+    memory only, and `host_s`, the time to copy them back; `in_flight_tokens`: tokens that some
+    engine is computing now for another prompt; `takes_prompt`: the engine accepts another prompt of
+    its caller; `has_place`: for its decodes; `adapter_s`: the time to load its LoRA adapter.
     """
 
     incarnation: str
@@ -57,7 +59,7 @@ class EngineState(NamedTuple):
     links: frozenset[str] = frozenset()
     link_gbytes_per_s: Mapping[str, float] = _NO_RATES
     keeps_promise: bool = False
-    # What is above changes with heartbeats alone.
+    # The fields above change with heartbeats only.
     num_requests: int = 0
     waiting_tokens: int = 0
     cached_tokens: int = 0
@@ -71,20 +73,20 @@ class EngineState(NamedTuple):
     adapter_s: float = 0.0
 
     def prompt_seconds(self, num_tokens: int) -> float:
-        """Until it has computed the request's prompt, behind all that waits there."""
+        """Until the request's prompt is computed, behind all prompts that wait there."""
         own_s = self._own_seconds(num_tokens)
         if self.fetch is None:
             return own_s + self.adapter_s
         return min(own_s, self._fetching_seconds(num_tokens)) + self.adapter_s
 
     def worth_fetching(self, num_tokens: int) -> Fetch | None:
-        """The fetch, if its prompt is computed sooner by it."""
+        """The fetch, if the prompt is computed sooner with it."""
         own_s = self._own_seconds(num_tokens)
         return self.fetch if self._fetching_seconds(num_tokens) < own_s else None
 
     def _own_seconds(self, num_tokens: int) -> float:
-        """With what it has cached itself: what is in host memory is copied, or computed again if
-        that is quicker, as the engine will decide."""
+        """With its own cache: blocks in host memory are copied back, or computed again if that is
+        quicker, as the engine will decide."""
         copied_s = self.host_s + self._seconds_behind(self.cached_tokens, num_tokens)
         if not self.host_tokens:
             return copied_s
@@ -105,8 +107,8 @@ class EngineState(NamedTuple):
         return computed_s
 
     def prompt_cost(self, num_tokens: int) -> float:
-        """Of the request's prompt, in seconds: until it has computed it, and what its computation
-        weighs for those that will wait for it, where others wait already."""
+        """The cost of the request's prompt in seconds: until it is computed, and a surcharge for
+        the prompts that will wait for it, where others wait already."""
         speed = self.speed or _UNMEASURED
         known_tokens = max(self.cached_tokens, self.fetch.num_tokens if self.fetch else 0)
         delaying = min(self.waiting_tokens, num_tokens - known_tokens)
@@ -114,7 +116,7 @@ class EngineState(NamedTuple):
         return self.prompt_seconds(num_tokens) + DELAYING * max(0, delaying) * token_s
 
     def decode_seconds(self, num_tokens: int) -> float:
-        """What its other requests, and the pull, cost a request that is decoded there."""
+        """The cost of decoding there in seconds: its other requests, the pull, the adapter."""
         num_pulled = num_tokens - self.cached_tokens + self.host_tokens
         pull_s = num_pulled * PULL_TOKEN_S if num_pulled > 0 else 0.0
         return self.num_requests * REQUEST_S + pull_s + self.adapter_s
@@ -133,9 +135,9 @@ def state_of(
     """For routing one request of this caller. `in_flight_tokens`: see EngineState; `adapter`: its
     digest, or empty.
 
-    `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
-    given any. What is about prompts is left out where it takes none, and what is about decodes
-    where it has none.
+    `others_cost`: the step cost of an engine of the same fingerprint, used where this one has not
+    measured prompts yet, or it would never get any. Fields about prompts are left empty where it
+    takes none, fields about decodes where it runs none.
     """
     load, account, waiting_tokens, speed = engine.load, engine.account, 0, None
     is_prefill = engine.member.role is Role.PREFILL
@@ -164,7 +166,7 @@ def _has_place(engine: LinkedEngine, demand: Demand, cached_tokens: int) -> bool
 
 
 def fits_promise(engine: LinkedEngine, demand: Demand) -> bool:
-    """Whether the engine's steps would keep its promise with these sequences too; the request's own
+    """Whether the engine could keep its promise with these sequences as well; the request's own
     target counts if it is stricter."""
     load, account, most = engine.load, engine.account, engine.most_decodes
     if account.has_refused:
@@ -176,5 +178,5 @@ def fits_promise(engine: LinkedEngine, demand: Demand) -> bool:
     num_forks = max(0, load.decodes.num_decodes - -(-load.num_requests // num_stages))
     if not num_forks + num_requests:
         return True
-    # Some of the requests are to come.
+    # Some of the requests do not decode yet.
     return num_forks + -(-(num_requests + demand.num_sequences) // num_stages) <= most

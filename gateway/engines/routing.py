@@ -1,28 +1,27 @@
-"""Where a request is computed: a pure function of what is known of the engines.
+"""Chooses the engines of a request: a pure function of the engines' states.
 
-A plan is a pair, whose prefill engine hands its KV to the decode engine, or one engine for both.
-All plans have an estimate in seconds, and the least is taken:
+A plan is a pair, whose prefill engine hands its KV off to the decode engine, or one engine alone.
+Each plan has a cost in seconds, and the least is taken:
 
-    pair    until the prefill engine is done with it  + requests on the decode engine + its pull
-    alone   until the engine is done with it          + requests on it
+    pair    until the prefill engine has computed the prompt  + requests on the decode engine + pull
+    alone   until the engine has computed the prompt          + requests on it
 
-Where others wait already, a prompt weighs more: who comes next waits for it as well.
+Each engine's part of the cost (engine_state.py) is independent of the other's, so the best pair is
+found among engines sorted by their parts, not among all pairs. With a source of chance, one of the
+plans is drawn that are alike: each part within ALIKE of the best, with as much of the prompt
+cached. Otherwise gateways with the same heartbeats would all choose the same engine until the next
+ones.
 
-Each engine's part of an estimate is its own, so the best pair is found among engines in the order
-of their parts, not among all pairs. Plans that are alike, each part within ALIKE of the best and
-with as much of the prompt in the cache, are drawn from where a source of chance is given: else
-gateways that have the same heartbeats would all send to the same engine until the next ones.
+The time of a prompt follows from the step cost that its engine has measured (core/step_cost.py): an
+engine that promises a TBT to its decodes (`tbt_target_s`) computes prompts beside them, some tokens
+per step; without decodes it is as fast as one without a promise. An engine without a promise only
+does the work of its role.
 
-How long a prompt takes follows from what its engine measured (core/step_cost.py): one that keeps a
-promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
-it is as fast as one without a promise. An engine without a promise does what its role says.
-
-What an engine has cached of the prompt on its device costs nothing; what it has in host memory, a
-copy, and what another has, a pull, if that is quicker than to compute it (prefix_sources.py). A
-prefill engine without credit for the
-request comes after every one that has it, but is not left out. A decode engine without a place for
-it, and a prefill engine that has enough of its caller's prompts, are: the request waits here, where
-its queue is fair and a place that becomes free anywhere is the next one's.
+A prefix that is cached on the device costs nothing, in host memory a copy, on another engine a
+pull, if that is quicker than computing it (prefix_sources.py). A prefill engine without credit for
+the request is taken only if none has credit. A decode engine without a place for it, and a prefill
+engine that has enough prompts of its caller, are left out: the request waits in the gateway, whose
+queue is fair, and where the next free place on any engine can be given to it.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ from ...core.membership import Role
 from ..request.engine_link import Avoid, Blocked, MustWait
 from .engine_state import REQUEST_S, EngineState
 
-ALIKE = 1.05  # of the least estimate: what is measured is no more exact
+ALIKE = 1.05  # times the least cost: measurements are no more exact
 
-# Links below this share of the fastest are another kind of link; above it, measured otherwise.
+# Links below this share of the fastest are of a slower kind; above it, differences are noise.
 SLOW_LINK_SHARE = 0.5
 
 
 class Plan(NamedTuple):
-    """The incarnations of who computes the prompt and who goes on: the same where one does both."""
+    """The incarnations of the prefill and the decode engine; the same where one does both."""
 
     prefill: str
     decode: str
 
 
-# Plain tuples, in the order of what is better: there are hundreds in a choice.
-# lacks credit, seconds, incarnation, cached tokens: a prefill engine's part.
+# Plain tuples, since a choice makes hundreds; the least is the best.
+# A prefill engine's part: lacks credit, seconds, incarnation, cached tokens.
 _Source: TypeAlias = tuple[bool, float, str, int]
-# lacks blocks, seconds, has a slow link, -free_blocks, engine: a decode engine's.
+# A decode engine's part: lacks blocks, seconds, has a slow link, -free_blocks, engine.
 _Puller: TypeAlias = tuple[bool, float, bool, int, EngineState]
-# lacks blocks, seconds, incarnation, cached tokens, cost of the prompt: a plan.
+# A plan of one engine: lacks blocks, seconds, incarnation, cached tokens, cost of the prompt.
 _Single: TypeAlias = tuple[bool, float, str, int, float]
 
 
@@ -67,7 +66,7 @@ def _puller(engine: EngineState, num_tokens: int) -> _Puller:
 def _prompt_parts(
     engines: Iterable[EngineState], num_tokens: int
 ) -> tuple[list[_Source], list[_Single]]:
-    """What those would do that may have the prompt: for another engine, and alone."""
+    """The parts of prefill engines and the plans of engines alone, where they take the prompt."""
     sources: list[_Source] = []
     singles: list[_Single] = []
     for engine in engines:
@@ -94,16 +93,16 @@ def choose_plan(
     fingerprint: str | None = None,
     chance: random.Random | None = None,
 ) -> Plan:
-    """For a request of `num_tokens` known tokens.
+    """The plan for a request of `num_tokens` known tokens.
 
-    `fingerprint`: where given, its engines must have it; tokens already streamed came from such a
-    model. `chance`: draws from plans that are alike; without it the first of them is taken. Raises
+    `fingerprint`: if given, the engines must have it, since streamed tokens came from that model.
+    `chance`: draws from plans that are alike; without it the first of them is taken. Raises
     Unavailable, naming the missing role or link, or MustWait.
     """
     usable = [engine for engine in engines if not engine.is_draining]
     if fingerprint is not None:
         usable = [engine for engine in usable if engine.fingerprint == fingerprint]
-    if avoid:  # an engine with itself: not alone
+    if avoid:  # a pair of an engine with itself: not alone
         usable = [
             e._replace(keeps_promise=False) if (e.incarnation,) * 2 in avoid else e
             for e in usable
@@ -133,8 +132,8 @@ def choose_plan(
 
 
 class Policy:
-    """How one gateway chooses: by the least estimate; routing_policies.py has others. `chance`: see
-    `choose_plan`; `is_blind`: without a look at what is cached."""
+    """Chooses by the least cost; routing_policies.py has others. `chance`: see `choose_plan`;
+    `is_blind`: cached prefixes are ignored."""
 
     def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
         self._chance = chance
@@ -149,7 +148,7 @@ class Policy:
         avoid: Avoid,
         fingerprint: str | None,
     ) -> Plan:
-        """See `choose_plan`: what it raises is raised here."""
+        """See `choose_plan`, also for errors."""
         return choose_plan(
             engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
         )
@@ -161,7 +160,7 @@ class _Pair(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Beside that of one engine alone: lacks blocks, seconds."""
+        """Lacks blocks, seconds: compared with the same of a plan of one engine."""
         return self.puller[0], self.source[1] + self.puller[1]
 
 
@@ -174,8 +173,8 @@ class _Pairs:
         self._avoided = avoid
 
     def best(self) -> _Pair | None:
-        """With credit if any has it; of those, with blocks; of those, the one with the least
-        estimate. No source behind one whose own part is too much can be in it."""
+        """A pair with credit if any has it; of those, with blocks; of those, the one of least cost.
+        Sources are sorted: once one's own part costs too much, none after it can be better."""
         best: _Pair | None = None
         least_s = min((puller[1] for puller in self._pullers), default=0.0)
         for source in self._sources:
@@ -192,12 +191,12 @@ class _Pairs:
         return best
 
     def alike_sources(self, best: _Pair, most_s: float) -> list[_Source]:
-        """Those as good as the best pair's, with as much of the prompt, but for the seconds."""
+        """Sources like the best pair's, with as much of the prompt cached, within `most_s`."""
         kind = best.source[0], best.source[3]
         return [s for s in self._sources if s[1] <= most_s and (s[0], s[3]) == kind]
 
     def alike_pullers(self, source: str, best: _Pair, most_s: float) -> list[EngineState]:
-        """The same, of those that are linked to the source; none if none is as good."""
+        """Likewise decode engines that are linked to the source; may be empty."""
         lacks_blocks, _, is_slow, *_, decode = best.puller
         kind = lacks_blocks, is_slow, decode.cached_tokens
         return [
@@ -207,7 +206,7 @@ class _Pairs:
         ]
 
     def _linked(self, source: str) -> list[_Puller]:
-        """Those that are linked to the source, with what kind of link that is."""
+        """The pullers that are linked to the source, marked where their link is slow."""
         linked = [puller for puller in self._pullers if source in puller[4].links]
         if self._avoided:
             linked = [p for p in linked if (source, p[4].incarnation) not in self._avoided]
@@ -226,8 +225,8 @@ def _draw(
     single: _Single | None,
     chance: random.Random,
 ) -> Plan:
-    """One of the plans that are like the best in both parts: where prompts wait, a share of the sum
-    would hide any number of decodes."""
+    """Draw one of the plans that are like the best in both parts. The sum is not compared: where
+    prompts wait, ALIKE of it would hide any number of decodes."""
     is_single = single is not None and (pair is None or single[:2] <= pair.rank)
     if single is not None and is_single:
         lacks_blocks, seconds, _, num_cached, prompt_s = single
@@ -237,7 +236,7 @@ def _draw(
         lacks_blocks, num_cached = pair.puller[0], pair.source[3]
         prompt_s, rest_s = pair.source[1], pair.puller[1]
     kind, most_prompt_s, most_rest_s = (lacks_blocks, num_cached), prompt_s * ALIKE, rest_s * ALIKE
-    drawn = [  # who computes the prompt, and whether it goes on
+    drawn = [  # who computes the prompt, and whether it also decodes
         (name, True)
         for lacks, seconds, name, cached, prompt_s in singles
         if prompt_s <= most_prompt_s
@@ -258,7 +257,7 @@ def _draw(
 def _linked(
     decode: list[EngineState], prefill: list[EngineState], avoid: Avoid
 ) -> list[EngineState]:
-    """The decode engines that are linked to one of these prefill engines, in a pair to be tried."""
+    """The decode engines with a link to one of these prefill engines, in a pair not to avoid."""
     names = frozenset(engine.incarnation for engine in prefill)
     if not avoid:
         return [engine for engine in decode if not names.isdisjoint(engine.links)]
