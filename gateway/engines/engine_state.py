@@ -17,7 +17,7 @@ from ..request.engine_link import Demand
 from .linked_engine import LinkedEngine
 from .reported_load import PromptSpeed
 
-# The cost of each request on an engine for another one there: it makes every step a little longer.
+# What one more request on an engine costs the others: every step becomes a little longer.
 REQUEST_S = 0.0014
 PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
 READ_ADAPTER_S = 0.1  # a LoRA adapter of rank 16 of an 8B model, from files

@@ -21,9 +21,7 @@ from ...core.request.token_ids import NUM_BYTES, pack
 LINGER_S = 0.3  # from a first token until the index has its prompt
 _MOST_ALIKE = 8  # prompts that are compared with a new one: the last ones
 
-_Kind = tuple[
-    str, str, bytes
-]  # fingerprint, salt, first block: equal for prompts that are compared
+_Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: equal where we compare
 
 
 @dataclass(slots=True, eq=False)
