@@ -55,9 +55,7 @@ class ClusterView:
     _report_timer: asyncio.TimerHandle | None = None
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _links: dict[str, EngineConnection] = field(default_factory=dict)  # and attempts
-    _last_reasons: dict[str, str] = field(
-        default_factory=dict
-    )  # the reasons last logged why there is no link
+    _last_reasons: dict[str, str] = field(default_factory=dict)  # why there is no link, as logged
 
     def members(self) -> list[Member]:
         """Every engine of this model that is listed or linked, by role and name."""

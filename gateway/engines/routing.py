@@ -9,8 +9,7 @@ Each plan has a cost in seconds, and the least is taken:
 Each engine's part of the cost (engine_state.py) is independent of the other's, so the best pair is
 found among engines sorted by their parts, not among all pairs. With a source of chance, one of the
 plans is drawn that are alike: each part within ALIKE of the best, with as much of the prompt
-cached. Otherwise gateways with the same heartbeats would all choose the same engine until the next
-ones.
+cached. Else all gateways with the same heartbeats would choose the same engine until the next ones.
 
 The time of a prompt follows from the step cost that its engine has measured (core/step_cost.py): an
 engine that promises a TBT to its decodes (`tbt_target_s`) computes prompts beside them, some tokens
