@@ -98,9 +98,6 @@ class StoredBlocks:
         self._tiers: list[bytearray] = []
         self._counts: Counter[Tier] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._place_of)
-
     @property
     def num_pages(self) -> int:
         return len(self._hashes)

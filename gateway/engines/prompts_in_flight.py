@@ -44,9 +44,6 @@ class PromptsInFlight:
     _prompts: dict[_Kind, dict[SentPrompt, None]] = field(default_factory=dict)
     _answered: deque[tuple[float, SentPrompt]] = field(default_factory=deque)  # kept until, prompt
 
-    def __len__(self) -> int:
-        return sum(map(len, self._prompts.values()))
-
     def sent(
         self, engine: str, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
     ) -> SentPrompt:
