@@ -20,7 +20,7 @@ Knows no tokens of requests: only their keys, times and sizes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -83,7 +83,7 @@ class EngineAccount:
             Key, _Prompt
         ] = {}  # by each sample; ours, like all until the next comment
         self._decodes: dict[Key, _Decode] = {}
-        self._own_tokens: Counter[int] = Counter()  # prompt tokens to compute, by caller
+        self.own_tokens: Counter[int] = Counter()  # prompt tokens to compute, by caller
         self._num_own_tokens = self._num_own_pairs = 0  # summed over callers
         self._answered_tokens: Counter[int] = Counter()  # prompts closed since the last heartbeat
         self._begun_s = 0.0  # when the engine began our first open prompt, unless sent later
@@ -91,7 +91,7 @@ class EngineAccount:
         # From the last heartbeat, like all below.
         self._load = ReportedLoad()
         self._step_began_s = 0.0
-        self._others = OthersPrompts()
+        self.others = OthersPrompts()  # that wait there
         self._num_others = 0  # requests
         self._room_blocks = 0  # beside all requests that the engine had then
 
@@ -106,7 +106,7 @@ class EngineAccount:
         ours = self._answered_tokens.copy()  # the heartbeat may be older than their end
         for sent in set(self._prompts.values()):
             ours[sent.caller_id] += sent.num_tokens
-        self._others = load.others_than(ours)
+        self.others = load.others_than(ours)
         self._answered_tokens.clear()
         self._num_others = max(0, load.num_requests - len(self._decodes))
         self._room_blocks = load.room_blocks
@@ -125,7 +125,7 @@ class EngineAccount:
         pairs = pairs_of(uncached_tokens, cached_tokens)
         prompt = _Prompt({*keys}, caller_id, now_s, num_tokens, cached_tokens, pairs, in_flight)
         self._prompts |= dict.fromkeys(keys, prompt)
-        self._own_tokens[caller_id] += uncached_tokens
+        self.own_tokens[caller_id] += uncached_tokens
         self._num_own_tokens += uncached_tokens
         self._num_own_pairs += pairs
 
@@ -170,11 +170,11 @@ class EngineAccount:
         for key in prompt.keys:
             del self._prompts[key]
         self._answered_tokens[prompt.caller_id] += prompt.num_tokens
-        self._own_tokens[prompt.caller_id] -= prompt.uncached_tokens
+        self.own_tokens[prompt.caller_id] -= prompt.uncached_tokens
         self._num_own_tokens -= prompt.uncached_tokens
         self._num_own_pairs -= prompt.pairs
-        if not self._own_tokens[prompt.caller_id]:
-            del self._own_tokens[prompt.caller_id]
+        if not self.own_tokens[prompt.caller_id]:
+            del self.own_tokens[prompt.caller_id]
         if prompt.in_flight is not None:
             self.prompts.ended(prompt.in_flight, is_computed=is_computed)
         self.released.add(prompt.caller_id)
@@ -187,7 +187,7 @@ class EngineAccount:
         The engine's queue is fair, so prompts of other callers do not matter: a caller without any
         there may always send one.
         """
-        own_tokens = self._own_tokens.get(caller_id, 0)
+        own_tokens = self.own_tokens.get(caller_id, 0)
         if not own_tokens:
             return True
         limit, speed = _UNKNOWN_AHEAD_TOKENS, self.speed
@@ -197,8 +197,8 @@ class EngineAccount:
 
     @property
     def has_no_prompt(self) -> bool:
-        """Whether no prompt waits there, by our best estimate: `fair_tokens_ahead` is 0."""
-        return not (self._own_tokens or self._others.by_caller or self._others.unlisted)
+        """Whether no prompt waits there, by our best estimate."""
+        return not (self.own_tokens or self.others.by_caller or self.others.unlisted)
 
     @property
     def unanswered(self) -> KeysView[Key]:
@@ -220,19 +220,6 @@ class EngineAccount:
         tokens, pairs = self._own_computed(now_s)
         own = self._with_pairs(self._num_own_tokens - tokens, self._num_own_pairs - pairs)
         return max(0, int(ahead), int(own))
-
-    def fair_tokens_ahead(
-        self, caller_id: int, num_tokens: int, held: Mapping[int, float]
-    ) -> float:
-        """The part of `tokens_ahead`, and of the tokens that are `held` in the gateway by caller,
-        that a queue fair between callers computes before a new prompt of this caller.
-
-        See OthersPrompts.fair_share.
-        """
-        waiting = Counter[int](held)
-        waiting.update(self._own_tokens)
-        share = self._others.fair_share(waiting, caller_id, num_tokens)
-        return (self.tokens_ahead + sum(held.values())) * share
 
     def _own_computed(self, now_s: float) -> tuple[int, int]:
         """Tokens and pairs of our first open prompt that should be computed by now."""

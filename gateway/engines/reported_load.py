@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -78,20 +77,6 @@ class OthersPrompts:
     by_caller: Mapping[int, int] = field(default_factory=dict)
     unlisted: int = 0
     least_listed: int = 0
-
-    def fair_share(self, waiting: Mapping[int, float], caller_id: int, num_tokens: int) -> float:
-        """The share of these and of the `waiting` tokens, by caller, that a fair queue computes
-        before a new prompt of this caller: of each other caller at most as many as this one has
-        waiting, plus the prompt's own `num_tokens`."""
-        others = Counter[int](waiting)
-        others.update(self.by_caller)
-        mine = others.pop(caller_id, 0.0)
-        most = mine + num_tokens
-        whole = mine + sum(others.values()) + self.unlisted
-        fair = mine + sum(min(tokens, most) for tokens in others.values())
-        if self.unlisted:
-            fair += self.unlisted * (min(1.0, most / self.least_listed) if self.least_listed else 1)
-        return fair / whole if whole else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import FinishReason
 from baton.core.step_cost import KNOTS, StepCost
+from baton.gateway.admission.queue_limit import fair_tokens_ahead
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.prompts_in_flight import LINGER_S
 from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
@@ -114,7 +115,7 @@ def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> N
     one.settle([EngineOutput(*key(0), 1, (5,), FinishReason.STOP)])
     assert one.num_requests == 1 and one.released == {7}
     one.ended(key(1))
-    assert not one._decodes and not one.unanswered and not one._own_tokens
+    assert not one._decodes and not one.unanswered and not one.own_tokens
 
 
 def test_what_a_long_prompt_sees_takes_its_time() -> None:
@@ -145,11 +146,11 @@ def test_what_waited_behind_a_prompt_that_is_cancelled_begins_then() -> None:
         one.sent_prompt([key(number)], 7, num_tokens=10_000, cached_tokens=0)
     one._clock.advance(9.0)
     one.ended(key(2))  # nothing has waited for this one
-    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 11_000
+    assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 11_000
     one.ended(key(0))
-    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 10_000
+    assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 10_000
     one._clock.advance(4.0)
-    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 6000
+    assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 6000
 
 
 @pytest.mark.parametrize("part_s", [3599.0, 1e300, 1e308])
