@@ -40,7 +40,7 @@ class EngineState(NamedTuple):
     Of the engine: `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best
     estimate; `num_requests`: decodes of all gateways; `link_gbytes_per_s`: the bandwidth of a
     decode engine's links as measured when they were opened, by source; `speed`: of prompts now;
-    None: not known; `keeps_promise`: it takes whole requests, whatever its role.
+    None: not known; `takes_whole`: it takes prompts together with their decodes, whatever its role.
 
     Of the request: `cached_tokens`: by our best estimate; `fetch`: how the engine could get more of
     its prefix from another one; `host_tokens`: the last of `cached_tokens`, which are in host
@@ -58,7 +58,7 @@ class EngineState(NamedTuple):
     is_draining: bool = False
     links: frozenset[str] = frozenset()
     link_gbytes_per_s: Mapping[str, float] = _NO_RATES
-    keeps_promise: bool = False
+    takes_whole: bool = False
     # The fields above change with heartbeats only.
     num_requests: int = 0
     waiting_tokens: int = 0

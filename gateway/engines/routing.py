@@ -77,7 +77,7 @@ def _prompt_parts(
         if engine.role is Role.PREFILL:
             lacks_credit = engine.credit_blocks < num_blocks
             sources.append((lacks_credit, prompt_s, name, num_cached))
-        if engine.keeps_promise and engine.has_place:
+        if engine.takes_whole and engine.has_place:
             seconds = prompt_s + engine.num_requests * REQUEST_S
             lacks_blocks = engine.free_blocks < num_blocks
             singles.append((lacks_blocks, seconds, name, num_cached, prompt_s))
@@ -103,20 +103,20 @@ def choose_plan(
         usable = [engine for engine in usable if engine.fingerprint == fingerprint]
     if avoid:  # a pair of an engine with itself: not alone
         usable = [
-            e._replace(keeps_promise=False) if (e.incarnation,) * 2 in avoid else e
+            e._replace(takes_whole=False) if (e.incarnation,) * 2 in avoid else e
             for e in usable
             if e.incarnation not in avoid
         ]
     role = Role.PREFILL
     prefill = [engine for engine in usable if engine.role is role]
     decode = _linked([e for e in usable if e.role is not role], prefill, avoid)
-    alone = [engine for engine in usable if engine.keeps_promise]
+    alone = [engine for engine in usable if engine.takes_whole]
     if not decode and not alone:
         raise Unavailable(_what_is_missing(usable))
     decode = [engine for engine in decode if engine.has_place]
     if not decode and not any(engine.has_place for engine in alone):
         raise MustWait(Blocked.PLACE)
-    takers = [engine for engine in prefill if not engine.keeps_promise] + alone
+    takers = [engine for engine in prefill if not engine.takes_whole] + alone
     sources, singles = _prompt_parts(takers, num_tokens)
     pairs = _Pairs(sources, [_puller(engine, num_tokens) for engine in decode], avoid)
     pair, single = pairs.best(), min(singles, default=None)

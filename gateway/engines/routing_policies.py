@@ -44,10 +44,10 @@ class InOrder(Policy):
         ordered = [*self._order(engines, caller_id)]
         decode = [engine for engine in ordered if engine.role is Role.DECODE]
         for engine in ordered:
-            if engine.role is not Role.PREFILL and not engine.keeps_promise:
+            if engine.role is not Role.PREFILL and not engine.takes_whole:
                 continue
             pairs = [[engine, other] for other in decode if other is not engine]
-            for plan in [[engine]] * engine.keeps_promise + pairs * (engine.role is Role.PREFILL):
+            for plan in [[engine]] * engine.takes_whole + pairs * (engine.role is Role.PREFILL):
                 try:
                     return choose_plan(plan, num_tokens, avoid=avoid, fingerprint=fingerprint)
                 except (Unavailable, MustWait):

@@ -18,7 +18,7 @@ def engine(name: str, role: Role, waiting: int, requests: int, promises: bool) -
     links = frozenset("pqr") if role is Role.DECODE else frozenset[str]()
     return EngineState(
         *(name, role, "f", 16), num_requests=requests, waiting_tokens=waiting, free_blocks=1 << 20,
-        credit_blocks=1 << 20, links=links, keeps_promise=promises,
+        credit_blocks=1 << 20, links=links, takes_whole=promises,
         speed=PromptSpeed(0.004, 20e-6),
     )  # fmt: skip
 
@@ -37,7 +37,7 @@ def all_plans(engines: list[EngineState]) -> dict[tuple[str, str], float]:
     plans = {}
     for one in engines:
         prompt_s = one.prompt_cost(NUM_TOKENS)
-        if one.keeps_promise:
+        if one.takes_whole:
             plans[one.incarnation, one.incarnation] = prompt_s + one.num_requests * REQUEST_S
         for other in engines if one.role is Role.PREFILL else ():
             if other.role is Role.DECODE:

@@ -53,7 +53,7 @@ def test_nobody_is_taken_who_cannot_serve_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_that_does_both_is_a_plan(name: str) -> None:
-    engine = EngineState("d", Role.DECODE, "fp", 16, 100, keeps_promise=True)
+    engine = EngineState("d", Role.DECODE, "fp", 16, 100, takes_whole=True)
     assert chosen(make_policy(name), [engine]) == Plan("d", "d")
 
 

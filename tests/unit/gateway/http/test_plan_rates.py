@@ -23,7 +23,7 @@ NUM_TOKENS = 2000
 _FIELDS = {
     "free_blocks": 1 << 20,
     "credit_blocks": 1 << 20,
-    "keeps_promise": True,
+    "takes_whole": True,
     "speed": PromptSpeed(0.004, 20e-6),
 }
 ENGINES = [
