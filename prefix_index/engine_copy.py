@@ -1,11 +1,11 @@
-"""What one engine has cached, as a gateway knows it: kept up by deltas, or read from its pages.
+"""A gateway's copy of the prefix cache of one engine: updated by deltas, or read from its pages.
 
     exact at seq ──DELTA seq+1──► exact at seq+1
-         │ any other number: something was lost
+         │ any higher number: a delta was lost
          ▼
       inexact ──the engine's pages, read and installed──► exact at their number
 
-An inexact copy goes on taking deltas: it is still a good hint.
+An inexact copy is still updated by deltas: it is a good hint.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..core.request.token_ids import BlockHash
 from .messages import Delta, Head, Message
 from .pages import PAGE_BLOCKS, Contents
 
-READ_S = 0.5  # pages are read once in so long
+READ_S = 0.5  # pages are read at most so often
 
 
 @dataclass(slots=True)
 class EngineCopy:
-    """`max_hashes`: that the engine can have; `in_host` are those of `hashes` that are in host
-    memory alone. `seq` is None while the copy is inexact."""
+    """`max_hashes`: the most that the engine can have; `in_host`: the `hashes` that are in host
+    memory only. `seq` is None while the copy is inexact."""
 
     max_hashes: int
     received_s: float
@@ -32,7 +32,7 @@ class EngineCopy:
     may_read_s: float = 0.0
 
     def take(self, message: Message, now_s: float) -> bool:
-        """A message of the engine's; whether its pages are to be read now."""
+        """Apply a message of the engine; returns whether its pages must be read now."""
         self.received_s = now_s
         match message:
             case Head(_, seq):
@@ -48,7 +48,7 @@ class EngineCopy:
     def _apply(self, delta: Delta) -> None:
         if self.seq is not None:
             if delta.seq <= self.seq:
-                return  # a double
+                return  # a duplicate
             if delta.seq > self.seq + 1:
                 self.seq = None
             else:
@@ -67,18 +67,18 @@ class EngineCopy:
             self.seq = None
 
     def wants(self, contents: Contents) -> bool:
-        """Whether these pages are worth reading: more than is known, and no more than can be."""
+        """Whether these pages are newer than the copy, and no more than the engine can have."""
         if self.seq is not None and contents.seq <= self.seq:
             return False
         num_blocks = contents.device_blocks + contents.host_blocks
-        # Pages have holes, where blocks were more for a moment.
+        # Pages keep free places, where there were more blocks before.
         most_pages = 2 * self.max_hashes // PAGE_BLOCKS + 2
         return num_blocks <= self.max_hashes and contents.num_pages <= most_pages
 
     def install(
         self, contents: Contents, hashes: set[BlockHash], in_host: set[BlockHash], now_s: float
     ) -> None:
-        """Become what these pages are, which were read whole."""
+        """Replace the copy by pages that were read completely."""
         if len(hashes) <= self.max_hashes:
             self.hashes, self.in_host, self.seq = hashes, in_host, contents.seq
             self.received_s = now_s

@@ -1,8 +1,8 @@
 """Feeds a gateway's mirror from Redis: messages as they come, pages of new engines and after a gap.
 
-One thing at a time: while pages are read, the messages behind them wait in the subscription. Pages
-have all that their number counts, and every delta says what is so now: those behind the number lead
-from the pages to what the engine has, also where the pages were ahead of it.
+One thing at a time: while pages are read, later messages wait in the subscription. Pages have all
+changes up to their number, and a delta states the present tier of its hashes: applying the deltas
+after that number gives the engine's cache, even where the pages have later changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .redis_link import RedisIndexLink
 
 
 class Follower:
-    """`run` follows until cancelled, through any loss of Redis."""
+    """`run` follows until cancelled, and survives any loss of Redis."""
 
     def __init__(self, link: RedisIndexLink, mirror: PrefixMirror) -> None:
         self._link = link
@@ -34,7 +34,7 @@ class Follower:
                     await self.take(raw)
 
     async def take(self, raw: bytes) -> None:
-        """One message, and what follows from it."""
+        """Apply one message, and read the engine's pages if they are needed."""
         async with self._turn:
             if (incarnation := self._mirror.take(raw)) is not None:
                 await self._read(incarnation)
@@ -47,7 +47,7 @@ class Follower:
                     await self._read(incarnation)
 
     async def _read(self, incarnation: str) -> None:
-        """All that an engine has stored. What fails is made up for by its next message."""
+        """Read all pages of an engine. After a failure, its next message causes another read."""
         try:
             contents = decode_contents(await self._link.read_contents(incarnation), incarnation)
             if not self._mirror.wants(contents):

@@ -1,9 +1,9 @@
-"""What one engine reports of its cache, until it is in Redis.
+"""The changes of one engine's cache, until they are in Redis.
 
-    record ─► hashes now ─┬─► take: DELTA seq+1, seq+2, ...    what changed since the last take
-                          └─► stored: pages that changed       all of it, as it lies in Redis
+    record ─► hashes now ─┬─► take: DELTA seq+1, seq+2, ...    changes since the last take
+                          └─► stored: pages that changed       the whole cache, as stored in Redis
 
-Memory is bounded by the engine's cache, however long Redis is away.
+Memory is bounded by the size of the engine's cache, however long Redis is away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .pages import Contents, StoredBlocks
 
 
 class CacheJournal:
-    """`changed` is set whenever there is something to take; whoever takes clears it."""
+    """`changed` is set whenever there are changes to take; the publisher clears it."""
 
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation
@@ -32,7 +32,7 @@ class CacheJournal:
         stored: Iterable[BlockHash],
         in_host: Iterable[BlockHash] = (),
     ) -> None:
-        """What the engine reports of its cache, in order. A change that is none is no error."""
+        """Record changes of the engine's cache, in order. A hash may be in its new tier already."""
         blocks, unpublished = self.stored, self._unpublished
         for now, hashes in ((Tier.NOWHERE, removed), (Tier.HOST, in_host), (Tier.DEVICE, stored)):
             for block_hash in hashes:
@@ -44,7 +44,7 @@ class CacheJournal:
             self.changed.set()
 
     def take(self) -> list[Delta]:
-        """Number what changed since the last call. A delta that is then lost shows as a gap."""
+        """Number the changes since the last call. A delta that is lost later leaves a gap."""
         deltas = []
         for part in self._unpublished.take().pieces():
             self.seq += 1
@@ -56,13 +56,13 @@ class CacheJournal:
         return Head(self.incarnation, self.seq)
 
     def contents(self, unix_s: int) -> Contents:
-        """Of the pages behind the deltas taken so far."""
+        """The contents of the pages after all deltas taken so far."""
         blocks = self.stored
         on_device, in_host = blocks.count(Tier.DEVICE), blocks.count(Tier.HOST)
         return Contents(self.incarnation, self.seq, blocks.num_pages, on_device, in_host, unix_s)
 
     def lost_pages(self, pages: Collection[int] | None = None) -> None:
-        """Redis does not have these pages, or, if they are not given, may have none."""
+        """Mark pages to be written again: Redis lacks them, or, if none are given, may lack all."""
         lost = range(self.stored.num_pages) if pages is None else pages
         if lost:
             self.stored.changed.update(lost)

@@ -1,7 +1,7 @@
-"""The index on its channel: MessagePack of at most 64 KiB, and the check that keeps junk out.
+"""The messages of the index: MessagePack of at most 64 KiB, checked when they are decoded.
 
-Each begins with its kind, which has the format's version, then incarnation and seq. Whatever else
-comes raises BadMessage and nothing else. What all of an engine's deltas add up to is in pages.py.
+Each begins with its kind, which contains the version of the format, then incarnation and seq. Any
+other bytes raise BadMessage and nothing else. The sum of an engine's deltas is in pages.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from ..core.membership import HexId
 from ..core.request.token_ids import HASH_BYTES, BlockHash, Tier
 
-MAX_HASHES = 3600  # in one message
+MAX_HASHES = 3600  # per message
 MAX_MESSAGE_BYTES = 64 << 10
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -23,19 +23,19 @@ Hashes: TypeAlias = tuple[_Hash, ...]
 
 
 class BadMessage(Exception):
-    """This is not a message of the index; the text is why."""
+    """The bytes are no message of the index; the text is the reason."""
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, tag="head 2"):
-    """A sign of life: the engine has published the deltas 1 to `seq`."""
+    """The engine lives, and has published the deltas 1 to `seq`."""
 
     incarnation: HexId
     seq: Count
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta 2"):
-    """The change number `seq` of an engine's cache. An incarnation begins empty, at 0. `stored` are
-    on its device now, `in_host` in its host memory alone, wherever they were before."""
+    """The change number `seq` of an engine's cache. An incarnation starts empty, at 0. `stored` are
+    on its device now, `in_host` in its host memory only, wherever they were before."""
 
     incarnation: HexId
     seq: Count
@@ -51,7 +51,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(raw: bytes) -> Message:
-    """The message in `raw`; raises BadMessage."""
+    """Raises BadMessage."""
     if len(raw) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"{len(raw)} bytes")
     try:
@@ -62,7 +62,7 @@ def decode(raw: bytes) -> Message:
 
 
 def split_hashes(joined: bytes) -> tuple[BlockHash, ...]:
-    """The hashes that lie behind each other in `joined`."""
+    """Split concatenated hashes."""
     starts = range(0, len(joined), HASH_BYTES)
     return tuple(BlockHash(joined[start : start + HASH_BYTES]) for start in starts)
 
@@ -75,7 +75,7 @@ class Changes(NamedTuple):
     stored: Sequence[BlockHash]  # on the device
 
     def pieces(self) -> Iterator[Changes]:
-        """Of as many as a message has, what is no longer anywhere first."""
+        """Split into parts of at most MAX_HASHES, removals first."""
         begins = [0, len(self.removed), len(self.removed) + len(self.in_host)]
         for start in range(0, begins[-1] + len(self.stored), MAX_HASHES):
             cuts = (
@@ -85,13 +85,14 @@ class Changes(NamedTuple):
 
 
 class NetChanges:
-    """Which hashes have moved to another tier since the last `take`.
+    """The hashes that have moved to another tier since the last `take`.
 
-    What moved back has not: never more hashes than there were then and are now.
+    Those that moved back are left out, so there are never more than were cached then or are now.
     """
 
     def __init__(self) -> None:
-        # By where they are now: where they were. A step moves hundreds: no loop of ours over them.
+        # By the tier that they are in now: the tier they were in. A step moves hundreds: no Python
+        # loop over them.
         self._moves: tuple[dict[BlockHash, Tier], ...] = tuple({} for _ in Tier)
 
     def __len__(self) -> int:
@@ -107,6 +108,6 @@ class NetChanges:
                 self._moves[now][block_hash] = first
 
     def take(self) -> Changes:
-        """Since the last call."""
+        """The moves since the last call."""
         moves, self._moves = self._moves, tuple({} for _ in Tier)
         return Changes._make(map(list, moves))

@@ -1,11 +1,11 @@
-"""What one engine has cached, as it lies in Redis: pages of blocks, and the contents over them.
+"""The prefix cache of one engine as stored in Redis: pages of blocks, and their table of contents.
 
-    contents   incarnation, number of the last delta that is in the pages, how many pages, blocks
-    page i     header | hash 0 | hash 1 | ... | tier 0 | tier 1 | ...      17 bytes a block
+    contents   incarnation, number of the last delta in the pages, number of pages, of blocks
+    page i     header | hash 0 | hash 1 | ... | tier 0 | tier 1 | ...      17 bytes per block
 
-A block keeps its place as long as it is cached in any tier, and the place that was free last is
-taken first: what a step evicts and stores changes few pages. A free place is all zeros. Whatever
-else comes raises BadMessage and nothing else.
+A block keeps its place while it is cached in any tier, and the place that was freed last is taken
+first, so that what a step evicts and stores changes few pages. A free place is all zeros. Any other
+bytes raise BadMessage and nothing else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..core.membership import HexId
 from ..core.request.token_ids import HASH_BYTES, BlockHash, Tier
 from .messages import BadMessage, Count
 
-PAGE_BLOCKS = 960  # with header and seal 16 KiB, the size of an allocation
-_HEADER = struct.Struct("<8s16sII")  # what it is, incarnation, index, when it was written
+PAGE_BLOCKS = 960  # with header and seal 16 KiB, a size of Redis' allocator
+_HEADER = struct.Struct("<8s16sII")  # magic, incarnation, index, Unix time of the write
 _MAGIC = b"BATONIX1"
 MAX_PAGE_BYTES = _HEADER.size + PAGE_BLOCKS * (HASH_BYTES + 1)
 _MOST_PAGES = (1 << 32) // PAGE_BLOCKS
@@ -32,8 +32,8 @@ _hash_at = struct.Struct(f"{HASH_BYTES}s").iter_unpack
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True, tag="contents 1"):
-    """The pages have all that changed up to delta `seq`, and perhaps some of what changed later.
-    Blocks: on the device, and in host memory alone. `unix_s`: when this was written."""
+    """The pages have all changes up to delta `seq`, and perhaps some later ones. Blocks: on the
+    device, and in host memory only. `unix_s`: time of the write."""
 
     incarnation: HexId
     seq: Count
@@ -44,7 +44,7 @@ class Contents(msgspec.Struct, frozen=True, array_like=True, tag="contents 1"):
 
 
 class Page(NamedTuple):
-    """`hashes`: of all blocks on it; `in_host`: of them, those in host memory alone."""
+    """`hashes`: of all blocks on the page; `in_host`: those of them in host memory only."""
 
     hashes: Sequence[BlockHash]
     in_host: Sequence[BlockHash]
@@ -56,7 +56,7 @@ encode_contents = msgspec.msgpack.Encoder().encode
 
 
 def decode_contents(raw: bytes, incarnation: str) -> Contents:
-    """The contents of this engine; raises BadMessage, also where there are none."""
+    """Decode the contents of this engine; raises BadMessage, also if empty."""
     try:
         contents = _contents_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -67,7 +67,7 @@ def decode_contents(raw: bytes, incarnation: str) -> Contents:
 
 
 def decode_page(raw: bytes, incarnation: str, index: int) -> Page:
-    """The page of this engine with this index; raises BadMessage, also where there is none."""
+    """Decode the page of this engine with this index; raises BadMessage, also if empty."""
     num_blocks, rest = divmod(len(raw) - _HEADER.size, HASH_BYTES + 1)
     if not 0 <= num_blocks <= PAGE_BLOCKS or rest:
         raise BadMessage(f"a page of {len(raw)} bytes")
@@ -86,8 +86,8 @@ def decode_page(raw: bytes, incarnation: str, index: int) -> Page:
 
 
 class StoredBlocks:
-    """One engine's. `changed`: pages that are not in Redis as they are here; whoever writes them
-    takes them out."""
+    """The blocks of one engine, by page. `changed`: pages that differ from those in Redis; the
+    writer removes them."""
 
     def __init__(self, incarnation: str) -> None:
         self.changed: set[int] = set()
@@ -98,15 +98,12 @@ class StoredBlocks:
         self._tiers: list[bytearray] = []
         self._counts: Counter[Tier] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._place_of)
-
     @property
     def num_pages(self) -> int:
         return len(self._hashes)
 
     def tier(self, block_hash: BlockHash) -> Tier:
-        """The best that it is in."""
+        """The best tier that the block is in."""
         place = self._place_of.get(block_hash)
         if place is None:
             return Tier.NOWHERE
@@ -114,7 +111,7 @@ class StoredBlocks:
         return Tier(self._tiers[page][slot])
 
     def move(self, block_hash: BlockHash, was: Tier, now: Tier) -> None:
-        """`was` is what `tier` says, and not `now`."""
+        """Move a block from tier `was`, which is its tier, to `now`, another one."""
         if was is Tier.NOWHERE:
             place = self._place_of[block_hash] = self._free.pop() if self._free else self._add()
         elif now is Tier.NOWHERE:
@@ -132,7 +129,7 @@ class StoredBlocks:
         self.changed.add(page)
 
     def _add(self) -> int:
-        """A place behind all others."""
+        """Append a place."""
         if not self._tiers or len(self._tiers[-1]) == PAGE_BLOCKS:
             self._hashes.append(bytearray())
             self._tiers.append(bytearray())
@@ -141,7 +138,7 @@ class StoredBlocks:
         return (len(self._tiers) - 1) * PAGE_BLOCKS + len(self._tiers[-1]) - 1
 
     def count(self, tier: Tier) -> int:
-        """Blocks of which this is the best tier."""
+        """The number of blocks whose best tier this is."""
         return self._counts[tier]
 
     def encode(self, pages: Iterable[int], unix_s: int) -> Iterator[tuple[int, bytes]]:

@@ -1,13 +1,13 @@
-"""Whether a prompt's prefix is worth fetching from another engine's cache, and what that takes.
+"""From which engine's cache a prompt's prefix could be fetched, and how long that takes.
 
     seconds = FETCH_S + bytes / link's rate
 
-The first pull of a pair opens the source's pool, which takes longer once, or even too long: then
-that one prompt is computed. Nobody knows the rate of a link before that; engines of which none
-hands anything off have opened none, and would never if they were not taken for slow ones.
+The first pull of a pair opens the source's pool, which takes longer, once, or even too long: then
+that one prompt is computed. The rate of a link is unknown before. Engines without hand-offs have
+opened no links, and would never open any if these did not count as slow ones.
 
-Pure: what engines have cached and how they are linked is given. Gateways weigh the seconds
-against computing those tokens.
+Pure functions of what engines have cached and of their links. The gateway compares the seconds with
+the time to compute those tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-FETCH_S = 0.004  # messages both ways between two steps, whatever is fetched
-UNMEASURED_GBYTES_PER_S = 10.0  # of a link, while none is measured: a network's
-_MOST_HOLDERS = 3  # that are considered for one prompt
+FETCH_S = 0.004  # messages in both directions between two steps, for any size
+UNMEASURED_GBYTES_PER_S = 10.0  # assumed while no link is measured: a network's rate
+_MOST_HOLDERS = 3  # considered for one prompt
 _LEAST_LIMIT_S = 0.25
-_LIMIT_RATIO = 4.0  # of the estimate: then it is computed
+_LIMIT_RATIO = 4.0  # times the estimate
 
 
 class CachedPrefix(NamedTuple):
-    """What one engine has of a prompt's beginning, or is about to have, in tokens.
+    """The part of a prompt's beginning that one engine has, or will have soon, in tokens.
 
-    `num_tokens`: as far as we know; `host_tokens`: the last of them, where these are in host memory
-    alone; `lendable_tokens`: the first of them, that others could fetch; `in_flight_tokens`: that
-    it computes now for another prompt.
+    `num_tokens`: by our best estimate; `host_tokens`: the last of them, which are in host memory
+    only; `lendable_tokens`: the first of them, which other engines can fetch; `in_flight_tokens`:
+    being computed there for another prompt.
     """
 
     num_tokens: int = 0
@@ -43,7 +43,7 @@ NOTHING_CACHED: Mapping[str, CachedPrefix] = MappingProxyType({})  # by incarnat
 
 
 class Fetch(NamedTuple):
-    """From whom, how many of the prompt's tokens are cached afterwards, and how long it takes."""
+    """`num_tokens`: of the prompt that are cached afterwards; `seconds`: the time it takes."""
 
     source: str
     num_tokens: int
@@ -51,16 +51,16 @@ class Fetch(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """After which it is not waited for any more."""
+        """When the engine gives up the fetch and computes the tokens."""
         return _LEAST_LIMIT_S + _LIMIT_RATIO * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Who has most of one prompt: (tokens, incarnation), most first.
+    """The engines that have most of one prompt: (tokens, incarnation), most first.
 
-    `rates`: of each engine's open links, in GB/s by source; `usual_rate`: of a link that nobody has
-    measured; None: it is not taken.
+    `rates`: of each engine's open links, in GB/s by source; `usual_rate`: assumed for links that
+    are not measured; None: these are not used.
     """
 
     most: Sequence[tuple[int, str]]
@@ -74,15 +74,15 @@ class Holders:
         rates: Mapping[str, Mapping[str, float]],
         unmeasured: float | None = UNMEASURED_GBYTES_PER_S,
     ) -> Holders:
-        """`cached_tokens` by incarnation, of engines that may be asked for them; `unmeasured`: the
-        rate of any link where none is known."""
+        """`cached_tokens`: by incarnation, that may be fetched; `unmeasured`: the usual rate where
+        no link is measured."""
         most = sorted(((num, name) for name, num in cached_tokens.items() if num), reverse=True)
         known = (min(found) for by in rates.values() if (found := _known(by.values())))
         return cls(most[:_MOST_HOLDERS], rates, next(known, unmeasured))
 
     def best_fetch(self, target: str, cached_tokens: int, token_bytes: float) -> Fetch | None:
-        """The fetch that leaves `target`, which has `cached_tokens` itself, the most of the prompt;
-        of equals the fastest. None: nobody has more, or no link may be taken."""
+        """The fetch after which `target`, which has `cached_tokens` itself, has most of the prompt;
+        of equals the fastest. None: no engine has more, or no link may be used."""
         best: Fetch | None = None
         for num_tokens, source in self.most:
             if num_tokens <= cached_tokens or (best is not None and num_tokens < best.num_tokens):

@@ -1,15 +1,14 @@
-"""Publishes what one engine has cached: what changed to all gateways, and all of it to Redis.
+"""Publishes the prefix cache of one engine: changes to all gateways, and the whole of it to Redis.
 
-    every 50 ms with changes    pages that changed, contents, deltas     in this order: who gets a
-    every second                contents, head                           delta finds it in the pages
-    every third of a lease      all pages are kept for another one
+    every 50 ms with changes    pages that changed, contents, deltas     in this order: pages have
+    every second                contents, head                           a delta before it is sent
+    every third of a lease      the lease of all pages is renewed
 
 One task. Whatever Redis does, the engine never waits and memory stays bounded: deltas that cannot
-be sent are dropped, and the gap in their numbers makes gateways read the pages; pages that are not
-written are written later, as they are then. Where Redis stores nothing deltas are sent all the
-same. Redis that comes back may be empty or have what it had
-some time ago: where it has not the contents that were written last, all pages are written before
-new contents count them.
+be sent are dropped, and the gap in their numbers makes gateways read the pages; pages that could
+not be written are written later, in their state by then. Where Redis rejects writes, deltas are
+sent all the same. After an outage, Redis may be empty or have old data: where it lacks the contents
+that were written last, all pages are written before new contents count them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from .messages import Delta, Head, encode
 from .pages import encode_contents
 from .redis_link import LEASE_S, RedisIndexLink
 
-BATCH_S = 0.05  # changes wait so long for others
-HEAD_S = 1.0  # an engine publishes at least so often
+BATCH_S = 0.05  # changes are collected for so long
+HEAD_S = 1.0  # an engine publishes at least this often
 _RENEW_S = LEASE_S / 3
 
 
@@ -36,15 +35,15 @@ class Publisher:
         self._link = link
         self._clock = clock
         self._renew_s = clock.monotonic_s() + _RENEW_S
-        self._stored = self._tried = b""  # contents: that are stored, and that may be
-        self._uncounted: set[int] = set()  # pages that were written since
+        self._stored = self._tried = b""  # contents: stored for certain, or perhaps
+        self._uncounted: set[int] = set()  # pages that were written after these
 
     async def run(self) -> None:
         while True:
             try:
                 await self._publish()
             except RedisAway:
-                await asyncio.sleep(HEAD_S)  # the journal adds up what happens meanwhile
+                await asyncio.sleep(HEAD_S)  # meanwhile the journal sums up changes
             else:
                 await self._wait_for_changes()
 
@@ -57,7 +56,7 @@ class Publisher:
         await asyncio.sleep(BATCH_S)
 
     async def _publish(self) -> None:
-        """Raises RedisAway; what was taken from the journal is then a gap."""
+        """Raises RedisAway; the deltas taken from the journal are then a gap."""
         journal = self._journal
         journal.changed.clear()
         changes: list[Delta | Head] = [*journal.take()] or [journal.head()]
@@ -65,7 +64,7 @@ class Publisher:
         try:
             await self._store(encode_contents(journal.contents(self._unix_s())))
         except RedisAway:
-            await self._link.publish(messages)  # no keys: where Redis is full, they go on
+            await self._link.publish(messages)  # uses no keys: works when Redis is full
             raise
         await self._link.publish(messages)
         if self._clock.monotonic_s() >= self._renew_s:

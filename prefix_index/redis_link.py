@@ -1,10 +1,10 @@
-"""The index over Redis, at engines and gateways.
+"""The index in Redis, for engines and gateways.
 
-    baton:{cluster}:prefix                          channel: what all engines publish
+    baton:{cluster}:prefix                          channel: messages of all engines
     baton:{cluster}:prefix:{incarnation}            contents of an engine's pages, with a TTL
     baton:{cluster}:prefix:{incarnation}:{index}    a page, with a TTL
 
-What a dead engine wrote runs out. Knows no message and no page, only bytes.
+Keys of a dead engine expire. Knows no message and no page, only bytes.
 """
 
 from __future__ import annotations
@@ -21,53 +21,52 @@ from .pages import MAX_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 30.0  # of what an engine stores
-_PIPELINE_PAGES, _PIPELINE_KEYS = 16, 256  # a quarter of a MB: nobody else waits for long
+LEASE_S = 30.0  # TTL of an engine's keys
+_PIPELINE_PAGES, _PIPELINE_KEYS = 16, 256  # 256 KiB: other users of the client wait only briefly
 _PROBE_S = 2.0  # silence after which a subscription is probed
 _MAX_BYTES = max(MAX_MESSAGE_BYTES, MAX_PAGE_BYTES)
 
 
 class RedisIndexLink:
-    """One for a process. `is_up`: whether Redis answered the last time."""
+    """One per process. `is_up`: whether Redis was there the last time."""
 
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
         self._channel = f"{redis.prefix}prefix"
         self.is_up = True
 
-    # -- an engine's -------------------------------------------------------------------------------
+    # -- for engines -------------------------------------------------------------------------------
 
     async def publish(self, messages: Sequence[bytes]) -> None:
-        """Send an engine's messages to all gateways, in order. Raises RedisAway: some may have
-        arrived."""
+        """Send an engine's messages to all gateways, in order. Raises RedisAway; some may have been
+        sent."""
         seal = self._redis.secret.seal
         await self._run(*(("PUBLISH", self._channel, seal(message)) for message in messages))
 
     async def write_contents(self, incarnation: str, contents: bytes) -> None:
-        """Store what an engine's pages have. Raises RedisAway: it may be there."""
+        """Store the contents of an engine's pages. Raises RedisAway; they may be stored."""
         await self._run(self._redis.setting(self._key(incarnation), contents, LEASE_S))
         self._note_back()
 
     async def write_pages(self, incarnation: str, pages: Iterator[tuple[int, bytes]]) -> None:
-        """Store pages of an engine, over what they were. Raises RedisAway: some may be there."""
+        """Overwrite pages of an engine. Raises RedisAway; some may be written."""
         while part := [*islice(pages, _PIPELINE_PAGES)]:
             setting = self._redis.setting
             await self._run(*(setting(self._key(incarnation, i), p, LEASE_S) for i, p in part))
 
     async def renew_pages(self, incarnation: str, num_pages: int) -> list[int]:
-        """Keep an engine's pages for another lease; returns those that are gone. Raises
-        RedisAway."""
+        """Renew the lease of an engine's pages; returns those that are gone. Raises RedisAway."""
         lease_ms, is_there = int(LEASE_S * 1000), list[object]()
         keys = (self._key(incarnation, index) for index in range(num_pages))
         while part := [*islice(keys, _PIPELINE_KEYS)]:
             is_there += await self._run(*(("PEXPIRE", key, lease_ms) for key in part))
         return [index for index, each in enumerate(is_there) if not each]
 
-    # -- a gateway's -------------------------------------------------------------------------------
+    # -- for gateways ------------------------------------------------------------------------------
 
     async def messages(self) -> AsyncGenerator[bytes]:
-        """What engines publish, as far as it arrives, through any loss of Redis; never ends, never
-        raises."""
+        """The messages of engines, which may have gaps; survives any loss of Redis, never ends,
+        never raises."""
         async with aclosing(self._redis.follow(self._channel, _PROBE_S)) as published:
             async for came in published:
                 if isinstance(came, RedisAway):
@@ -78,7 +77,7 @@ class RedisIndexLink:
                     yield self._redis.secret.unseal(data)
 
     async def read_contents(self, incarnation: str) -> bytes:
-        """Of an engine's pages; empty if there are none. Raises RedisAway."""
+        """The contents of an engine's pages; empty if there are none. Raises RedisAway."""
         (contents,) = await self._read([self._key(incarnation)])
         return contents
 

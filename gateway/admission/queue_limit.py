@@ -12,10 +12,12 @@ is refused on a guess: a time that no engine has measured yet counts as none.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from ...core.errors import DeadlineExceeded, Overloaded
 from ...prefix_index.prefix_sources import NOTHING, CachedPrefix
+from ..engines.engine_account import EngineAccount
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..request.dispatch_queue import SEQUENCE_TOKENS, CallerShare, DispatchQueue
@@ -72,10 +74,10 @@ class QueueLimit:
             for other, share in self._queue.shares.items()
             if prefill
         }
-        holders = table.holders(num_tokens, cached, Avoid())
+        fetches = table.fetches(num_tokens, cached, Avoid())
 
         def seconds(engine: LinkedEngine, own: int) -> float:
-            ahead = engine.account.fair_tokens_ahead(caller_id, own, parts)
+            ahead = fair_tokens_ahead(engine.account, caller_id, own, parts)
             speed = engine.account.speed
             if not ahead or speed is None:
                 return 0.0
@@ -83,9 +85,9 @@ class QueueLimit:
 
         waits_s = []
         for engine in prefill:
-            prefix = cached.get(engine.incarnation, NOTHING)
-            waits_s.append(seconds(engine, num_tokens - prefix.num_tokens))
-            if fetch := engine.best_fetch(holders, prefix):
+            name = engine.incarnation
+            waits_s.append(seconds(engine, num_tokens - cached.get(name, NOTHING).num_tokens))
+            if fetch := fetches.get(name):
                 fetched_s = seconds(engine, num_tokens - fetch.num_tokens)
                 waits_s.append(fetch.seconds + fetched_s)
         return min(waits_s, default=0.0)
@@ -105,3 +107,23 @@ class QueueLimit:
             if other != caller_id
         )
         return (num_ahead + 1) / places_per_s
+
+
+def fair_tokens_ahead(
+    account: EngineAccount, caller_id: int, num_tokens: int, held: Mapping[int, float]
+) -> float:
+    """The tokens ahead of a new prompt of this caller with `num_tokens` to compute, on an engine
+    and among those `held` in the gateway, by caller: of each other caller at most as many as this
+    one has waiting, and the prompt's own."""
+    others = Counter[int](held)
+    others.update(account.own_tokens)
+    others.update(account.others.by_caller)
+    mine = others.pop(caller_id, 0.0)
+    unlisted, least = account.others.unlisted, account.others.least_listed
+    most = mine + num_tokens
+    whole = mine + sum(others.values()) + unlisted
+    fair = mine + sum(min(tokens, most) for tokens in others.values())
+    if unlisted:
+        fair += unlisted * (min(1.0, most / least) if least else 1)
+    share = fair / whole if whole else 0.0
+    return (account.tokens_ahead + sum(held.values())) * share

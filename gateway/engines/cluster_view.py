@@ -1,8 +1,8 @@
 """The cluster as this gateway sees it: follows the directory and keeps a link to every engine.
 
-The directory lists whom to try; a link's stream shows who lives. So an engine that vanished from
-the directory is used as long as its stream lives, and one that the directory still lists but that
-does not answer is tried again, with back-off.
+The directory lists the engines to connect to; the stream of a link shows whether its engine lives.
+So an engine that is no longer listed is used until its stream ends, and one that is listed but
+cannot be reached is tried again, with back-off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .reported_load import ReportedLoad
 
 log = logging.getLogger(__name__)
 
-_REPORT_S = 0.1  # of loads alone
+_REPORT_S = 0.1  # at most so often, where only loads have changed
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
 
@@ -36,7 +36,7 @@ class ClusterView:
     """`run` follows the directory until cancelled; `close` ends all links.
 
     `_on_change`: called when engines, links, roles or loads have changed, before sessions see it;
-    `_on_linked`: when an engine is there.
+    `_on_linked`: called for each engine once it is linked.
     """
 
     _directory: Directory
@@ -54,7 +54,7 @@ class ClusterView:
     _reported_s: float = -_REPORT_S
     _report_timer: asyncio.TimerHandle | None = None
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _links: dict[str, EngineConnection] = field(default_factory=dict)  # and tries to link
+    _links: dict[str, EngineConnection] = field(default_factory=dict)  # and attempts
     _last_reasons: dict[str, str] = field(default_factory=dict)  # why there is no link, as logged
 
     def members(self) -> list[Member]:
@@ -64,7 +64,7 @@ class ClusterView:
         return sorted(every, key=lambda m: (m.role.value, m.name, m.incarnation))
 
     def is_starting(self, incarnation: str) -> bool:
-        """Whether this engine has answered, and has not reported yet."""
+        """Whether the engine has sent its Welcome, and no heartbeat yet."""
         return incarnation in self._links and self._links[incarnation].is_starting
 
     async def run(self) -> None:
@@ -80,7 +80,7 @@ class ClusterView:
                 await watch.aclose()
 
     def _list(self, members: Sequence[Member]) -> None:
-        """Take over what the directory lists of our model."""
+        """Take over the engines of our model from the directory."""
         self._listed = {m.incarnation: m for m in members if m.model == self._model}
         for member in members:
             if member.model != self._model and member.incarnation not in self._foreign:
@@ -91,7 +91,7 @@ class ClusterView:
         self._foreign = {m.incarnation for m in members if m.model != self._model}
 
     async def close(self) -> None:
-        """End all links, as if their engines had gone."""
+        """End all links, as if their engines were lost."""
         self._cancel_report()
         keepers = list(self._keepers.values())
         for keeper in keepers:
@@ -120,7 +120,7 @@ class ClusterView:
                 log.warning("engine %s at %s: %s", member.name, member.address, reason)
             self._last_reasons[incarnation] = reason
             if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
-                delay_s = _RETRY_MIN_S  # it was up for a while
+                delay_s = _RETRY_MIN_S  # the link was up for a while
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RETRY_MAX_S)
 
@@ -157,12 +157,12 @@ class ClusterView:
         due_s = self._reported_s + _REPORT_S
         if not is_same or now_s >= due_s:
             self._report(is_load_only=is_same)
-        elif self._report_timer is None:  # a busy engine's heartbeats are many: one for them all
+        elif self._report_timer is None:  # heartbeats are frequent: one report for several
             loop = asyncio.get_running_loop()
             self._report_timer = loop.call_later(due_s - now_s, self._report)
 
     def ended(self, link: EngineConnection) -> None:
-        """What is sent there now would count as having been there when it died."""
+        """Remove the engine at once: what was sent now would count as lost with its process."""
         self._table.remove(link.member.incarnation)
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
@@ -183,5 +183,5 @@ class ClusterView:
 
 
 def _serves(load: ReportedLoad) -> tuple[object, ...]:
-    """What decides which requests an engine may serve at all, however busy."""
+    """What decides which requests an engine can serve, apart from its load."""
     return load.links, load.is_draining, load.takes_whole

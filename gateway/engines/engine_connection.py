@@ -1,15 +1,15 @@
-"""The connection to one engine: what is sent to it and what comes, as messages of a stream.
+"""The connection to one engine: its messages, in both directions, on one stream (engine_stream.py).
 
     Welcome, checked ─► heartbeat ─► `linked` ─► dispatches out, outputs and heartbeats in ─► `lost`
 
-Owns one attempt. Of an engine whose stream ended, it is looked whether its process has ended while
-its node lives. Whoever wants another try makes another.
+One attempt; a new one is a new object. After the stream has ended, it is determined whether the
+engine's process has ended while its node lives.
 
-A node's times come on its monotonic clock; what hosts have as the time of day is never read:
+Stamps are times of the node's monotonic clock; hosts' wall clocks are never compared:
 
-    same host      the clock is one: a stamp is as long ago as it shows
-    another host   the newest stamp of a message is from when the message came, the others as much
-                   older as the node shows: what is between them is exact, the delivery counts as
+    same host      the clock is the same: the age of a stamp is exact
+    another host   the newest stamp of a message gets the time of its arrival, the others keep their
+                   distance to it: intervals between stamps are exact, the delivery counts as
                    waiting before them
 """
 
@@ -34,16 +34,16 @@ from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
 from .engine_stream import EngineStream, has_ended, is_local
 from .reported_load import ReportedLoad, load_from_wire
 
-# Takes what a linked engine's steps bring: LinkedEngine.receive.
+# Called with the outputs of each step of a linked engine: LinkedEngine.receive.
 Receive: TypeAlias = Callable[[Sequence[EngineOutput], Sequence[PlainToken]], None]
 Loaded: TypeAlias = str | BatonError  # an adapter's digest, or why it is not loaded
-_order_numbers = itertools.count(1)  # of all connections
+_order_numbers = itertools.count(1)  # over all connections
 
 
 class ConnectionEvents(Protocol):
-    """Whom a connection reports to. `lost` comes last, once, and only after `linked`, which returns
-    what takes the outputs. `ended`: no dispatch reaches the engine any more; `lost` follows once it
-    is known why.
+    """Callbacks of a connection. `linked` returns the receiver of outputs. `lost` is the last call,
+    once, and only after `linked`. `ended`: no dispatch reaches the engine any more; `lost` follows
+    once the cause is known.
 
     `has_died`: the node lives, and the engine's process has ended.
     """
@@ -60,7 +60,7 @@ class ConnectionEvents(Protocol):
 
 
 class EngineConnection:
-    """One attempt to reach `member`; `run` lives as long as the connection."""
+    """One attempt to connect to `member`; `run` takes as long as the connection lasts."""
 
     def __init__(
         self,
@@ -74,22 +74,23 @@ class EngineConnection:
         self.member = member
         self._events = events
         self._clock = clock
-        self._is_here = is_local(member)  # on this host
+        self._is_local = is_local(member)
         self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
-        self._has_died: bool | None = None  # its process, while its node lives; None: nobody knows
+        self._has_died: bool | None = None  # the process, while its node lives; None: unknown
         self._welcome: node_pb2.Welcome | None = None
         self._receive: Receive | None = None  # while it is linked
-        self._orders: dict[int, asyncio.Future[Loaded]] = {}  # that are not answered
+        self._orders: dict[int, asyncio.Future[Loaded]] = {}  # without a reply yet
 
     @property
     def is_starting(self) -> bool:
-        """Whether the engine has answered, and has not reported yet."""
+        """Whether the engine has sent its Welcome, and no heartbeat yet."""
         return self._welcome is not None and self._receive is None and not self._stream.is_over
 
     def dispatch(
         self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """All of it, or where there is a ticket its part of the hand-off."""
+        """Send a request to compute as a whole, or with a ticket, this engine's part of its
+        hand-off."""
         wire = codec.dispatch_to_wire(request, ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
@@ -98,25 +99,26 @@ class EngineConnection:
         self._send(node_pb2.GatewayMessage(cancel=cancel))
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
-        """Order it to promise that, or nothing; its heartbeats show whether it does."""
+        """Order it to promise this TBT, or None; its heartbeats show whether it does."""
         order = node_pb2.SetPromise(epoch=epoch, leader=leader, tbt_target_s=tbt_target_s)
         self._send(node_pb2.GatewayMessage(set_promise=order))
 
     def load_adapter(self, name: str, path: str) -> asyncio.Future[Loaded]:
-        """Order it to read the adapter into its host memory. NodeLost: it ended before."""
+        """Order it to read the adapter into host memory; the result is NodeLost if the connection
+        ends first."""
         number = next(_order_numbers)
-        self._orders[number] = answer = asyncio.get_running_loop().create_future()
+        self._orders[number] = future = asyncio.get_running_loop().create_future()
         order = node_pb2.LoadAdapter(order_id=number, name=name, path=path)
         self._send(node_pb2.GatewayMessage(load_adapter=order))
-        return answer
+        return future
 
-    def _answer(self, number: int, found: Loaded) -> None:
-        answer = self._orders.pop(number, None)
-        if answer is not None and not answer.done():
-            answer.set_result(found)
+    def _resolve_order(self, number: int, found: Loaded) -> None:
+        future = self._orders.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(found)
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:
-        """Never waits; where the stream is over, it goes nowhere."""
+        """Never blocks; the message is dropped if the stream is over."""
         transport = self._stream.transport
         if transport is None or transport.is_closing():
             return
@@ -125,9 +127,9 @@ class EngineConnection:
             self._stream.end("the engine does not read")
 
     async def run(self) -> str:
-        """Connect and serve until the connection ends; returns why it did.
+        """Connect and serve until the connection ends; returns the reason.
 
-        Raises nothing of the network's. Cancelling it closes the connection.
+        Raises no network errors. Cancelling it closes the connection.
         """
         reason = "closed by the gateway"
         try:
@@ -138,27 +140,27 @@ class EngineConnection:
         finally:
             self._stream.abort()
             for number in [*self._orders]:
-                self._answer(number, NodeLost("a node was lost"))
+                self._resolve_order(number, NodeLost("a node was lost"))
             if self._receive is not None:
                 self._receive = None
                 self._events.lost(self, reason, has_died=bool(self._has_died))
         return reason
 
     def take(self, message: node_pb2.NodeMessage) -> None:
-        """What the engine sent: one message."""
+        """Handle one message of the engine."""
         match message.WhichOneof("body"):
             case "outputs":
                 self._pass_on(message.outputs)
             case "heartbeat" if self._welcome is not None:
                 load = load_from_wire(message.heartbeat)
-                if self._receive is None:  # the first: the engine counts from now on
+                if self._receive is None:  # the first one: the engine is linked now
                     self._receive = self._events.linked(self, self._welcome, load)
                 else:
                     self._events.heartbeat(self, load)
             case "adapter_loaded":
                 loaded = message.adapter_loaded
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
-                self._answer(loaded.order_id, refusal or loaded.digest)
+                self._resolve_order(loaded.order_id, refusal or loaded.digest)
             case "welcome":
                 self._check(message.welcome)
             case "engine_ended":
@@ -179,7 +181,7 @@ class EngineConnection:
             self._receive(outputs, tokens)
 
     def _output(self, wire: node_pb2.RequestOutput) -> EngineOutput:
-        """One that cannot be read fails its attempt."""
+        """An output that cannot be decoded becomes an error of its attempt."""
         try:
             stamps = self._stamps(wire.events)
             logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
@@ -207,12 +209,12 @@ class EngineConnection:
         )
 
     def _stamps(self, received: Sequence[node_pb2.NodeEvent]) -> tuple[Stamp, ...]:
-        """On our clock, of a message that comes now. Raises InvalidRequest."""
+        """The stamps of a message that has just come, on our clock. Raises InvalidRequest."""
         if not received:
             return ()
         newest_ns = max(event.monotonic_ns for event in received)
         our_ns = int(self._clock.monotonic_s() * 1e9)
-        is_same_clock = self._is_here and newest_ns <= our_ns
+        is_same_clock = self._is_local and newest_ns <= our_ns
         ahead_ns = self._clock.unix_ns() - (our_ns if is_same_clock else newest_ns)
         node = self.member.name
         return tuple(
@@ -221,7 +223,7 @@ class EngineConnection:
         )
 
     def _check(self, welcome: node_pb2.Welcome) -> None:
-        """By what the directory promised."""
+        """Compare the Welcome with the directory's entry; a difference ends the stream."""
         member = self.member
         for field in ("incarnation", "role", "model", "fingerprint"):
             expected = member.role.value if field == "role" else getattr(member, field)

@@ -1,8 +1,8 @@
 """The stream to one engine: a unix socket on its host, else TCP; and whether its process has ended.
 
-    dial ─► handshake ─► messages come, the first of which is a Welcome ─► why it ended
+    connect ─► handshake ─► messages, the first of which is a Welcome ─► the reason of the end
 
-An engine that is silent is taken for lost. Knows no message.
+A silent engine counts as lost. Knows no message.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _CONNECT_TIMEOUT_S = 3.0
 _CLOSED = "the engine closed the connection"
 _PROBE_S = 0.5
 _PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
-_LIVES_S = 0.1  # a node whose port is open for so long does not end just now
+_LIVES_S = 0.1  # a node whose port stays open for so long is not ending
 
 
 class EngineStream(asyncio.Protocol):
-    """One attempt to reach `member`. `take` gets each message by itself, so that one costs no
-    other, and none behind the end; whoever knows that one is a Welcome says so by `welcomed`.
-    `transport`: to write frames to, once it is connected."""
+    """One attempt to connect to `member`. `take` is called for each message on its own, so that an
+    error in one affects no other, and for none after the end; its owner calls `welcomed` when one
+    is a valid Welcome. `transport`: to write frames to, once connected."""
 
     def __init__(
         self,
@@ -63,22 +63,22 @@ class EngineStream(asyncio.Protocol):
         self._is_local = is_local(member)
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
-        self._is_lost = False  # the transport
+        self._is_lost = False  # whether the transport is
         self._received = bytearray()  # of the handshake
         self._arrived = asyncio.Event()
         self._frames: FrameBuffer | None = None  # from the first frame on
         self._welcome: asyncio.Future[None] = self._loop.create_future()
-        self._over: asyncio.Future[str] = self._loop.create_future()  # why nothing more will come
+        self._over: asyncio.Future[str] = self._loop.create_future()  # the reason of the end
         self._last_received_s = clock.monotonic_s()
 
     def welcomed(self) -> None:
-        """The engine is who it should be."""
+        """The engine's Welcome is valid."""
         if not self._welcome.done():
             self._welcome.set_result(None)
 
     @property
     def is_over(self) -> bool:
-        """Whether it was ended, by either side, but for silence."""
+        """Whether either side has ended it; not where the engine is only silent."""
         return self._over.done()
 
     def end(self, reason: str) -> None:
@@ -87,13 +87,13 @@ class EngineStream(asyncio.Protocol):
         self._arrived.set()
 
     def abort(self) -> None:
-        """Take nothing any more. What closes by itself would first send all that waits."""
+        """End at once, without sending what is buffered, as closing would."""
         self.end("closed by the gateway")
         if self.transport is not None and not self._is_lost:
             self.transport.abort()
 
     async def serve(self) -> str:
-        """Until it ends; returns why. Raises nothing of the network's."""
+        """Connect, and wait for the end; returns its reason. Raises no network errors."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await self._connect()
@@ -135,7 +135,7 @@ class EngineStream(asyncio.Protocol):
         self.data_received(received)
 
     async def _read(self, num_bytes: int) -> bytes:
-        """Of the handshake. Raises NodeLost."""
+        """Read bytes of the handshake. Raises NodeLost."""
         while len(self._received) < num_bytes:
             if self._over.done():
                 raise NodeLost("it hung up within the handshake")
@@ -146,10 +146,10 @@ class EngineStream(asyncio.Protocol):
         return data
 
     async def _watch_silence(self) -> str:
-        """Return once the engine was silent for too long.
+        """Return the reason once the engine was silent for too long.
 
-        Where this process itself stood still, what the engine sent is still unread: its silence is
-        counted anew.
+        If this process itself was suspended, messages of the engine may be unread: the time of
+        silence starts again.
         """
         period_s = self._silence_s / 8
         while True:
@@ -179,24 +179,24 @@ class EngineStream(asyncio.Protocol):
             self.end(f"what it sends cannot be read: {error}")
 
     def eof_received(self) -> None:
-        """What is unsent by then, the engine may never read."""
+        """Bytes that are unsent by then may never be read by the engine."""
         self._loop.call_soon(self.end, _CLOSED)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
         reason = f"the connection broke: {error}" if error else _CLOSED
-        self._loop.call_soon(self.end, reason)  # behind what came before
+        self._loop.call_soon(self.end, reason)  # after the messages that came before
 
     def _pass_on(self, message: node_pb2.NodeMessage) -> None:
         if not self._over.done():
             self._take(message)
 
 
-# --- its sockets ----------------------------------------------------------------------------------
+# --- sockets --------------------------------------------------------------------------------------
 
 
 def is_local(member: Member) -> bool:
-    """Whether it is on this host."""
+    """Whether the engine runs on this host."""
     return member.host_id == host_id().hex()
 
 
@@ -214,7 +214,7 @@ async def open_socket(member: Member) -> socket.socket:
 
 
 async def has_ended(member: Member) -> bool:
-    """Whether nobody listens for this engine any more, while its node does."""
+    """Whether the engine's socket is closed while its node's port accepts connections."""
     try:
         async with asyncio.timeout(_PROBE_S):
             for pause_s in _PROBE_PAUSES_S:
@@ -222,7 +222,7 @@ async def has_ended(member: Member) -> bool:
                 try:
                     (await open_socket(member)).close()
                 except ConnectionResetError:
-                    continue  # it stopped to listen while we connected
+                    continue  # it stopped listening while we connected
                 except ConnectionRefusedError:
                     with await _open_tcp(member.address) as sock:
                         return await _stays_open(sock)
@@ -232,17 +232,17 @@ async def has_ended(member: Member) -> bool:
 
 
 async def _stays_open(sock: socket.socket) -> bool:
-    """Whether the other end lives: of a process that was killed the port takes connections until
-    its last thread has ended, behind its engine, and resets them then. Raises OSError."""
+    """Whether the other end lives: the port of a killed process accepts connections until its last
+    thread has ended, after its engine, and then resets them. Raises OSError."""
     try:
         async with asyncio.timeout(_LIVES_S):
             return bool(await asyncio.get_running_loop().sock_recv(sock, 1))
-    except TimeoutError:  # it waits for us to speak, as over TLS
+    except TimeoutError:  # it waits for our first bytes, as TLS does
         return True
 
 
 async def _open_tcp(address: str) -> socket.socket:
-    """At the first that answers of the addresses that its name stands for. Raises OSError."""
+    """Connect to the first address of the name that accepts. Raises OSError."""
     host, port = host_and_port(address)
     failure = OSError(f"{address} is no address")
     resolve = asyncio.get_running_loop().getaddrinfo

@@ -1,4 +1,4 @@
-"""All engines that the gateway is linked to, and what is known of them together.
+"""All engines that the gateway is linked to, and what follows from all of them together.
 
 Knows no grpc and no directory: cluster_view.py adds and removes engines, prompt_router.py chooses.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from ...core.membership import Role
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
-from ...prefix_index.prefix_sources import CachedPrefix, Holders
+from ...prefix_index.prefix_sources import NOTHING, CachedPrefix, Fetch, Holders
 from ..request.engine_link import Avoid
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
@@ -22,58 +22,70 @@ from .routing import Policy
 
 
 class EngineTable:
-    """All linked engines by incarnation, from the first heartbeat to the stream's end; what is
-    mirrored of the prefix index is theirs.
+    """The linked engines by incarnation, from the first heartbeat to the end of the stream, and the
+    mirror of their parts of the prefix index.
 
-    `policy`: how engines are chosen; without it by the least estimate, and gateways that know the
-    same choose the same.
+    `policy`: how engines are chosen; the default takes the least estimate and draws nothing, so
+    that gateways with the same heartbeats choose the same.
     """
 
     def __init__(self, mirror: PrefixMirror, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self.plans = PlanRecord(mirror.clock)
+        self.plans = PlanRecord()
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
         self.prompts = PromptsInFlight(mirror.clock)
         self.suspects = Suspects()
-        self.released: set[int] = set()  # of all engines: see EngineAccount
+        self.released: set[int] = set()  # callers, over all engines: see EngineAccount
 
     def add(self, engine: LinkedEngine) -> None:
-        """The engine has reported."""
+        """Add an engine whose first heartbeat has come."""
         engine.account.released, engine.account.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
         num_blocks = engine.member.num_blocks + engine.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)
 
     def remove(self, incarnation: str) -> None:
-        """The engine's stream has ended, or, again, it is known why."""
+        """Remove an engine whose stream has ended; no error if it was removed before."""
         self.engines.pop(incarnation, None)
         self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
-    def holders(
+    def fetches(
         self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid
-    ) -> Mapping[str, Holders]:
-        """By fingerprint, who could lend the prompt's full blocks; one token is always computed."""
-        found: dict[str, dict[str, int]] = {}
+    ) -> Mapping[str, Fetch]:
+        """The best fetch of each engine that could get more of a prompt's full blocks from another
+        one, by incarnation. `cached`: what engines have of the prompt, likewise."""
+        lendable: dict[str, dict[str, int]] = {}  # tokens by fingerprint and incarnation
         for name, prefix in cached.items():
             if name not in avoid:
                 engine = self.engines[name]
                 size = engine.member.block_size
-                most = (num_tokens - 1) // size * size
-                found.setdefault(engine.fingerprint, {})[name] = min(prefix.lendable_tokens, most)
-        if not found:
+                most = (num_tokens - 1) // size * size  # one token is always computed
+                of_kind = lendable.setdefault(engine.fingerprint, {})
+                of_kind[name] = min(prefix.lendable_tokens, most)
+        if not lendable:
             return {}
         rates = {name: engine.load.link_gbytes_per_s for name, engine in self.engines.items()}
-        return {fingerprint: Holders.of(cached, rates) for fingerprint, cached in found.items()}
+        holders = {kind: Holders.of(tokens, rates) for kind, tokens in lendable.items()}
+        found: dict[str, Fetch] = {}
+        for name, engine in self.engines.items():
+            if engine.fingerprint in holders and engine.block_bytes and engine.takes_prompts:
+                own = cached.get(name, NOTHING)
+                token_bytes = engine.block_bytes / engine.member.block_size
+                own_tokens = own.num_tokens - own.host_tokens
+                fetch = holders[engine.fingerprint].best_fetch(name, own_tokens, token_bytes)
+                if fetch is not None:
+                    found[name] = fetch
+        return found
 
     def borrowed_costs(self) -> Mapping[str, StepCost]:
-        """`step_costs`, where some engine is to borrow one."""
+        """`step_costs`, or nothing where every engine has measured its own."""
         is_measured = all(engine.is_measured for engine in self.engines.values())
         return {} if is_measured else self.step_costs()
 
     def step_costs(self) -> Mapping[str, StepCost]:
-        """By fingerprint, the cost that was measured on the largest steps."""
+        """By fingerprint, the step cost that was measured on the largest steps."""
         found: dict[str, StepCost] = {}
         for engine in self.engines.values():
             cost = engine.load.step_cost
@@ -83,7 +95,7 @@ class EngineTable:
         return found
 
     def lacks_constraints(self) -> Role | None:
-        """A role of which engines are linked, and none takes constraints."""
+        """A role whose linked engines all reject constraints; None where no engine is linked."""
         for role in Role:
             members = [e.member for e in self.engines.values() if e.member.role is role]
             if members and not any(member.can_constrain for member in members):
@@ -92,14 +104,14 @@ class EngineTable:
 
     @property
     def has_idle_engine(self) -> bool:
-        """Whether some engine has no prompt ahead of a new one."""
+        """Whether some engine would compute a new prompt at once."""
         return any(
             engine.takes_prompts and engine.is_ready and engine.account.has_no_prompt
             for engine in self.engines.values()
         )
 
     def limits(self, base: ModelLimits) -> ModelLimits:
-        """`base` narrowed to what the linked engines can do."""
+        """`base`, narrowed to what the linked engines can serve."""
         engines = list(self.engines.values())
         prefill = [e for e in engines if e.takes_prompts]
         decode = [e for e in engines if e.member.role is Role.DECODE]

@@ -1,39 +1,35 @@
-"""One engine behind a live link: its last heartbeat, and what this gateway sent it.
+"""One linked engine: its last heartbeat, and the requests that this gateway has dispatched to it.
 
-Owns the account of what was dispatched to it (engine_account.py). Knows no other engine, no grpc
-and no directory.
+Owns the account of these (engine_account.py). Knows no other engine, no grpc and no directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
-from ...core.step_cost import StepCost
-from ...prefix_index.prefix_sources import CachedPrefix, Fetch, Holders
-from ..request.engine_link import Demand, EngineOutput, PlainToken, Route
+from ..request.engine_link import EngineOutput, PlainToken, Route
 from ..request.session_table import SessionTable
 from .engine_account import EngineAccount
 from .engine_connection import EngineConnection
 from .reported_load import MANY_DECODES, ReportedLoad
-from .routing import READ_ADAPTER_S, EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary
-MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
+MEASURED_ROWS = 256  # the step cost covers prompts once a step had so many rows
 
 
 @dataclass(slots=True)
 class LinkedEngine:
-    """One engine behind a live link.
+    """Implements `engine_link.EngineLink` for one engine.
 
-    `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
-    does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
-    `num_host_blocks`: that its host memory may come to have beside its pool. `max_loras`: LoRA
-    adapters in its steps; 0: it serves none. `sessions`: of all engines.
+    `max_num_seqs`: sequences that run at once; `block_bytes`: size of a KV block; 0: the engine did
+    not report it. `own_target_s`: the TBT promise that it was started with; 0: none, and it is
+    given none. `num_host_blocks`: capacity of its host tier. `max_loras`: LoRA adapters in one
+    step; 0: it serves none. `sessions`: the gateway's, which get the engine's outputs.
     """
 
     member: Member
@@ -47,11 +43,11 @@ class LinkedEngine:
     max_loras: int = 0
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
-    # By its last heartbeat, as `load` is.
-    heard_s: float = field(init=False)  # when that came
-    is_measured: bool = field(init=False)  # its steps of prompts
-    _num_promised: int = field(init=False)  # that a step may have of decodes
-    _known: tuple[object, ...] = field(init=False)  # the first of an EngineState
+    # From the last heartbeat, as `load`.
+    heard_s: float = field(init=False)  # when it came
+    is_measured: bool = field(init=False)  # whether its step cost covers prompts
+    most_decodes: int = field(init=False)  # that a step may have and keep the promise
+    reported_state: tuple[object, ...] = field(init=False)  # the first fields of its EngineState
 
     def __post_init__(self) -> None:
         self.account = EngineAccount(self.clock, self.max_num_seqs)
@@ -71,7 +67,7 @@ class LinkedEngine:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether it computes them: for others, or for itself, beside its decodes."""
+        """Whether it computes prompts: for decode engines, or for its own decodes."""
         return self.load.takes_whole or self.member.role is Role.PREFILL
 
     @property
@@ -79,13 +75,13 @@ class LinkedEngine:
         return not self.load.is_draining
 
     def receive_heartbeat(self, load: ReportedLoad) -> None:
-        """A heartbeat."""
+        """Take over a heartbeat, and reconcile the account with it."""
         self.load, self.heard_s = load, self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
         self.account.heartbeat(load)
         target_s, member = load.tbt_target_s, self.member
-        self._num_promised = MANY_DECODES if target_s is None else load.decodes_within(target_s)
-        self._known = (
+        self.most_decodes = MANY_DECODES if target_s is None else load.decodes_within(target_s)
+        self.reported_state = (
             *(member.incarnation, member.role, member.fingerprint, member.block_size),
             *(load.free_blocks, load.credit_blocks, load.is_draining),
             *(load.links, load.link_gbytes_per_s, load.takes_whole),
@@ -94,7 +90,7 @@ class LinkedEngine:
     def dispatch(
         self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """See EngineLink: a fetch is for who computes the prompt."""
+        """See EngineLink. Only the prefill engine of the route gets its fetch."""
         num_tokens, caller_id = request.num_known_tokens, request.caller_id
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
@@ -123,96 +119,29 @@ class LinkedEngine:
             self.account.sent_decodes(keys, caller_id, num_blocks)
         self.outbox.dispatch(request, ticket, deadline_remaining_s)
 
-    def best_fetch(self, holders: Mapping[str, Holders], cached: CachedPrefix) -> Fetch | None:
-        """For a prompt of which it has so much itself, and others, by fingerprint, have more."""
-        of_its_kind = holders.get(self.fingerprint)
-        if of_its_kind is None or not self.block_bytes or not self.takes_prompts:
-            return None
-        token_bytes = self.block_bytes / self.member.block_size
-        own_tokens = cached.num_tokens - cached.host_tokens
-        return of_its_kind.best_fetch(self.incarnation, own_tokens, token_bytes)
-
     def cancel(self, request_id: str, attempt: int) -> None:
         self.account.ended((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
 
     def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken] = ()) -> None:
-        """What a step brought: for its sessions, behind what it answers or ends here."""
+        """Pass a step's outputs to their sessions, after the account has settled what they end."""
         self.account.settle(outputs)
         if self.sessions is not None:
             self.sessions.engine_step(self.incarnation, outputs, tokens)
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
-        """Of the KV of samples of one prompt, with what each is expected to grow by."""
+        """KV blocks for `num_sequences` samples of one prompt, with the expected growth of each."""
         size, num_growth = self.member.block_size, max_output_tokens
         if 0 < self.load.output_tokens < num_growth:
             num_growth = self.load.output_tokens
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
-    def state(
-        self,
-        demand: Demand,
-        caller_id: int,
-        cached: CachedPrefix,
-        others_cost: StepCost | None,
-        fetch: Fetch | None,
-        in_flight_tokens: int,
-        adapter: str,
-    ) -> EngineState:
-        """For routing one request of this caller. `in_flight_tokens`: see EngineState; `adapter`:
-        its digest, or empty.
-
-        `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
-        given any. What is about prompts is left out where it takes none, and what is about decodes
-        where it has none.
-        """
-        load, account, waiting_tokens, speed = self.load, self.account, 0, None
-        is_prefill = self.member.role is Role.PREFILL
-        takes_prompt = has_place = False
-        if is_prefill or load.takes_whole:
-            waiting_tokens, speed = account.tokens_ahead, account.speed
-            if others_cost is not None and not self.is_measured:
-                speed = load.prompt_speed_by(others_cost)
-            takes_prompt = demand.is_retry or account.takes_more_of(caller_id)
-        if not is_prefill or load.takes_whole:
-            has_place = self._has_place(demand, cached.num_tokens)
-        host_tokens = cached.host_tokens
-        host_s = host_tokens * load.host_block_s / self.member.block_size if host_tokens else 0.0
-        of_now = (account.num_requests, waiting_tokens, cached.num_tokens)
-        adapter_s = READ_ADAPTER_S if adapter and adapter not in load.adapters else 0.0
-        of_prompt = (fetch, host_tokens, host_s, in_flight_tokens, adapter_s)
-        return EngineState._make(
-            self._known + of_now + (speed, takes_prompt, has_place) + of_prompt
-        )
-
-    def _has_place(self, demand: Demand, cached_tokens: int) -> bool:
-        num_sequences = demand.num_sequences
-        num_tokens = demand.num_tokens - cached_tokens
-        num_blocks = self.blocks_for(num_tokens, demand.max_output_tokens, num_sequences)
-        has_place = self.account.has_place(num_sequences, num_blocks)
-        return has_place and self._keeps_promise_with(demand)
-
-    def _keeps_promise_with(self, demand: Demand) -> bool:
-        """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
-        if self.account.has_refused:
-            return False
-        load, most = self.load, self._num_promised
-        if demand.tbt_target_s and load.tbt_target_s is not None:
-            target_s = max(demand.tbt_target_s, load.tbt_target_s / 2)  # as the engine will
-            most = min(most, load.decodes_within(target_s))
-        num_requests, num_stages = self.account.num_requests, max(1, load.num_stages)
-        num_forks = max(0, load.decodes.num_decodes - -(-load.num_requests // num_stages))
-        if not num_forks + num_requests:
-            return True
-        # Some of the requests are to come.
-        return num_forks + -(-(num_requests + demand.num_sequences) // num_stages) <= most
-
     @property
     def pool_blocks(self) -> int:
-        """Blocks that requests can have."""
+        """Blocks that requests can use."""
         return self.member.num_blocks - _RESERVED_BLOCKS
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens whose KV fits the pool when it is empty."""
+        """Tokens whose KV fits an empty pool."""
         return self.pool_blocks * self.member.block_size

@@ -1,67 +1,122 @@
-"""Where requests went, and why: for people who look. Decides nothing."""
+"""Which plans one gateway chose, why, and what they were estimated to take: for metrics and the
+live page. Decides nothing.
+
+The router adds to `chosen` and replaces `last`; reasons, kinds and estimates are computed when they
+are read, since an estimate takes about as long as a choice.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ...core.ports import Clock
-from ..request.engine_link import Route
-from .routing import EngineState, Plan
-from .sampled_plan import SampledPlan
+from ...core.errors import Unavailable
+from ..request.engine_link import MustWait
+from .engine_state import REQUEST_S, EngineState
+from .routing import Plan, choose_plan
 
 PAIR, ALONE, MOVE = "pair", "alone", "move"
-_SAMPLE_EVERY_S = 1.0  # to estimate all of them at once, when a page opens, holds up streams
-_MAX_SAMPLES = 10
 _MOVED = "moved"
+
+
+class ChosenPlan(NamedTuple):
+    """What is counted of a plan. `is_cached`: its prefill engine has a part of the prompt;
+    `prefix_from`: the name of the engine from which it fetches a part, or empty."""
+
+    is_alone: bool
+    is_cached: bool
+    is_retry: bool
+    prefix_from: str = ""
+
+    @property
+    def kind(self) -> str:
+        return ALONE if self.is_alone else PAIR
+
+    @property
+    def reason(self) -> str:
+        if self.is_retry:
+            return "retry"
+        if self.is_alone:
+            return "local"
+        return "cached_prefix" if self.is_cached else "least_loaded"
+
+
+@dataclass(slots=True)
+class SampledPlan:
+    """A plan for a request of `num_tokens`, with the states of the engines that it was chosen
+    from."""
+
+    engines: Sequence[EngineState]
+    num_tokens: int
+    plan: Plan
+    _seconds: tuple[float, float | None] | None = None
+
+    @property
+    def kind(self) -> str:
+        return ALONE if self.plan.prefill == self.plan.decode else PAIR
+
+    @property
+    def seconds(self) -> tuple[float, float | None]:
+        """The estimates of this plan and of the best other one, if any; computed once."""
+        if self._seconds is None:
+            self._seconds = estimates(self.engines, self.num_tokens, self.plan)
+            self.engines = ()
+        return self._seconds
 
 
 @dataclass(eq=False)
 class PlanRecord:
-    """One gateway's. `decisions`: why requests went where they went; `moves`: of running requests,
-    by how they ended.
+    """All plans since the gateway's start. `num_unavailable`: how often no engines were there for a
+    request; `moves`: of running requests, by their outcome; `moved_to`: the same, by the target's
+    name where they succeeded. `last`: the last plan, until it is taken."""
 
-    `lately`: how many, by kind of plan, what, and of whom, until somebody takes it; `samples`: the
-    last plans of which estimates can be made.
-    """
-
-    clock: Clock
-    decisions: Counter[str] = field(default_factory=Counter)
+    chosen: Counter[ChosenPlan] = field(default_factory=Counter)
+    num_unavailable: int = 0
     moves: Counter[str] = field(default_factory=Counter)
-    lately: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    samples: deque[SampledPlan] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    moved_to: Counter[str] = field(default_factory=Counter)
+    last: SampledPlan | None = None
 
-    def note(
-        self,
-        engines: Sequence[EngineState],
-        num_tokens: int,
-        route: Route,
-        prefix_from: str = "",
-        *,
-        is_retry: bool = False,
-    ) -> None:
-        """A request of so many tokens goes there, by these engines' states, after it got a prefix
-        from the engine of that name, if any."""
-        is_alone = route.prefill is route.decode
-        if is_retry:
-            self.decisions["retry"] += 1
-        elif is_alone:
-            self.decisions["local"] += 1
-        elif route.cached_tokens[0]:
-            self.decisions["cached_prefix"] += 1
-        else:
-            self.decisions["least_loaded"] += 1
-        kind, now_s = ALONE if is_alone else PAIR, self.clock.monotonic_s()
-        self.lately[kind, "plans"] += 1
-        if prefix_from:
-            self.lately[kind, "prefixes_from", prefix_from] += 1
-        if not self.samples or now_s >= self.samples[-1].at_s + _SAMPLE_EVERY_S:
-            plan = Plan(route.prefill.incarnation, route.decode.incarnation)
-            self.samples.append(SampledPlan(now_s, kind, engines, num_tokens, plan))
+    def note_move(self, target: str, outcome: str) -> None:
+        """The move of a running request to the engine of that name ended: see request/move.py."""
+        self.moves[outcome] += 1
+        self.moved_to[target if outcome == _MOVED else outcome] += 1
 
-    def note_move(self, to: str, how: str) -> None:
-        """A running request's move to the engine of that name ended: see request/move.py."""
-        self.moves[how] += 1
-        self.lately[MOVE, "plans"] += how == _MOVED
-        self.lately[MOVE, "moves", to if how == _MOVED else how] += 1
+    def decisions(self) -> Counter[str]:
+        """Requests by the reason of their plan."""
+        counts = Counter(unavailable=self.num_unavailable)
+        for plan, count in self.chosen.items():
+            counts[plan.reason] += count
+        return +counts
+
+    def by_kind(self) -> Counter[tuple[str, ...]]:
+        """Plans by kind: (kind, "plans"), (kind, "prefixes_from", engine), (MOVE, "moves", target
+        or outcome)."""
+        counts = Counter[tuple[str, ...]]({(MOVE, "plans"): self.moves[_MOVED]})
+        for plan, count in self.chosen.items():
+            counts[plan.kind, "plans"] += count
+            if plan.prefix_from:
+                counts[plan.kind, "prefixes_from", plan.prefix_from] += count
+        for target, count in self.moved_to.items():
+            counts[MOVE, "moves", target] += count
+        return counts
+
+
+def estimates(
+    engines: Sequence[EngineState], num_tokens: int, plan: Plan
+) -> tuple[float, float | None]:
+    """The cost of the chosen plan in seconds, and of the best other one; None: there is none."""
+    known = {engine.incarnation: engine for engine in engines}
+
+    def seconds(plan: Plan) -> float:
+        prefill, decode = known[plan.prefill], known[plan.decode]
+        is_alone = prefill is decode
+        rest_s = decode.num_requests * REQUEST_S if is_alone else decode.decode_seconds(num_tokens)
+        return prefill.prompt_cost(num_tokens) + rest_s
+
+    try:
+        other = choose_plan(engines, num_tokens, avoid=frozenset({plan}))
+    except (Unavailable, MustWait):
+        return seconds(plan), None
+    return seconds(plan), seconds(other)

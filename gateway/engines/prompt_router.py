@@ -1,8 +1,8 @@
-"""Chooses the engines for one request, by all that the table knows of them and by what each has
-cached of the prompt.
+"""Chooses the engines for one request, from the engine table and from the prefixes of the prompt
+that engines have cached.
 
-Hashing costs some microseconds a block, so it stops where no engine has the chain, gives the event
-loop its turns, and is done once a request. No network: the mirror is in memory.
+Hashing takes some microseconds per block, so it ends where no engine has the chain, yields to the
+event loop between slices, and is done once per request. No network: the mirror is in memory.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from ...core.request.token_ids import BlockHash, block_hashes, column, root_hash
 from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
 from ..request.engine_link import Avoid, Demand, MustWait, Route
 from ..validation.validation import ValidatedRequest
+from .engine_state import EngineState, state_of
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
-from .routing import EngineState
+from .plan_record import ChosenPlan, SampledPlan
+from .routing import Plan
 
 _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
 
 @dataclass(slots=True)
 class PromptRouter:
-    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint, once they
-    were found."""
+    """Implements `engine_link.Router`. `hashes`: the block hashes of the prompt by the engines'
+    fingerprint, from the first block on, set by `hash_prompt`."""
 
     table: EngineTable
     request: ValidatedRequest
     hashes: dict[str, list[BlockHash]] = field(default_factory=dict)
 
     async def hash_prompt(self) -> None:
-        """As much of it as some engine may have cached, by engines of each kind. One shorter than
-        a block is in no cache."""
+        """Hash as much of the prompt as some engine may have cached, for each fingerprint. A prompt
+        shorter than a block is in no cache."""
         num_tokens, engines = len(self.request.prompt_token_ids), self.table.engines.values()
         for fingerprint in {e.fingerprint for e in engines if num_tokens >= e.member.block_size}:
             self.hashes[fingerprint] = await self._hash_while_cached(fingerprint)
 
     async def _hash_while_cached(self, fingerprint: str) -> list[BlockHash]:
-        """The chain, to the end of the slice in which the last engine's cache of it ends."""
+        """The hash chain, up to the end of the first slice that no engine has as a whole."""
         hashes: list[BlockHash] = []
         request, start = self.request, 0
         token_ids = request.prompt_token_ids
@@ -62,43 +64,46 @@ class PromptRouter:
         return hashes
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """See engine_link.Router. An engine where a suspect is on trial comes after all others."""
+        """See engine_link.Router. Engines with a suspect on trial are taken only if no other can
+        be."""
         table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
         states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
-            prefill, decode, fetch = self._plan(states, demand, avoid, fingerprint)
+            plan, fetch = self._plan(states, demand, avoid, fingerprint)
         except Unavailable:
-            table.plans.decisions["unavailable"] += 1
+            table.plans.num_unavailable += 1
             raise
-        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in (prefill, decode))
-        pair = table.engines[prefill], table.engines[decode]
-        holds_first = pair[1].own_target_s > 0
-        route = Route(*pair, (at_prefill, at_decode), fetch, holds_first)
+        prefill, decode = (table.engines[name] for name in plan)
+        at_prefill, at_decode = (cached.get(name, NOTHING).num_tokens for name in plan)
         prefix_from = "" if fetch is None else table.engines[fetch.source].name
         is_retry = demand.is_retry or bool(avoid)
-        table.plans.note(states, num_tokens, route, prefix_from, is_retry=is_retry)
-        return route
+        chosen = ChosenPlan(prefill is decode, at_prefill > 0, is_retry, prefix_from)
+        table.plans.chosen[chosen] += 1
+        table.plans.last = SampledPlan(states, num_tokens, plan)
+        holds_first = decode.own_target_s > 0
+        return Route(prefill, decode, (at_prefill, at_decode), fetch, holds_first)
 
     def _states(
         self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
     ) -> list[EngineState]:
-        """Of the engines that could serve it at all, to its last token."""
+        """The states of the engines that can serve the request up to its last token."""
         table, request = self.table, self.request
         total_tokens = demand.num_tokens + demand.max_output_tokens
         adapter, is_constrained = request.adapter_digest, request.sampling.constraint is not None
-        costs, holders = table.borrowed_costs(), table.holders(demand.num_tokens, cached, avoid)
+        costs, fetches = table.borrowed_costs(), table.fetches(demand.num_tokens, cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
         return [
-            engine.state(
+            state_of(
+                engine,
                 demand,
                 request.caller_id,
-                prefix := cached.get(engine.incarnation, NOTHING),
+                cached.get(name, NOTHING),
                 costs.get(engine.fingerprint) if costs else None,
-                engine.best_fetch(holders, prefix) if holders else None,
+                fetches.get(name),
                 in_flight_tokens,
                 adapter,
             )
-            for engine in table.engines.values()
+            for name, engine in table.engines.items()
             if engine.member.max_model_len >= total_tokens
             and (engine.member.can_constrain or not is_constrained)
             and (engine.max_loras or not adapter)
@@ -106,20 +111,20 @@ class PromptRouter:
 
     def _plan(
         self, states: list[EngineState], demand: Demand, avoid: Avoid, fingerprint: str | None
-    ) -> tuple[str, str, Fetch | None]:
-        """Who computes the prompt and who goes on, and what the first is to get from another."""
+    ) -> tuple[Plan, Fetch | None]:
+        """The plan, and the prefix that its prefill engine is to fetch from another engine."""
         num_tokens, caller_id, policy = demand.num_tokens, self.request.caller_id, self.table.policy
         choose = partial(policy.choose, states, num_tokens, caller_id, fingerprint=fingerprint)
         try:
-            prefill, decode = choose(avoid=avoid | self.table.suspects.engines)
-        except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
-            prefill, decode = choose(avoid=avoid)
-        state = next(state for state in states if state.incarnation == prefill)
-        return prefill, decode, state.worth_fetching(num_tokens)
+            plan = choose(avoid=avoid | self.table.suspects.engines)
+        except Unavailable:  # after MustWait it waits for a place on an engine without a suspect
+            plan = choose(avoid=avoid)
+        state = next(state for state in states if state.incarnation == plan.prefill)
+        return plan, state.worth_fetching(num_tokens)
 
     def cached(self, num_tokens: int) -> dict[str, CachedPrefix]:
-        """By incarnation, what engines have of the request's first `num_tokens`, by the index, or
-        are about to have, by the prompts that they compute now."""
+        """By incarnation, what engines have of the request's first `num_tokens` according to the
+        index, or will have once the prompts in flight are computed."""
         found: dict[str, CachedPrefix] = {}
         mirror, prompts, request = self.table.mirror, self.table.prompts, self.request
         salt = salted(request.options.cache_salt, request.adapter_digest)
@@ -146,10 +151,11 @@ class PromptRouter:
         num_listed: int,
         num_in_flight: int,
     ) -> CachedPrefix:
-        """`num_listed`: the blocks that the index has. One token at least is computed."""
+        """Limits the blocks found by what the engine can use: whoever computes the prompt computes
+        at least one token. `num_listed`: blocks that the index lists."""
         size, is_prefill = engine.member.block_size, engine.member.role is Role.PREFILL
         most = (num_tokens - 1) // size
-        if self.request.sampling.prompt_logprobs is not None:  # all of it is computed, for scores
+        if self.request.sampling.prompt_logprobs is not None:  # all are computed, for their scores
             return CachedPrefix(0 if engine.takes_prompts else num_listed * size)
         num_in_flight = min(num_in_flight, most)
         if is_prefill:
@@ -168,12 +174,12 @@ _ANY = ValidatedRequest(column((0,)), SamplingParams(), "")
 
 
 def why_not_ready(table: EngineTable) -> str:
-    """What is missing before any request can be served; empty if nothing is."""
+    """Why no request could be served now; empty if one could."""
     router, demand, avoid = PromptRouter(table, _ANY), Demand(1), Avoid()
     try:
         router._plan(router._states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
     except Unavailable as error:
         return error.message
     except MustWait:
-        pass  # busy is ready
+        pass  # a cluster that is busy is ready
     return ""

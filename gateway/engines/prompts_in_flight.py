@@ -1,11 +1,11 @@
-"""Prompts that this gateway has sent to be computed, and that no engine lists as cached yet.
+"""Prompts that this gateway has dispatched, and that the prefix index does not list yet.
 
     sent ─► first token ─► its engine publishes it ─► the prefix index has it
-    └────────── here, and LINGER_S more ──────────┘
+    └───── kept here, until LINGER_S later ───────┘
 
-So requests that begin together with the same new prompt find each other: an engine that is about
-to compute a prefix will have it when the next one's turn comes. Prompts are compared as they are,
-those alone that begin with the same block; nothing is hashed for it.
+With them, requests that come at the same time with the same new prefix are sent to one engine: it
+will have computed the prefix when the next one's turn comes. Prompts with the same first block are
+compared token by token, without hashing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ...core.ports import Clock
 from ...core.request.token_ids import NUM_BYTES, pack
 
 LINGER_S = 0.3  # from a first token until the index has its prompt
-_MOST_ALIKE = 8  # that are compared with a prompt: the last ones
+_MOST_ALIKE = 8  # prompts that are compared with a new one: the last ones
 
-_Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: what prompts must have in common
+_Kind = tuple[str, str, bytes]  # fingerprint, salt, first block: equal where we compare
 
 
 @dataclass(slots=True, eq=False)
 class SentPrompt:
-    """One of them, at the engine of this incarnation."""
+    """A prompt in flight, on the engine of this incarnation."""
 
     engine: str
     kind: _Kind
@@ -35,22 +35,19 @@ class SentPrompt:
 
 @dataclass(slots=True, eq=False)
 class PromptsInFlight:
-    """One gateway's. `num_index_hits`: those so far of which the index promised cached tokens;
-    `num_stale_hits`: those of them that found fewer."""
+    """All of one gateway. `num_index_hits`: prompts so far with cached tokens by the index;
+    `num_stale_hits`: those of them whose engine had fewer."""
 
     clock: Clock
     num_index_hits: int = 0
     num_stale_hits: int = 0
     _prompts: dict[_Kind, dict[SentPrompt, None]] = field(default_factory=dict)
-    _answered: deque[tuple[float, SentPrompt]] = field(default_factory=deque)  # until when
-
-    def __len__(self) -> int:
-        return sum(map(len, self._prompts.values()))
+    _answered: deque[tuple[float, SentPrompt]] = field(default_factory=deque)  # kept until, prompt
 
     def sent(
         self, engine: str, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
     ) -> SentPrompt:
-        """A prompt, of a block at least, goes to an engine to be computed."""
+        """Add a prompt of at least one block that is dispatched to an engine."""
         self._forget_old()
         packed = memoryview(pack(token_ids))
         kind = (fingerprint, salt, bytes(packed[: NUM_BYTES * block_size]))
@@ -59,7 +56,7 @@ class PromptsInFlight:
         return prompt
 
     def ended(self, prompt: SentPrompt, *, is_computed: bool) -> None:
-        """It has its first token, or will not be computed."""
+        """The prompt has its first token, or will not be computed."""
         if is_computed:
             self._answered.append((self.clock.monotonic_s() + LINGER_S, prompt))
         else:
@@ -73,7 +70,7 @@ class PromptsInFlight:
     def common_blocks(
         self, fingerprint: str, salt: str, token_ids: Sequence[int], block_size: int
     ) -> Mapping[str, int]:
-        """How many first blocks of a prompt each engine is about to have, by incarnation."""
+        """By incarnation, how many first blocks of a prompt each engine will have soon."""
         self._forget_old()
         if not self._prompts or len(token_ids) < block_size:
             return {}
@@ -93,7 +90,7 @@ class PromptsInFlight:
             self._drop(self._answered.popleft()[1])
 
     def _drop(self, prompt: SentPrompt) -> None:
-        """Perhaps once more: its engine may have been lost."""
+        """No error if it was dropped before, when its engine was lost."""
         if (alike := self._prompts.get(prompt.kind)) is not None:
             alike.pop(prompt, None)
             if not alike:
@@ -101,7 +98,7 @@ class PromptsInFlight:
 
 
 def _common(one: memoryview, other: memoryview, num_bytes: int) -> int:
-    """How many blocks of `num_bytes` both begin with; the first is the same."""
+    """How many first blocks of `num_bytes` are equal; the first one is."""
     low, high = 1, min(len(one), len(other)) // num_bytes
     while low < high:
         middle = (low + high + 1) // 2

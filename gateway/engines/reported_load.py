@@ -1,9 +1,8 @@
-"""What an engine reports of itself in a heartbeat, and how fast it computes prompts by that."""
+"""An engine's heartbeat as the gateway reads it, and the speed of prompts that follows from it."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -11,16 +10,15 @@ from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape, pairs_of
 from ...proto import codec
 from ...proto.v1 import node_pb2
 
-_STEP_TOKENS = 2048  # of an engine that does not report its own
+_STEP_TOKENS = 2048  # where an engine reports none
 MANY_DECODES = 1 << 16  # more than any step has
 _LEAST_TOKEN_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpeed:
-    """How fast an engine computes prompts now: `step_s`, and `token_s` for each of their tokens;
-    `pair_s`: more for each (query, key) pair; `steady_token_s`: for each token of many, in steps
-    that follow each other. In seconds."""
+    """How fast an engine computes prompts now, in seconds: `step_s` per step, `token_s` per token,
+    and `pair_s` per (query, key) pair; `steady_token_s`: per token of a prompt of many steps."""
 
     step_s: float
     token_s: float
@@ -28,18 +26,18 @@ class PromptSpeed:
     steady_token_s: float = 0.0
 
     def prompt_seconds(self, num_tokens: int, context: int, ahead: float = 0.0) -> float:
-        """Of one prompt with `num_tokens` to compute, behind `context`, and of the tokens `ahead`
-        of it, of other prompts, whatever their contexts."""
+        """The time to compute `num_tokens` of a prompt with `context` tokens before them, after
+        `ahead` tokens of other prompts, whose contexts are ignored."""
         tokens = ahead + num_tokens
         tokens_s = max(self.step_s + tokens * self.token_s, tokens * self.steady_token_s)
         return tokens_s + self.pair_s * pairs_of(num_tokens, context)
 
     def tokens_like(self, pairs: int) -> float:
-        """How many tokens take as long as so many (query, key) pairs."""
+        """How many tokens take as long as these (query, key) pairs."""
         return self.pair_s * pairs / max(self.token_s, self.steady_token_s)
 
     def tokens_in(self, seconds: float) -> int:
-        """What a step as long as this computes."""
+        """How many tokens are computed in this time."""
         left_s = seconds - self.step_s
         if left_s <= 0:
             return 0
@@ -50,14 +48,14 @@ class PromptSpeed:
 def prompt_speed(
     cost: StepCost, chunk: int, beside: StepShape, promise_s: float | None
 ) -> PromptSpeed:
-    """Of prompts in chunks of up to `chunk` tokens, beside decodes that a promise may be kept
-    to."""
+    """The speed of prompts in chunks of up to `chunk` tokens, in steps with the decodes `beside`,
+    to which a TBT of `promise_s` may be promised."""
     if promise_s is not None and beside.num_decodes:
         size = cost.prompt_tokens_within(promise_s, beside, 0, chunk)
         size = max(size, min(chunk, LEAST_PROMPT_TOKENS))
         token_s = cost.seconds(replace(beside, num_prompt_tokens=size)) / size
         beside_s = cost.seconds(beside)
-        # What tokens see makes chunks smaller, down to the least, and each has the decodes.
+        # Attention to the context makes chunks smaller, down to the least, each beside the decodes.
         left = 1 - (beside_s + cost.mixed_s) / promise_s
         least = min(1.0, LEAST_PROMPT_TOKENS / size)
         pair_s = (cost.pair_s + cost.mixed_pair_s) / max(left, least)
@@ -73,31 +71,17 @@ def prompt_speed(
 
 @dataclass(frozen=True, slots=True)
 class OthersPrompts:
-    """Prompt tokens of other gateways: `by_caller`, of the callers with most, which an engine
-    lists; `unlisted`, of callers with less each than `least_listed`."""
+    """Waiting prompt tokens of other gateways: `by_caller`, of the callers with most, which an
+    engine lists; `unlisted`, of callers with fewer than `least_listed` each."""
 
     by_caller: Mapping[int, int] = field(default_factory=dict)
     unlisted: int = 0
     least_listed: int = 0
 
-    def fair_share(self, waiting: Mapping[int, float], caller_id: int, num_tokens: int) -> float:
-        """Of these and of what else is `waiting`, by caller, the part that comes before a new
-        prompt of this caller: of each other caller at most as much as of this one, which is what it
-        has waiting and the prompt's own `num_tokens`."""
-        others = Counter[int](waiting)
-        others.update(self.by_caller)
-        mine = others.pop(caller_id, 0.0)
-        most = mine + num_tokens
-        whole = mine + sum(others.values()) + self.unlisted
-        fair = mine + sum(min(tokens, most) for tokens in others.values())
-        if self.unlisted:
-            fair += self.unlisted * (min(1.0, most / self.least_listed) if self.least_listed else 1)
-        return fair / whole if whole else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoad:
-    """An engine's heartbeat."""
+    """The last heartbeat of an engine; counts are of all gateways."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -109,9 +93,9 @@ class ReportedLoad:
     held_blocks: int = 0
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    num_steps: int = 0  # so far
-    num_requests: int = 0  # of all gateways, that decode there or will
-    num_stages: int = 0  # that decode at once, a share of them each; 0: one
+    num_steps: int = 0  # since the engine's start
+    num_requests: int = 0  # that decode there or will
+    num_stages: int = 0  # of a pipeline, each with a share of the decodes; 0: one
     room_blocks: int = 0
     output_tokens: int = 0
     mean_output_tokens: int = 0
@@ -126,7 +110,7 @@ class ReportedLoad:
     decode_step_p99_s: float = 0.0
     expert_ranks: int = 0
     host_blocks: int = 0
-    host_block_s: float = 0.0  # to copy one of them back; 0: not known
+    host_block_s: float = 0.0  # to copy one back to the device; 0: not known
     disk_blocks: int = 0
     waiting_pairs: int = 0  # (query, key), of the waiting tokens
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
@@ -136,23 +120,13 @@ class ReportedLoad:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens that a step with drafts adds to a sequence, the one behind them included; None
-        before there are any."""
+        """Tokens that a step with drafts adds to a sequence, the one after the drafts included;
+        None before there are any."""
         counted = self.counters
         return 1 + sum(counted.accepted_drafts) / counted.num_drafts if counted.num_drafts else None
 
-    def expert_imbalance(self, num_parts: int) -> float | None:
-        """Of so many equal parts of the experts, in their order: tokens of the part with most of
-        them over the mean; None before there are any."""
-        tokens = self.counters.expert_tokens
-        size = len(tokens) // max(1, num_parts)
-        if not size or not sum(tokens):
-            return None
-        parts = [sum(tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
-        return max(parts) * num_parts / max(1, sum(parts))
-
     def others_than(self, ours: Mapping[int, int]) -> OthersPrompts:
-        """What waits, less what is or may be ours, by caller."""
+        """The waiting tokens without those that are or may be `ours`, by caller."""
         listed = self.waiting_by_caller
         more = {i: count - ours.get(i, 0) for i, count in listed.items() if count > ours.get(i, 0)}
         unlisted = self.waiting_tokens - sum(listed.values())
@@ -161,30 +135,30 @@ class ReportedLoad:
 
     @property
     def takes_whole(self) -> bool:
-        """Whether it may be given prompts and their decodes: it promises something to these."""
+        """Whether it takes prompts together with their decodes, to which it promises a TBT."""
         return self.tbt_target_s is not None and not self.is_promise_withdrawn
 
     @property
     def prompt_speed(self) -> PromptSpeed | None:
-        """At which it computes prompts beside the decodes that it has; None: not measured yet, or
-        over a few decodes alone, which say nothing of prompts."""
+        """The speed of prompts beside its present decodes; None: not measured, or only with a few
+        decodes, whose steps do not show the cost of prompts."""
         if self.step_cost is None or self.max_rows < LEAST_PROMPT_TOKENS:
             return None
         return self.prompt_speed_by(self.step_cost)
 
     @property
     def max_rows(self) -> int:
-        """Of the steps that its cost was measured on: few where it never had a prompt."""
+        """The largest step that its cost was measured on: small where it never had a prompt."""
         return 0 if self.step_cost is None else self.step_cost.max_rows
 
     def prompt_speed_by(self, cost: StepCost) -> PromptSpeed:
-        """The same, were its steps to cost as much as this."""
+        """The speed of prompts if steps cost `cost`."""
         chunk = self.step_tokens or _STEP_TOKENS
         return prompt_speed(cost, chunk, self.decodes, self.tbt_target_s)
 
     def decodes_within(self, seconds: float) -> int:
-        """How many like those that run a step may have that takes no longer; where not even one
-        may, it makes no difference."""
+        """How many decodes like the present ones fit a step of this time; MANY_DECODES where not
+        even one does, since a limit would not help."""
         cost, now = self.step_cost, self.decodes
         if cost is None or not now.num_decodes or cost.seconds(now.scaled_to(1)) > seconds:
             return MANY_DECODES
@@ -211,7 +185,7 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
 
 
 def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
-    """None where an engine has none yet, or one that cannot be."""
+    """None where the engine reports none, or an impossible one."""
     if not wire.HasField("step_cost"):
         return None
     sent = wire.step_cost

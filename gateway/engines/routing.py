@@ -1,166 +1,59 @@
-"""Where a request is computed: a pure function of what is known of the engines.
+"""Chooses the engines of a request: a pure function of the engines' states.
 
-A plan is a pair, whose prefill engine hands its KV to the decode engine, or one engine for both.
-All plans have an estimate in seconds, and the least is taken:
+A plan is a pair, whose prefill engine hands its KV off to the decode engine, or one engine alone.
+Each plan has a cost in seconds, and the least is taken:
 
-    pair    until the prefill engine is done with it  + requests on the decode engine + its pull
-    alone   until the engine is done with it          + requests on it
+    pair    until the prefill engine has computed the prompt  + requests on the decode engine + pull
+    alone   until the engine has computed the prompt          + requests on it
 
-Where others wait already, a prompt weighs more: who comes next waits for it as well.
+Each engine's part of the cost (engine_state.py) is independent of the other's, so the best pair is
+found among engines sorted by their parts, not among all pairs. With a source of chance, one of the
+plans is drawn that are alike: each part within ALIKE of the best, with as much of the prompt
+cached. Else all gateways with the same heartbeats would choose the same engine until the next ones.
 
-Each engine's part of an estimate is its own, so the best pair is found among engines in the order
-of their parts, not among all pairs. Plans that are alike, each part within ALIKE of the best and
-with as much of the prompt in the cache, are drawn from where a source of chance is given: else
-gateways that have the same heartbeats would all send to the same engine until the next ones.
+The time of a prompt follows from the step cost that its engine has measured (core/step_cost.py): an
+engine that promises a TBT to its decodes (`tbt_target_s`) computes prompts beside them, some tokens
+per step; without decodes it is as fast as one without a promise. An engine without a promise only
+does the work of its role.
 
-How long a prompt takes follows from what its engine measured (core/step_cost.py): one that keeps a
-promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
-it is as fast as one without a promise. An engine without a promise does what its role says.
-
-What an engine has cached of the prompt on its device costs nothing; what it has in host memory, a
-copy, and what another has, a pull, if that is quicker than to compute it (prefix_sources.py). A
-prefill engine without credit for the
-request comes after every one that has it, but is not left out. A decode engine without a place for
-it, and a prefill engine that has enough of its caller's prompts, are: the request waits here, where
-its queue is fair and a place that becomes free anywhere is the next one's.
+A prefix that is cached on the device costs nothing, in host memory a copy, on another engine a
+pull, if that is quicker than computing it (prefix_sources.py). A prefill engine without credit for
+the request is taken only if none has credit. A decode engine without a place for it, and a prefill
+engine that has enough prompts of its caller, are left out: the request waits in the gateway, whose
+queue is fair, and where the next free place on any engine can be given to it.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Avoid, Blocked, MustWait
-from .reported_load import PromptSpeed
+from .engine_state import REQUEST_S, EngineState
 
-# What one more request on an engine weighs: it makes every step to come a little longer.
-REQUEST_S = 0.0014
-PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
-READ_ADAPTER_S = 0.1  # a LoRA adapter of rank 16 of an 8B model, from files
-_UNMEASURED = PromptSpeed(0.0, 1e-4)
-ALIKE = 1.05  # of the least estimate: what is measured is no more exact
-_NO_RATES: Mapping[str, float] = MappingProxyType({})
+ALIKE = 1.05  # times the least cost: measurements are no more exact
 
-# Links below this share of the fastest are another kind of link; above it, measured otherwise.
+# Links below this share of the fastest are of a slower kind; above it, differences are noise.
 SLOW_LINK_SHARE = 0.5
-
-# Of what it takes to compute tokens: what weighs in addition that another engine computes the same
-# at this moment. Without it the second of two equal prompts would be computed again elsewhere, for
-# the time of its own last tokens.
-REPEATED = 0.25
-
-# What a prompt's own computation weighs in addition where as much waits already: who comes next
-# waits for it too. Where engines are not equally fast, prompts so leave the fast one earlier.
-DELAYING = 1.5
-
-
-class EngineState(NamedTuple):
-    """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
-
-    `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
-    `num_requests`: on a decode engine, of all gateways. `link_gbytes_per_s`: what a decode engine's
-    links gave when they were opened, by source. `speed`: at which it computes prompts now; None:
-    not known. `keeps_promise`: it takes whole requests, whatever its role.
-    Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
-    more of it from another engine; `host_tokens`: the last of `cached_tokens`, which are in host
-    memory alone, and `host_s` until they are copied back; `in_flight_tokens`: that some engine is
-    about to have, since it computes them for another prompt; `takes_prompt`: it may have another
-    prompt of its caller; `has_place`: for its decodes; `adapter_s`: until it has its LoRA adapter.
-    """
-
-    incarnation: str
-    role: Role
-    fingerprint: str
-    block_size: int
-    free_blocks: int = 0
-    credit_blocks: int = 0
-    is_draining: bool = False
-    links: frozenset[str] = frozenset()
-    link_gbytes_per_s: Mapping[str, float] = _NO_RATES
-    keeps_promise: bool = False
-    # What is above changes with heartbeats alone.
-    num_requests: int = 0
-    waiting_tokens: int = 0
-    cached_tokens: int = 0
-    speed: PromptSpeed | None = None
-    takes_prompt: bool = True
-    has_place: bool = True
-    fetch: Fetch | None = None
-    host_tokens: int = 0
-    host_s: float = 0.0
-    in_flight_tokens: int = 0
-    adapter_s: float = 0.0
-
-    def prompt_seconds(self, num_tokens: int) -> float:
-        """Until it has computed the request's prompt, behind all that waits there."""
-        own_s = self._own_seconds(num_tokens)
-        if self.fetch is None:
-            return own_s + self.adapter_s
-        return min(own_s, self._fetching_seconds(num_tokens)) + self.adapter_s
-
-    def worth_fetching(self, num_tokens: int) -> Fetch | None:
-        """The fetch, if its prompt is computed sooner by it."""
-        own_s = self._own_seconds(num_tokens)
-        return self.fetch if self._fetching_seconds(num_tokens) < own_s else None
-
-    def _own_seconds(self, num_tokens: int) -> float:
-        """With what it has cached itself: what is in host memory is copied, or computed again if
-        that is quicker, as the engine will decide."""
-        copied_s = self.host_s + self._seconds_behind(self.cached_tokens, num_tokens)
-        if not self.host_tokens:
-            return copied_s
-        on_device = self.cached_tokens - self.host_tokens
-        return min(copied_s, self._seconds_behind(on_device, num_tokens))
-
-    def _fetching_seconds(self, num_tokens: int) -> float:
-        if self.fetch is None:
-            return math.inf
-        return self.fetch.seconds + self._seconds_behind(self.fetch.num_tokens, num_tokens)
-
-    def _seconds_behind(self, cached_tokens: int, num_tokens: int) -> float:
-        speed = self.speed or _UNMEASURED
-        num_left = max(1, num_tokens - cached_tokens)
-        computed_s = speed.prompt_seconds(num_left, num_tokens - num_left, self.waiting_tokens)
-        if self.in_flight_tokens > cached_tokens:
-            computed_s += REPEATED * (self.in_flight_tokens - cached_tokens) * speed.token_s
-        return computed_s
-
-    def prompt_cost(self, num_tokens: int) -> float:
-        """Of the request's prompt, in seconds: until it has computed it, and what its computation
-        weighs for those that will wait for it, where others wait already."""
-        speed = self.speed or _UNMEASURED
-        known_tokens = max(self.cached_tokens, self.fetch.num_tokens if self.fetch else 0)
-        delaying = min(self.waiting_tokens, num_tokens - known_tokens)
-        token_s = max(speed.token_s, speed.steady_token_s)
-        return self.prompt_seconds(num_tokens) + DELAYING * max(0, delaying) * token_s
-
-    def decode_seconds(self, num_tokens: int) -> float:
-        """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = num_tokens - self.cached_tokens + self.host_tokens
-        pull_s = num_pulled * PULL_TOKEN_S if num_pulled > 0 else 0.0
-        return self.num_requests * REQUEST_S + pull_s + self.adapter_s
 
 
 class Plan(NamedTuple):
-    """The incarnations of who computes the prompt and who goes on: the same where one does both."""
+    """The incarnations of the prefill and the decode engine; the same where one does both."""
 
     prefill: str
     decode: str
 
 
-# Plain tuples, in the order of what is better: there are hundreds in a choice.
-# lacks credit, seconds, incarnation, cached tokens: a prefill engine's part.
+# Plain tuples, since a choice makes hundreds; the least is the best.
+# A prefill engine's part: lacks credit, seconds, incarnation, cached tokens.
 _Source: TypeAlias = tuple[bool, float, str, int]
-# lacks blocks, seconds, has a slow link, -free_blocks, engine: a decode engine's.
+# A decode engine's part: lacks blocks, seconds, has a slow link, -free_blocks, engine.
 _Puller: TypeAlias = tuple[bool, float, bool, int, EngineState]
-# lacks blocks, seconds, incarnation, cached tokens, cost of the prompt: a plan.
-_Alone: TypeAlias = tuple[bool, float, str, int, float]
+# A plan of one engine: lacks blocks, seconds, incarnation, cached tokens, cost of the prompt.
+_Single: TypeAlias = tuple[bool, float, str, int, float]
 
 
 def _puller(engine: EngineState, num_tokens: int) -> _Puller:
@@ -171,10 +64,10 @@ def _puller(engine: EngineState, num_tokens: int) -> _Puller:
 
 def _prompt_parts(
     engines: Iterable[EngineState], num_tokens: int
-) -> tuple[list[_Source], list[_Alone]]:
-    """What those would do that may have the prompt: for another engine, and alone."""
+) -> tuple[list[_Source], list[_Single]]:
+    """The parts of prefill engines and the plans of engines alone, where they take the prompt."""
     sources: list[_Source] = []
-    ones: list[_Alone] = []
+    singles: list[_Single] = []
     for engine in engines:
         if not engine.takes_prompt:
             continue
@@ -184,11 +77,11 @@ def _prompt_parts(
         if engine.role is Role.PREFILL:
             lacks_credit = engine.credit_blocks < num_blocks
             sources.append((lacks_credit, prompt_s, name, num_cached))
-        if engine.keeps_promise and engine.has_place:
+        if engine.takes_whole and engine.has_place:
             seconds = prompt_s + engine.num_requests * REQUEST_S
             lacks_blocks = engine.free_blocks < num_blocks
-            ones.append((lacks_blocks, seconds, name, num_cached, prompt_s))
-    return sources, ones
+            singles.append((lacks_blocks, seconds, name, num_cached, prompt_s))
+    return sources, singles
 
 
 def choose_plan(
@@ -199,47 +92,47 @@ def choose_plan(
     fingerprint: str | None = None,
     chance: random.Random | None = None,
 ) -> Plan:
-    """For a request of `num_tokens` known tokens.
+    """The plan for a request of `num_tokens` known tokens.
 
-    `fingerprint`: where given, its engines must have it; tokens already streamed came from such a
-    model. `chance`: draws from plans that are alike; without it the first of them is taken. Raises
+    `fingerprint`: if given, the engines must have it, since streamed tokens came from that model.
+    `chance`: draws from plans that are alike; without it the first of them is taken. Raises
     Unavailable, naming the missing role or link, or MustWait.
     """
     usable = [engine for engine in engines if not engine.is_draining]
     if fingerprint is not None:
         usable = [engine for engine in usable if engine.fingerprint == fingerprint]
-    if avoid:  # an engine with itself: not alone
+    if avoid:  # a pair of an engine with itself: not alone
         usable = [
-            e._replace(keeps_promise=False) if (e.incarnation,) * 2 in avoid else e
+            e._replace(takes_whole=False) if (e.incarnation,) * 2 in avoid else e
             for e in usable
             if e.incarnation not in avoid
         ]
     role = Role.PREFILL
     prefill = [engine for engine in usable if engine.role is role]
     decode = _linked([e for e in usable if e.role is not role], prefill, avoid)
-    alone = [engine for engine in usable if engine.keeps_promise]
+    alone = [engine for engine in usable if engine.takes_whole]
     if not decode and not alone:
         raise Unavailable(_what_is_missing(usable))
     decode = [engine for engine in decode if engine.has_place]
     if not decode and not any(engine.has_place for engine in alone):
         raise MustWait(Blocked.PLACE)
-    takers = [engine for engine in prefill if not engine.keeps_promise] + alone
-    sources, ones = _prompt_parts(takers, num_tokens)
+    takers = [engine for engine in prefill if not engine.takes_whole] + alone
+    sources, singles = _prompt_parts(takers, num_tokens)
     pairs = _Pairs(sources, [_puller(engine, num_tokens) for engine in decode], avoid)
-    pair, one = pairs.best(), min(ones, default=None)
-    if pair is None and one is None:
+    pair, single = pairs.best(), min(singles, default=None)
+    if pair is None and single is None:
         raise MustWait(Blocked.TURN)
     if chance is not None:
-        return _draw(pairs, pair, ones, one, chance)
-    if one is not None and (pair is None or one[:2] <= pair.rank):
-        return Plan(one[2], one[2])
+        return _draw(pairs, pair, singles, single, chance)
+    if single is not None and (pair is None or single[:2] <= pair.rank):
+        return Plan(single[2], single[2])
     assert pair is not None
     return Plan(pair.source[2], pair.puller[4].incarnation)
 
 
 class Policy:
-    """How one gateway chooses: by the least estimate; routing_policies.py has others. `chance`: see
-    `choose_plan`; `is_blind`: without a look at what is cached."""
+    """Chooses by the least cost; routing_policies.py has others. `chance`: see `choose_plan`;
+    `is_blind`: cached prefixes are ignored."""
 
     def __init__(self, chance: random.Random | None = None, *, is_blind: bool = False) -> None:
         self._chance = chance
@@ -254,7 +147,7 @@ class Policy:
         avoid: Avoid,
         fingerprint: str | None,
     ) -> Plan:
-        """See `choose_plan`: what it raises is raised here."""
+        """See `choose_plan`, also for errors."""
         return choose_plan(
             engines, num_tokens, avoid=avoid, fingerprint=fingerprint, chance=self._chance
         )
@@ -266,7 +159,7 @@ class _Pair(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Beside that of one engine alone: lacks blocks, seconds."""
+        """Lacks blocks, seconds: compared with the same of a plan of one engine."""
         return self.puller[0], self.source[1] + self.puller[1]
 
 
@@ -279,8 +172,8 @@ class _Pairs:
         self._avoided = avoid
 
     def best(self) -> _Pair | None:
-        """With credit if any has it; of those, with blocks; of those, the one with the least
-        estimate. No source behind one whose own part is too much can be in it."""
+        """A pair with credit if any has it; of those, with blocks; of those, the one of least cost.
+        Sources are sorted: once one's own part costs too much, none after it can be better."""
         best: _Pair | None = None
         least_s = min((puller[1] for puller in self._pullers), default=0.0)
         for source in self._sources:
@@ -297,22 +190,22 @@ class _Pairs:
         return best
 
     def alike_sources(self, best: _Pair, most_s: float) -> list[_Source]:
-        """Those as good as the best pair's, with as much of the prompt, but for the seconds."""
+        """Sources like the best pair's, with as much of the prompt cached, within `most_s`."""
         kind = best.source[0], best.source[3]
-        return [one for one in self._sources if one[1] <= most_s and (one[0], one[3]) == kind]
+        return [s for s in self._sources if s[1] <= most_s and (s[0], s[3]) == kind]
 
     def alike_pullers(self, source: str, best: _Pair, most_s: float) -> list[EngineState]:
-        """The same, of those that are linked to the source; none if none is as good."""
+        """Likewise decode engines that are linked to the source; may be empty."""
         lacks_blocks, _, is_slow, *_, decode = best.puller
         kind = lacks_blocks, is_slow, decode.cached_tokens
         return [
-            one[4]
-            for one in self._linked(source)
-            if one[1] <= most_s and (one[0], one[2], one[4].cached_tokens) == kind
+            puller[4]
+            for puller in self._linked(source)
+            if puller[1] <= most_s and (puller[0], puller[2], puller[4].cached_tokens) == kind
         ]
 
     def _linked(self, source: str) -> list[_Puller]:
-        """Those that are linked to the source, with what kind of link that is."""
+        """The pullers that are linked to the source, marked where their link is slow."""
         linked = [puller for puller in self._pullers if source in puller[4].links]
         if self._avoided:
             linked = [p for p in linked if (source, p[4].incarnation) not in self._avoided]
@@ -327,23 +220,24 @@ class _Pairs:
 def _draw(
     pairs: _Pairs,
     pair: _Pair | None,
-    ones: Sequence[_Alone],
-    one: _Alone | None,
+    singles: Sequence[_Single],
+    single: _Single | None,
     chance: random.Random,
 ) -> Plan:
-    """One of the plans that are like the best in both parts: where prompts wait, a share of the sum
-    would hide any number of decodes."""
-    is_one = one is not None and (pair is None or one[:2] <= pair.rank)
-    if one is not None and is_one:
-        lacks_blocks, num_cached, prompt_s, rest_s = one[0], one[3], one[4], one[1] - one[4]
+    """Draw one of the plans that are like the best in both parts. The sum is not compared: where
+    prompts wait, ALIKE of it would hide any number of decodes."""
+    is_single = single is not None and (pair is None or single[:2] <= pair.rank)
+    if single is not None and is_single:
+        lacks_blocks, seconds, _, num_cached, prompt_s = single
+        rest_s = seconds - prompt_s
     else:
         assert pair is not None
         lacks_blocks, num_cached = pair.puller[0], pair.source[3]
         prompt_s, rest_s = pair.source[1], pair.puller[1]
     kind, most_prompt_s, most_rest_s = (lacks_blocks, num_cached), prompt_s * ALIKE, rest_s * ALIKE
-    drawn = [  # who computes the prompt, and whether it goes on
+    drawn = [  # who computes the prompt, and whether it also decodes
         (name, True)
-        for lacks, seconds, name, cached, prompt_s in ones
+        for lacks, seconds, name, cached, prompt_s in singles
         if prompt_s <= most_prompt_s
         and seconds - prompt_s <= most_rest_s
         and (lacks, cached) == kind
@@ -362,7 +256,7 @@ def _draw(
 def _linked(
     decode: list[EngineState], prefill: list[EngineState], avoid: Avoid
 ) -> list[EngineState]:
-    """The decode engines that are linked to one of these prefill engines, in a pair to be tried."""
+    """The decode engines with a link to one of these prefill engines, in a pair not to avoid."""
     names = frozenset(engine.incarnation for engine in prefill)
     if not avoid:
         return [engine for engine in decode if not names.isdisjoint(engine.links)]

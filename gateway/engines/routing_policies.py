@@ -1,12 +1,12 @@
 """Other ways to choose engines, by name, to compare routing.py with: `--routing-policy`.
 
-    auto               the least estimate, of computing, copying, fetching and waiting (routing.py)
-    least_loaded       the same without a look at what is cached
+    auto               the least cost of computing, copying, fetching and waiting (routing.py)
+    least_loaded       the same, ignoring cached prefixes
     round_robin        engines in turn
     random             any engine
     session_affinity   each caller's requests to the same engine, as long as it can take them
 
-All of them leave out what cannot serve the request, as `choose_plan` does.
+All of them leave out engines that cannot serve the request, as `choose_plan` does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from ...core.errors import Unavailable
 from ...core.membership import Role
 from ..request.engine_link import Avoid, MustWait
-from .routing import EngineState, Plan, Policy, choose_plan
+from .engine_state import EngineState
+from .routing import Plan, Policy, choose_plan
 
 Order = Callable[[Sequence[EngineState], int], Iterator[EngineState]]
 
 
 class InOrder(Policy):
-    """The first pair, or engine, that can serve the request, in an order of the policy's own."""
+    """Takes the first pair, or engine alone, that can serve the request, in the given order."""
 
     def __init__(self, order: Order) -> None:
         super().__init__(is_blind=True)
@@ -43,15 +44,15 @@ class InOrder(Policy):
         ordered = [*self._order(engines, caller_id)]
         decode = [engine for engine in ordered if engine.role is Role.DECODE]
         for engine in ordered:
-            if engine.role is not Role.PREFILL and not engine.keeps_promise:
+            if engine.role is not Role.PREFILL and not engine.takes_whole:
                 continue
             pairs = [[engine, other] for other in decode if other is not engine]
-            for plan in [[engine]] * engine.keeps_promise + pairs * (engine.role is Role.PREFILL):
+            for plan in [[engine]] * engine.takes_whole + pairs * (engine.role is Role.PREFILL):
                 try:
                     return choose_plan(plan, num_tokens, avoid=avoid, fingerprint=fingerprint)
                 except (Unavailable, MustWait):
                     continue
-        # None: this raises why.
+        # No plan: raise the reason.
         return choose_plan(engines, num_tokens, avoid=avoid, fingerprint=fingerprint)
 
 
@@ -60,7 +61,7 @@ def _in_turn() -> Order:
 
     def order(engines: Sequence[EngineState], _: int) -> Iterator[EngineState]:
         first = next(count)
-        for role in Role:  # each in turn by itself
+        for role in Role:  # each role has its own turns
             of_role = sorted((e for e in engines if e.role is role), key=_name)
             yield from (of_role[(first + i) % len(of_role)] for i in range(len(of_role)))
 
@@ -75,7 +76,7 @@ def _drawn(chance: random.Random) -> Order:
 
 
 def _by_caller(engines: Sequence[EngineState], caller_id: int) -> Iterator[EngineState]:
-    """Rendezvous hashing: an engine that comes or goes moves its own callers alone."""
+    """Rendezvous hashing: an engine that comes or goes moves only its own callers."""
 
     def weight(engine: EngineState) -> bytes:
         return hashlib.blake2b(f"{caller_id} {engine.incarnation}".encode()).digest()
@@ -88,8 +89,8 @@ def _name(engine: EngineState) -> str:
 
 
 def make_policy(name: str, chance: random.Random | None = None) -> Policy:
-    """By one of the names above. `chance`: without it what is alike is taken in order, and what is
-    random is the same each time."""
+    """The policy of this name. `chance`: without it plans that are alike are taken in order, and
+    `random` draws the same each time."""
     match name:
         case "auto" | "least_loaded":
             return Policy(chance, is_blind=name == "least_loaded")

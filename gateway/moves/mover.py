@@ -24,6 +24,7 @@ from ...core.membership import Role
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
 from ...prefix_index.prefix_sources import Fetch, Holders
+from ..engines.engine_account import EngineAccount
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..request.engine_link import Avoid, Route
@@ -99,7 +100,7 @@ class RequestMover:
                     continue
                 able = [taker.account for taker in others if _served([session], by=[taker])]
                 num_tokens = session.demand.num_tokens
-                soonest_s = min((one.seconds_until(num_tokens) for one in able), default=math.inf)
+                soonest_s = min((_seconds_until(num_tokens, one) for one in able), default=math.inf)
                 if now_s - since_s >= max(_PATIENCE_S, _TIMES * soonest_s):
                     log.info("%s: its prompt is planned again", session.call_id)
                     self._table.plans.moves["planned_again"] += 1
@@ -161,6 +162,12 @@ def _beside_decodes_since_s(session: Session) -> float | None:
 def _computes_prompts_alone(engine: LinkedEngine) -> bool:
     is_free = engine.is_ready and not engine.load.takes_whole
     return is_free and engine.member.role is Role.PREFILL
+
+
+def _seconds_until(num_tokens: int, account: EngineAccount) -> float:
+    """Until that engine had computed a prompt of so many tokens; `inf`: its speed is not known."""
+    speed = account.speed
+    return math.inf if speed is None else speed.prompt_seconds(num_tokens, 0, account.tokens_ahead)
 
 
 def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[Session]:

@@ -6,35 +6,42 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from ...engines.plan_record import ALONE, MOVE, PAIR, PlanRecord
+from ....core.ports import Clock
+from ...engines.plan_record import ALONE, MOVE, PAIR, PlanRecord, SampledPlan
 
 SPAN_S = 10
 
 
 class PlanRates:
-    """Of one gateway's plans, by `look`s, of which there is one a second."""
+    """The rates of one gateway's plans, from `look`s, of which there is one a second."""
 
-    def __init__(self, record: PlanRecord) -> None:
+    def __init__(self, record: PlanRecord, clock: Clock) -> None:
         self._record = record
-        # When there was a look, and what came since the one before.
+        self._clock = clock
+        # When each look was, and the counts of plans by then.
         self._looks: deque[tuple[float, Counter[tuple[str, ...]]]] = deque(maxlen=SPAN_S + 1)
+        self._samples: deque[tuple[float, SampledPlan]] = deque(maxlen=SPAN_S)
 
     def look(self) -> None:
-        """Take what came since the last one."""
-        lately, self._record.lately = self._record.lately, Counter()
-        self._looks.append((self._record.clock.monotonic_s(), lately))
+        """Read the record; the last plan since the look before becomes a sample."""
+        now_s = self._clock.monotonic_s()
+        self._looks.append((now_s, self._record.by_kind()))
+        sample, self._record.last = self._record.last, None
+        if sample is not None:
+            self._samples.append((now_s, sample))
 
     def rows(self) -> list[dict[str, object]]:
         """For JSON, one a kind: how many a second, means of the estimates in seconds, and how many
         a second got their prefix from which engine. Of moves: how many a second went to which
         engine, or failed for what."""
-        now_s = self._record.clock.monotonic_s()
-        looks = list(self._looks)
-        total = sum((lately for _, lately in looks[1:]), Counter[tuple[str, ...]]())
-        span_s = max(SPAN_S, looks[-1][0] - looks[0][0] if looks else 0.0)
+        now_s = self._clock.monotonic_s()
+        total, span_s = Counter[tuple[str, ...]](), float(SPAN_S)
+        if self._looks:
+            (first_s, before), (last_s, now) = self._looks[0], self._looks[-1]
+            total, span_s = now - before, max(span_s, last_s - first_s)
         estimates: dict[str, list[tuple[float, float | None]]] = {PAIR: [], ALONE: [], MOVE: []}
-        for sample in self._record.samples:
-            if sample.at_s > now_s - SPAN_S:
+        for looked_s, sample in self._samples:
+            if looked_s > now_s - SPAN_S:
                 estimates[sample.kind].append(sample.seconds)
 
         def per_s(kind: str, what: str) -> dict[str, float]:

@@ -245,7 +245,7 @@ class EngineRoster:
     _plans: PlanRates = field(init=False)
 
     def __post_init__(self) -> None:
-        self._plans = PlanRates(self._table.plans)
+        self._plans = PlanRates(self._table.plans, self._table.mirror.clock)
 
     def look(self, now_unix_s: float) -> None:
         """Take over the state of the directory and the links, and what was planned."""

@@ -9,7 +9,7 @@ scrape adds what each incarnation has counted since the last one, so that a seri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -115,7 +115,7 @@ class Exporter:
         for incarnation, engine in self._engines.engines.items():
             self._count(engine, self._read[incarnation])
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
-        for reason, count in self._engines.plans.decisions.items():
+        for reason, count in self._engines.plans.decisions().items():
             self._store.set(table.DECISIONS, reason, value=count)
         for outcome, count in self._engines.plans.moves.items():
             self._store.set(table.MOVES, outcome, value=count)
@@ -149,15 +149,15 @@ class Exporter:
 
     def _count(self, engine: LinkedEngine, read: _Read) -> None:
         load, name = engine.load, (engine.member.role.value, engine.name)
-        num_ranks, num_experts = load.expert_ranks, len(load.counters.expert_tokens)
+        num_ranks, expert_tokens = load.expert_ranks, load.counters.expert_tokens
         values: dict[Metric, float | None] = {
             metric: getattr(load, metric.source) for metric in _GAUGES if metric.source
         } | {
             table.NODE_UP: 1,
             table.KV_USAGE: 1 - load.free_blocks / max(1, engine.pool_blocks),
-            table.EXPERT_IMBALANCE: load.expert_imbalance(num_experts),
+            table.EXPERT_IMBALANCE: _imbalance(expert_tokens, len(expert_tokens)),
             table.EXPERT_RANK_IMBALANCE: (
-                load.expert_imbalance(num_ranks) if num_ranks > 1 else None
+                _imbalance(expert_tokens, num_ranks) if num_ranks > 1 else None
             ),
         }
         for metric, value in values.items():
@@ -178,3 +178,13 @@ class Exporter:
         end = "src" if role == Role.PREFILL.value else "dst"
         for metric in (table.KV_SECONDS, table.KV_BYTES):
             self._store.forget(metric, **{end: node})
+
+
+def _imbalance(expert_tokens: Sequence[int], num_parts: int) -> float | None:
+    """Tokens of the largest of so many equal parts of the experts, in their order, over the mean of
+    the parts; None before there are any tokens."""
+    size = len(expert_tokens) // max(1, num_parts)
+    if not size or not sum(expert_tokens):
+        return None
+    parts = [sum(expert_tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
+    return max(parts) * num_parts / max(1, sum(parts))

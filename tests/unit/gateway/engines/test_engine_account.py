@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import FinishReason
 from baton.core.step_cost import KNOTS, StepCost
+from baton.gateway.admission.queue_limit import fair_tokens_ahead
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.prompts_in_flight import LINGER_S
 from baton.gateway.engines.reported_load import ReportedLoad, load_from_wire
@@ -114,7 +115,7 @@ def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> N
     one.settle([EngineOutput(*key(0), 1, (5,), FinishReason.STOP)])
     assert one.num_requests == 1 and one.released == {7}
     one.ended(key(1))
-    assert not one._decodes and not one.unanswered and not one._own_tokens
+    assert not one._decodes and not one.unanswered and not one.own_tokens
 
 
 def test_what_a_long_prompt_sees_takes_its_time() -> None:
@@ -129,7 +130,9 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
         assert one.tokens_ahead == 3002
         one._clock.advance(2.0)
         assert one.tokens_ahead == pytest.approx(1002, abs=1)
-        assert one.seconds_until(0) == pytest.approx(1.002, abs=1e-3)
+        assert one.speed is not None
+        behind_s = one.speed.prompt_seconds(0, 0, one.tokens_ahead)
+        assert behind_s == pytest.approx(1.002, abs=1e-3)
     ours.settle([EngineOutput(*key(0), token_ids=(5,))])
     assert ours.tokens_ahead == 0
 
@@ -143,11 +146,11 @@ def test_what_waited_behind_a_prompt_that_is_cancelled_begins_then() -> None:
         one.sent_prompt([key(number)], 7, num_tokens=10_000, cached_tokens=0)
     one._clock.advance(9.0)
     one.ended(key(2))  # nothing has waited for this one
-    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 11_000
+    assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 11_000
     one.ended(key(0))
-    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 10_000
+    assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 10_000
     one._clock.advance(4.0)
-    assert one.tokens_ahead == one.fair_tokens_ahead(7, 100, {}) == 6000
+    assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 6000
 
 
 @pytest.mark.parametrize("part_s", [3599.0, 1e300, 1e308])
@@ -160,7 +163,8 @@ def test_no_number_that_is_believed_stops_routing(part_s: float) -> None:
         wire = node_pb2.Heartbeat(step_cost=node_pb2.StepCost(**sent))
         one.heartbeat(replace(load, step_cost=load_from_wire(wire).step_cost))
         one._clock.advance(2.0)
-        assert one.tokens_ahead >= 0 and one.seconds_until(1 << 20) > 0
+        assert one.tokens_ahead >= 0
+        assert one.speed is None or one.speed.prompt_seconds(1 << 20, 0, one.tokens_ahead) > 0
 
 
 @given(

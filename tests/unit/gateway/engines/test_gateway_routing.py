@@ -16,11 +16,12 @@ from baton.core.errors import PromiseRefused, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.step_cost import StepCost, StepShape
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter, why_not_ready
 from baton.gateway.engines.reported_load import PromptSpeed, ReportedLoad
-from baton.gateway.engines.routing import EngineState, choose_plan
+from baton.gateway.engines.routing import choose_plan
 from baton.gateway.request.engine_link import (
     Avoid,
     Blocked,
@@ -154,14 +155,14 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
     ("engines", "expected"),
     [
         # Nothing waits: no hand-off is cheaper than one.
-        ([prefill("p", speed=FAST), decode("d", speed=FAST, keeps_promise=True)], "d d"),
+        ([prefill("p", speed=FAST), decode("d", speed=FAST, takes_whole=True)], "d d"),
         # Its decodes make it slow, and the other has nothing to do.
-        ([prefill("p", speed=FAST), decode("d", speed=SLOW, keeps_promise=True)], "p d"),
+        ([prefill("p", speed=FAST), decode("d", speed=SLOW, takes_whole=True)], "p d"),
         # The other has a queue: slowly is sooner.
         (
             [
                 prefill("p", speed=FAST, waiting_tokens=30_000),
-                decode("d", speed=SLOW, keeps_promise=True),
+                decode("d", speed=SLOW, takes_whole=True),
             ],
             "d d",
         ),
@@ -169,14 +170,14 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
         (
             [
                 prefill("p", speed=FAST, waiting_tokens=13_000),
-                decode("d", speed=SLOW, keeps_promise=True),
+                decode("d", speed=SLOW, takes_whole=True),
             ],
             "d d",
         ),
         (
             [
                 prefill("p", speed=FAST, waiting_tokens=6_000),
-                decode("d", speed=SLOW, keeps_promise=True),
+                decode("d", speed=SLOW, takes_whole=True),
             ],
             "p d",
         ),
@@ -184,35 +185,35 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
         (
             [
                 prefill("p", speed=FAST),
-                decode("d", speed=SLOW, keeps_promise=True, cached_tokens=7000),
+                decode("d", speed=SLOW, takes_whole=True, cached_tokens=7000),
             ],
             "d d",
         ),
         # Whoever has fewer requests, whatever its role.
         (
             [
-                prefill("p", speed=FAST, keeps_promise=True, num_requests=3),
-                decode("d", speed=FAST, keeps_promise=True, num_requests=40),
+                prefill("p", speed=FAST, takes_whole=True, num_requests=3),
+                decode("d", speed=FAST, takes_whole=True, num_requests=40),
             ],
             "p p",
         ),
-        ([decode("d", speed=FAST, keeps_promise=True)], "d d"),
-        ([decode("d", keeps_promise=True), decode("e", num_requests=1, keeps_promise=True)], "d d"),
+        ([decode("d", speed=FAST, takes_whole=True)], "d d"),
+        ([decode("d", takes_whole=True), decode("e", num_requests=1, takes_whole=True)], "d d"),
         (
             [
-                decode("d", keeps_promise=True, has_place=False),
-                decode("e", num_requests=9, keeps_promise=True),
+                decode("d", takes_whole=True, has_place=False),
+                decode("e", num_requests=9, takes_whole=True),
             ],
             "e e",
         ),
         (
             [
                 prefill("p", speed=FAST, waiting_tokens=10**6),
-                decode("d", speed=FAST, keeps_promise=True, takes_prompt=False),
+                decode("d", speed=FAST, takes_whole=True, takes_prompt=False),
             ],
             "p d",
         ),
-        ([prefill("p", takes_prompt=False), decode("d", speed=SLOW, keeps_promise=True)], "d d"),
+        ([prefill("p", takes_prompt=False), decode("d", speed=SLOW, takes_whole=True)], "d d"),
     ],
 )
 def test_the_plan_that_costs_least(engines: list[EngineState], expected: str) -> None:
@@ -220,7 +221,7 @@ def test_the_plan_that_costs_least(engines: list[EngineState], expected: str) ->
 
 
 def test_one_engine_that_failed_is_avoided() -> None:
-    engines = [decode("d", keeps_promise=True), decode("e", num_requests=9, keeps_promise=True)]
+    engines = [decode("d", takes_whole=True), decode("e", num_requests=9, takes_whole=True)]
     assert choose_plan(engines, 33, avoid=Avoid("d")) == ("e", "e")
     with pytest.raises(MustWait):
         choose_plan([e._replace(has_place=False) for e in engines], 33)
@@ -230,9 +231,9 @@ def test_one_engine_that_failed_is_avoided() -> None:
 
 def test_an_engine_that_is_not_to_do_it_alone_may_still_do_a_part() -> None:
     alone = Avoid({("d", "d"), ("p", "p")})
-    engines = [prefill("p", keeps_promise=True), decode("d", keeps_promise=True)]
+    engines = [prefill("p", takes_whole=True), decode("d", takes_whole=True)]
     assert choose_plan(engines, 33, avoid=alone) == ("p", "d")
-    assert choose_plan([*engines, decode("e", keeps_promise=True)], 33) != ("p", "d")
+    assert choose_plan([*engines, decode("e", takes_whole=True)], 33) != ("p", "d")
     with pytest.raises(Unavailable):
         choose_plan(engines[1:], 33, avoid=alone)
 
@@ -310,7 +311,7 @@ def test_a_retry_counts_as_one_though_nothing_is_left_out_any_more() -> None:
     router = PromptRouter(table, valid())
     for is_retry in (False, True):
         router.choose(Demand(3, is_retry=is_retry), avoid=Avoid(), fingerprint=None)
-    assert table.plans.decisions == {"least_loaded": 1, "retry": 1}
+    assert table.plans.decisions() == {"least_loaded": 1, "retry": 1}
 
 
 def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
@@ -383,6 +384,7 @@ def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     table = table_of(d)
     route = route_of(table)
     assert is_alone(route) and not why_not_ready(table)
+    assert table.plans.decisions() == {"local": 1}
     request = Request("r", 0, (1, 2, 3), SamplingParams())
     route.prefill.dispatch(request, route, None, 1.0)
     assert (d.account.num_requests, d.account.tokens_ahead) == (1, 3)

@@ -16,6 +16,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.cluster_view import _REPORT_S, ClusterView
+from baton.gateway.engines.engine_state import fits_promise
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
@@ -96,12 +97,12 @@ def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
     decodes = StepShape(num_decodes=4, keys=400)
     engine = linked(Role.DECODE, tbt_target_s=0.0051, num_requests=4, decodes=decodes)
     for number in range(6):
-        assert engine._keeps_promise_with(Demand(100))
+        assert fits_promise(engine, Demand(100))
         sent = Request(f"r{number}", 0, (1,) * 100, SamplingParams(max_tokens=16))
         engine.dispatch(sent, Route(OTHER, engine), None, 9.0)
-    assert not engine._keeps_promise_with(Demand(100))
+    assert not fits_promise(engine, Demand(100))
     engine.receive([EngineOutput("r0", 0, 0, (97,), FinishReason.LENGTH)], [])
-    assert engine._keeps_promise_with(Demand(100))
+    assert fits_promise(engine, Demand(100))
 
 
 def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
@@ -109,7 +110,7 @@ def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
     load = {"tbt_target_s": 0.0051, "num_stages": 2, "decodes": decodes}
     for num_requests, has_place in ((8, True), (19, True), (20, False)):
         engine = linked(Role.DECODE, num_requests=num_requests, **load)
-        assert engine._keeps_promise_with(Demand(100)) is has_place
+        assert fits_promise(engine, Demand(100)) is has_place
 
 
 def test_a_prompt_that_is_scored_has_nothing_cached_where_it_is_computed() -> None:

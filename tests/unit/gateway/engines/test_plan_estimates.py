@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
+from baton.gateway.engines.engine_state import PULL_TOKEN_S, REQUEST_S, EngineState
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import (
-    ALIKE,
-    PULL_TOKEN_S,
-    REQUEST_S,
-    EngineState,
-    Plan,
-    choose_plan,
-)
+from baton.gateway.engines.routing import ALIKE, Plan, choose_plan
 from baton.gateway.request.engine_link import MustWait
 from baton.prefix_index.prefix_sources import Fetch
 
@@ -53,7 +47,7 @@ def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[Engin
             link_gbytes_per_s=st.dictionaries(st.sampled_from(SOURCES), st.sampled_from([10, 300])),
             cached_tokens=st.sampled_from([0, 512, 1000]),
             speed=st.none() | speeds,
-            keeps_promise=st.booleans(),
+            takes_whole=st.booleans(),
             takes_prompt=st.sampled_from([True, True, False]),
             has_place=st.sampled_from([True, True, False]),
             fetch=st.none() | fetches,
@@ -79,7 +73,7 @@ def all_plans(engines: Sequence[EngineState]) -> Iterator[tuple[Plan, bool, bool
         if not one.takes_prompt:
             continue
         prompt_s = one.prompt_cost(NUM_TOKENS)
-        if one.keeps_promise and one.has_place:
+        if one.takes_whole and one.has_place:
             seconds = prompt_s + one.num_requests * REQUEST_S
             name = one.incarnation
             yield Plan(name, name), False, one.free_blocks < num_blocks, seconds
@@ -155,15 +149,15 @@ def test_an_engine_that_is_worse_is_not_drawn() -> None:
 def test_many_requests_are_not_made_up_for_by_a_long_prompt() -> None:
     """A twentieth of a long prompt's time is that of many decodes, and these have targets."""
     engines = [
-        idle("d0", Role.DECODE, 10)._replace(keeps_promise=True, waiting_tokens=100_000),
-        idle("d1", Role.DECODE, 30)._replace(keeps_promise=True, waiting_tokens=100_000),
+        idle("d0", Role.DECODE, 10)._replace(takes_whole=True, waiting_tokens=100_000),
+        idle("d1", Role.DECODE, 30)._replace(takes_whole=True, waiting_tokens=100_000),
     ]
     assert set(drawn_plans(engines, 50)) == {("d0", "d0")}
 
 
 def test_a_pair_is_not_like_an_engine_alone_by_the_sum() -> None:
     """Both have the same prompt to wait for, and its decodes would have others beside them."""
-    source = idle("p0", Role.PREFILL, 3)._replace(keeps_promise=True, waiting_tokens=100_000)
+    source = idle("p0", Role.PREFILL, 3)._replace(takes_whole=True, waiting_tokens=100_000)
     assert set(drawn_plans([source, idle("d0", Role.DECODE, 20)], 50)) == {("p0", "p0")}
     source = source._replace(num_requests=20)
     assert set(drawn_plans([source, idle("d0", Role.DECODE, 3)], 50)) == {("p0", "d0")}
@@ -182,7 +176,7 @@ def test_a_prefix_that_saves_little_time_is_looked_for_all_the_same() -> None:
     assert set(drawn_plans(engines, 50)) == {("p1", "d1")}
     engines[1] = engines[1]._replace(waiting_tokens=300)
     assert set(drawn_plans(engines, 50)) == {("p0", "d1")}
-    whole = [one._replace(keeps_promise=True) for one in engines[2:]]
+    whole = [one._replace(takes_whole=True) for one in engines[2:]]
     assert set(drawn_plans(whole, 50)) == {("d1", "d1")}
 
 

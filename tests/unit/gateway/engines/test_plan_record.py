@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from fakes.clock import FakeClock
-from fakes.gateway.engine_link import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Role
-from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.engines.engine_state import REQUEST_S, EngineState
+from baton.gateway.engines.plan_record import ChosenPlan, PlanRecord, estimates
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import REQUEST_S, EngineState, Plan, choose_plan
-from baton.gateway.engines.sampled_plan import estimates
-from baton.gateway.request.engine_link import Route
+from baton.gateway.engines.routing import Plan, choose_plan
 
 NUM_TOKENS = 2000
-P, D = FakeLink("p"), FakeLink("d")
 
 
 def engine(name: str, role: Role, waiting: int, requests: int, promises: bool) -> EngineState:
     links = frozenset("pqr") if role is Role.DECODE else frozenset[str]()
     return EngineState(
         *(name, role, "f", 16), num_requests=requests, waiting_tokens=waiting, free_blocks=1 << 20,
-        credit_blocks=1 << 20, links=links, keeps_promise=promises,
+        credit_blocks=1 << 20, links=links, takes_whole=promises,
         speed=PromptSpeed(0.004, 20e-6),
     )  # fmt: skip
 
@@ -41,7 +37,7 @@ def all_plans(engines: list[EngineState]) -> dict[tuple[str, str], float]:
     plans = {}
     for one in engines:
         prompt_s = one.prompt_cost(NUM_TOKENS)
-        if one.keeps_promise:
+        if one.takes_whole:
             plans[one.incarnation, one.incarnation] = prompt_s + one.num_requests * REQUEST_S
         for other in engines if one.role is Role.PREFILL else ():
             if other.role is Role.DECODE:
@@ -60,16 +56,11 @@ def test_the_chosen_and_the_next_best_of_all_plans(engines: list[EngineState]) -
 
 
 def test_why_requests_went_where_they_went() -> None:
-    record = PlanRecord(FakeClock())
-    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    for route, is_retry in (
-        (Route(P, P, (16, 16)), False),
-        (Route(P, D, (16, 0)), False),
-        (Route(P, D, (0, 16)), False),
-        (Route(P, D, (16, 0)), True),
-    ):
-        record.note(engines, NUM_TOKENS, route, is_retry=is_retry)
-    assert record.decisions == dict.fromkeys(("local", "cached_prefix", "least_loaded", "retry"), 1)
+    record = PlanRecord(num_unavailable=2)
+    for facts in ((True, True, False), (False, True, False), (False,) * 3, (False, True, True)):
+        record.chosen[ChosenPlan(*facts)] += 1
+    reasons = dict.fromkeys(("local", "cached_prefix", "least_loaded", "retry"), 1)
+    assert record.decisions() == reasons | {"unavailable": 2}
 
 
 def test_nothing_but_what_was_chosen() -> None:

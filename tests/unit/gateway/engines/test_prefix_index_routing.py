@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.core.request.token_ids import block_hashes, root_hash
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.engines.routing import EngineState, choose_plan
+from baton.gateway.engines.routing import choose_plan
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror
@@ -160,4 +161,5 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
         assert q.account.tokens_ahead == 16
         q.receive([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (table.prompts.num_index_hits, table.prompts.num_stale_hits) == (3, 2)
+    assert table.plans.decisions() == {"cached_prefix": 3}
     assert q.account.tokens_ahead == 0

@@ -123,7 +123,7 @@ def test_a_prefix_is_fetched_where_the_link_is_faster_than_the_computation() -> 
     source = prefill.prefix_source
     assert source is not None and (source.incarnation, source.num_blocks) == (D, 250)
     assert decode.prefix_source is None, "who decodes pulls from who has computed it"
-    assert world.table.plans.lately[PAIR, "prefixes_from", "dd"] == 1
+    assert world.table.plans.by_kind()[PAIR, "prefixes_from", "dd"] == 1
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "random", "session_affinity"])

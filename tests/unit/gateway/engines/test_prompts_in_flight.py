@@ -39,6 +39,10 @@ def test_common_blocks_are_those_that_are_the_same(one: list[int], other: list[i
     assert not prompts.common_blocks("another model", "", other, SIZE)
 
 
+def num_kept(prompts: PromptsInFlight) -> int:
+    return sum(map(len, prompts._prompts.values()))
+
+
 def test_what_ends_is_forgotten() -> None:
     clock = FakeClock()
     prompts, ids = PromptsInFlight(clock), array("I", range(20))
@@ -50,7 +54,7 @@ def test_what_ends_is_forgotten() -> None:
     clock.advance(LINGER_S)
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"q": 5}
     prompts.engine_lost("q")
-    assert len(prompts) == 0 and not prompts._prompts and not prompts._answered
+    assert not prompts._prompts and not prompts._answered
 
 
 def test_what_an_engine_that_is_lost_had_answered_is_forgotten_once() -> None:
@@ -63,7 +67,7 @@ def test_what_an_engine_that_is_lost_had_answered_is_forgotten_once() -> None:
     prompts.sent("q", "fp", "", ids, SIZE)
     clock.advance(LINGER_S)
     assert prompts.common_blocks("fp", "", ids, SIZE) == {"q": 5}
-    assert len(prompts) == 1 and not prompts._answered
+    assert num_kept(prompts) == 1 and not prompts._answered
 
 
 def table() -> EngineTable:
@@ -97,6 +101,6 @@ async def test_a_burst_of_one_prompt_lands_together() -> None:
     output = EngineOutput("0", 0, 0, (5,))
     engines.engines[homes[0]].receive([output])
     engines.engines[homes[0]].cancel("1", 0)
-    assert len(engines.prompts) == 3
+    assert num_kept(engines.prompts) == 3
     engines.remove(homes[0])
-    assert len(engines.prompts) == 0
+    assert not engines.prompts._prompts

@@ -9,8 +9,9 @@ import pytest
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
+from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import EngineState, Plan, Policy
+from baton.gateway.engines.routing import Plan, Policy
 from baton.gateway.engines.routing_policies import make_policy
 from baton.gateway.request.engine_link import Avoid, MustWait
 from baton.prefix_index.prefix_sources import Fetch
@@ -52,7 +53,7 @@ def test_nobody_is_taken_who_cannot_serve_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_that_does_both_is_a_plan(name: str) -> None:
-    engine = EngineState("d", Role.DECODE, "fp", 16, 100, keeps_promise=True)
+    engine = EngineState("d", Role.DECODE, "fp", 16, 100, takes_whole=True)
     assert chosen(make_policy(name), [engine]) == Plan("d", "d")
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.gateway.engine_link import FakeLink
 
 from baton.core.membership import Role
-from baton.gateway.engines.plan_record import ALONE, MOVE, PAIR, PlanRecord
+from baton.gateway.engines.engine_state import EngineState
+from baton.gateway.engines.plan_record import (
+    ALONE,
+    MOVE,
+    PAIR,
+    ChosenPlan,
+    PlanRecord,
+    SampledPlan,
+)
 from baton.gateway.engines.reported_load import PromptSpeed
-from baton.gateway.engines.routing import EngineState
+from baton.gateway.engines.routing import Plan
 from baton.gateway.http.dashboard.plan_rates import SPAN_S, PlanRates
-from baton.gateway.request.engine_link import Route
 
 NUM_TOKENS = 2000
-P, D = FakeLink("p"), FakeLink("d")
 _FIELDS = {
     "free_blocks": 1 << 20,
     "credit_blocks": 1 << 20,
-    "keeps_promise": True,
+    "takes_whole": True,
     "speed": PromptSpeed(0.004, 20e-6),
 }
 ENGINES = [
@@ -29,10 +34,15 @@ ENGINES = [
 
 def plans() -> tuple[FakeClock, PlanRecord, PlanRates]:
     clock = FakeClock()
-    record = PlanRecord(clock)
-    rates = PlanRates(record)
+    record = PlanRecord()
+    rates = PlanRates(record, clock)
     rates.look()
     return clock, record, rates
+
+
+def choose(record: PlanRecord, prefill: str, decode: str, prefix_from: str = "") -> None:
+    record.chosen[ChosenPlan(prefill == decode, False, False, prefix_from)] += 1
+    record.last = SampledPlan(ENGINES, NUM_TOKENS, Plan(prefill, decode))
 
 
 def test_counts_and_means_of_the_last_seconds() -> None:
@@ -41,7 +51,7 @@ def test_counts_and_means_of_the_last_seconds() -> None:
     assert rates.rows() == [{"plan": plan} | empty for plan in (PAIR, ALONE, MOVE)]
     for _ in range(40):
         clock.advance(0.1)
-        record.note(ENGINES, NUM_TOKENS, Route(P, P))
+        choose(record, "p", "p")
     rates.look()
     pair, alone, _ = rates.rows()
     assert alone["per_s"] == 4.0 and pair["per_s"] == 0.0
@@ -57,8 +67,8 @@ def test_prefixes_are_counted_by_the_engine_that_they_come_from() -> None:
     clock, record, rates = plans()
     for number in range(SPAN_S):
         clock.advance(1.0)
-        record.note(ENGINES, NUM_TOKENS, Route(P, D), "decode-0")
-        record.note(ENGINES, NUM_TOKENS, Route(P, D), "decode-1" if number % 2 else "")
+        choose(record, "p", "d", "decode-0")
+        choose(record, "p", "d", "decode-1" if number % 2 else "")
         rates.look()
     pair, alone, _ = rates.rows()
     assert pair["prefixes_from"] == pytest.approx({"decode-0": 1.0, "decode-1": 0.5})
@@ -69,7 +79,7 @@ def test_a_steady_rate_is_shown_as_it_is() -> None:
     clock, record, rates = plans()
     for step in range(300):
         clock.advance(0.1)
-        record.note(ENGINES, NUM_TOKENS, Route(P, P))
+        choose(record, "p", "p")
         if step % 10 == 3:
             rates.look()
         if step > 120:

@@ -199,8 +199,8 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
     world.sessions.engine_step(target, [output])
     assert world.table.plans.moves == {"moved": 1}
     assert world.links[source].cancelled == [0]
-    lately = world.table.plans.lately
-    assert lately[MOVE, "plans"] == lately[MOVE, "moves", target] == 1
+    plans = world.table.plans.by_kind()
+    assert plans[MOVE, "plans"] == plans[MOVE, "moves", target] == 1
 
 
 async def test_a_promise_that_is_withdrawn_sends_away_what_decodes_there() -> None:
@@ -321,7 +321,7 @@ async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
     assert [work for _, work, *_ in prefill.dispatched] == [Work.PREFILL]
     works = [work for _, work, *_ in world.links["a"].dispatched]
     assert works == [Work.LOCAL, Work.DECODE] and world.links["a"].cancelled == [0]
-    assert not world.table.plans.decisions["unavailable"]
+    assert not world.table.plans.num_unavailable
 
 
 async def test_an_engine_that_could_hand_it_off_does_not_get_its_prompt_back() -> None:

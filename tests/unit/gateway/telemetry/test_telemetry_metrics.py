@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from baton.bench.pages import reference
 from baton.core.errors import Cancelled, EngineFailed, Overloaded
 from baton.core.membership import Member, Role
-from baton.gateway.engines import plan_record, prompt_router
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
+from baton.gateway.engines.plan_record import ChosenPlan, PlanRecord
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.security.caller import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
@@ -261,7 +262,7 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     engine = world.link("1", "d0", replace(LOAD, counters=counters))
     prompts = engine.account.prompts
     prompts.num_index_hits, prompts.num_stale_hits = 5, 2
-    world.table.plans.decisions["cached_prefix"] += 5
+    world.table.plans.chosen[ChosenPlan(False, True, False)] += 5
     node = {"role": "decode", "node": "d0"}
     assert world.value("baton_node_up", **node) == 1
     assert world.value("baton_num_requests_running", **node) == 3
@@ -291,8 +292,8 @@ def test_engines_are_read_from_their_heartbeats() -> None:
 
 
 def test_the_help_has_every_reason_of_a_decision() -> None:
-    source = inspect.getsource(prompt_router) + inspect.getsource(plan_record)
-    counted = set(re.findall(r'decisions\["(\w+)"\]', source))
+    plans = [ChosenPlan(*facts) for facts in product((False, True), repeat=3)]
+    counted = {*PlanRecord(Counter(plans), num_unavailable=1).decisions()}
     assert len(counted) == 5
     assert counted <= set(re.findall(r"\w+", metric_table.DECISIONS.help))
 
