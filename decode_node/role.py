@@ -118,10 +118,11 @@ class DecodeRole(EngineRole[_Intent]):
         """All KV is in place: decode. The next output carries what the hand-off took."""
         intent, reservation = self._handoffs[complete.key], complete.reservation
         limits = self._engine.limits
+        num_pulled = reservation.num_known_blocks - reservation.num_cached_blocks
         assert intent.reserved_s is not None
         self._forget(intent)
         summary = node_pb2.TransferInfo(
-            bytes=complete.num_pulled_blocks * limits.block_bytes,
+            bytes=num_pulled * limits.block_bytes,
             cached_tokens=reservation.num_cached_blocks * limits.block_size,
             transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )

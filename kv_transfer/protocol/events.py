@@ -260,7 +260,6 @@ class Complete:
     transfer_id: str
     key: str
     state: HandoffState
-    num_pulled_blocks: int
     reservation: Reservation
 
 

@@ -57,8 +57,6 @@ class PullerTransfer:
     unpulled: list[Manifest] = field(default_factory=list)  # announced before there was memory
     reservation: Reservation | None = None
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
-    num_begun_blocks: int = 0  # their pulls are begun or over, or they are cached here
-    num_pulled_blocks: int = 0
     is_orphaned: bool = False  # the source is lost, but all that is needed was under way
     renewal_s: float = math.inf  # when its lease is due; inf: it has, or needs, none
     renewal_interval_s: float = 0.0
@@ -97,17 +95,6 @@ class PullerTransfer:
         self.next_index = end
         self.handoff = manifest.state
         return True
-
-    def ledger(self, now_s: float) -> dict[str, object]:
-        """JSON-able."""
-        return {
-            "state": self.state.value,
-            "key": self.intent.key,
-            "source": self.source,
-            "is_reserved": self.reservation is not None,
-            "num_pulls_in_flight": len(self.in_flight),
-            "expires_in_s": None if self.expires_s == math.inf else self.expires_s - now_s,
-        }
 
     def expiry(self, now_s: float) -> BatonError:
         """What it fails with when `expires_s` has come."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -27,8 +26,9 @@ from ...core.ports import Clock
 from ...core.request.request import Ticket
 from ..window.network_address import PoolAccess
 from .events import Chunk, Offered, OfferEvent, PinPrefix, ReleaseBlocks, Withdrawn
+from .handoff_side import HandoffSide
 from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import HandoffSide, Pair
+from .pairing import Pair
 
 _RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
 _UNWANTED = Cancelled("the puller cancelled the transfer")
@@ -57,7 +57,10 @@ class SourceState(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Transfer:
+class SourceTransfer:
+    """`expires_s` is on the monotonic clock, as all times here."""
+
+    transfer_id: str
     puller: str
     state: SourceState
     offer: Offered | None = None
@@ -68,17 +71,6 @@ class _Transfer:
     num_sent: int = 0
     num_blocks: int = 0  # announced by the engine so far
     num_tokens: int = 0  # computed so far
-
-    def ledger(self, now_s: float) -> dict[str, object]:
-        """JSON-able."""
-        return {
-            "state": self.state.value,
-            "key": None if self.offer is None else self.offer.key,
-            "puller": self.puller,
-            "is_attached": self.is_attached,
-            "num_blocks": self.num_blocks,
-            "expires_in_s": None if self.expires_s == math.inf else self.expires_s - now_s,
-        }
 
     def take_next(self) -> tuple[Chunk, int] | None:
         """The next chunk that may be sent to its puller now, and the step that it must wait for."""
@@ -91,8 +83,18 @@ class _Transfer:
         self.unsent.popleft()
         return chunk, 0 if is_computed else chunk.step
 
+    def expiry(self, now_s: float) -> BatonError:
+        """Why it ends at `expires_s`."""
+        if self.offer is None:
+            return UnknownTransfer("no prompt came for the ticket within one lease")
+        if now_s >= self.offer.deadline_s:
+            return DeadlineExceeded("the deadline passed before the KV was pulled")
+        if not self.is_attached:
+            return LeaseExpired("no puller came for the KV within one lease")
+        return LeaseExpired("the puller did not renew its lease")
 
-class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
+
+class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     """All transfers out of one engine."""
 
     _peer = "puller"
@@ -124,13 +126,13 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         if refusal is not None:
             self._effects.append(ReleaseBlocks(transfer_id, offer.key, refusal))
             return
-        transfer = self._transfers.get(transfer_id)
+        transfer = self.transfers.get(transfer_id)
         if transfer is not None and transfer.puller != puller:
             self._send(transfer.puller, Revoked(transfer_id, _NOT_YOURS))
             transfer = None
         if transfer is None:
-            transfer = _Transfer(puller, SourceState.COMPUTING)
-            self._transfers[transfer_id] = transfer
+            transfer = SourceTransfer(transfer_id, puller, SourceState.COMPUTING)
+            self.transfers[transfer_id] = transfer
         transfer.offer = offer
         transfer.state = SourceState.COMPUTING
         transfer.expires_s = math.inf
@@ -138,13 +140,13 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     def _refusal(self, offer: Offered) -> BatonError | None:
         if offer.ticket.source_incarnation != self._hello.incarnation:
             return UnknownTransfer("the ticket names another incarnation of this source")
-        transfer = self._transfers.get(offer.ticket.transfer_id)
+        transfer = self.transfers.get(offer.ticket.transfer_id)
         if transfer is not None and transfer.offer is not None:
             return HandoffFailed("the ticket is in use by another request")
-        return self._tombstones.get(offer.ticket.transfer_id)
+        return self.tombstones.get(offer.ticket.transfer_id)
 
     def _on_chunk(self, chunk: Chunk) -> None:
-        transfer = self._transfers.get(chunk.transfer_id)
+        transfer = self.transfers.get(chunk.transfer_id)
         if transfer is None or transfer.offer is None:
             return  # it ended while the chunk was computed
         if chunk.blocks or chunk.state is not None:
@@ -159,10 +161,10 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         self._flush(transfer)
 
     def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
-        if transfer_id in self._transfers:
-            self._end(transfer_id, error, notify=True)
+        if (transfer := self.transfers.get(transfer_id)) is not None:
+            self._end(transfer, error)
         else:
-            self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
+            self.tombstones.add(transfer_id, error)
 
     # ---- the puller's side
 
@@ -185,11 +187,12 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         self._send(puller, replace(self._hello, access=access))
 
     def _on_lost(self, puller: str, pair: Pair | None, error: BatonError) -> None:
-        self._end_all(lambda t: error if t.puller == puller else None, notify=False)
+        for transfer in [t for t in self.transfers.values() if t.puller == puller]:
+            self._end(transfer, error, notify=False)
 
     def _on_attach(self, puller: str, attach: Attach) -> None:
         transfer_id = attach.transfer_id
-        if transfer_id not in self._transfers and self._tombstones.get(transfer_id) is None:
+        if transfer_id not in self.transfers and self.tombstones.get(transfer_id) is None:
             self._await_offer(puller, attach)
         elif (transfer := self._owned_or_denied(puller, transfer_id)) is not None:
             transfer.is_attached = True
@@ -199,7 +202,8 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
 
     def _await_offer(self, puller: str, attach: Attach) -> None:
         """Its prompt is still to come; or a prefix is wanted, which is offered at once or never."""
-        self._transfers[attach.transfer_id] = _Transfer(
+        self.transfers[attach.transfer_id] = SourceTransfer(
+            attach.transfer_id,
             puller,
             SourceState.AWAITED,
             is_attached=True,
@@ -213,48 +217,33 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     def _on_release(self, puller: str, transfer_id: str) -> None:
         if (transfer := self._owned(puller, transfer_id)) is not None:
             is_whole = transfer.state is SourceState.HELD and not transfer.unsent
-            self._end(transfer_id, None if is_whole else _UNWANTED, notify=False)
-        elif transfer_id not in self._transfers:
-            self._tombstones.add(transfer_id, _UNWANTED, self._clock.monotonic_s())
+            self._end(transfer, None if is_whole else _UNWANTED, notify=False)
+        elif transfer_id not in self.transfers:
+            self.tombstones.add(transfer_id, _UNWANTED)
 
-    def _owned(self, puller: str, transfer_id: str) -> _Transfer | None:
+    def _owned(self, puller: str, transfer_id: str) -> SourceTransfer | None:
         """The transfer, if it is this puller's."""
-        transfer = self._transfers.get(transfer_id)
+        transfer = self.transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.puller == puller else None
 
-    def _owned_or_denied(self, puller: str, transfer_id: str) -> _Transfer | None:
+    def _owned_or_denied(self, puller: str, transfer_id: str) -> SourceTransfer | None:
         """The same; a puller whose it is not, or no more, is told so."""
         if (transfer := self._owned(puller, transfer_id)) is None:
-            epitaph = self._tombstones.get(transfer_id) or _NOT_YOURS
+            epitaph = self.tombstones.get(transfer_id) or _NOT_YOURS
             self._send(puller, Revoked(transfer_id, epitaph))
         return transfer
 
     # ---- leases
 
-    def _renew(self, transfer: _Transfer) -> None:
+    def _renew(self, transfer: SourceTransfer) -> None:
         """A full lease from now, but never past the request's deadline."""
         if transfer.state is SourceState.HELD and transfer.offer is not None:
             until_s = self._clock.monotonic_s() + self._lease_s
             transfer.expires_s = min(until_s, transfer.offer.deadline_s)
 
-    def _on_tick(self, now_s: float) -> None:
-        self._end_all(lambda t: self._expiry(t, now_s), notify=True)
-
-    def _expiry(self, transfer: _Transfer, now_s: float) -> BatonError | None:
-        """Why the transfer must end now, if it must."""
-        if now_s < transfer.expires_s:
-            return None
-        if transfer.offer is None:
-            return UnknownTransfer("no prompt came for the ticket within one lease")
-        if now_s >= transfer.offer.deadline_s:
-            return DeadlineExceeded("the deadline passed before the KV was pulled")
-        if not transfer.is_attached:
-            return LeaseExpired("no puller came for the KV within one lease")
-        return LeaseExpired("the puller did not renew its lease")
-
     # ---- effects
 
-    def _flush(self, transfer: _Transfer) -> None:
+    def _flush(self, transfer: SourceTransfer) -> None:
         """Announce the chunks that the puller may get now."""
         now_s = self._clock.monotonic_s()
         while (taken := transfer.take_next()) is not None:
@@ -270,18 +259,16 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             transfer.num_sent += 1
             self._send(transfer.puller, manifest)
 
-    def _end_all(self, reason: Callable[[_Transfer], BatonError | None], *, notify: bool) -> None:
-        """End every transfer for which `reason` gives one."""
-        for transfer_id, transfer in list(self._transfers.items()):
-            error = reason(transfer)
-            if error is not None:
-                self._end(transfer_id, error, notify=notify)
+    def _end(
+        self, transfer: SourceTransfer, error: BatonError | None, *, notify: bool = True
+    ) -> None:
+        """The only way out: blocks back if there are any, Revoked to the puller, a tombstone.
 
-    def _end(self, transfer_id: str, error: BatonError | None, *, notify: bool) -> None:
-        """The only way out: blocks back if there are any, Revoked to the puller, a tombstone."""
-        transfer = self._transfers.pop(transfer_id)
-        epitaph = error or _RELEASED
-        self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
+        `error` is None if the puller has taken everything.
+        """
+        transfer_id, epitaph = transfer.transfer_id, error or _RELEASED
+        del self.transfers[transfer_id]
+        self.tombstones.add(transfer_id, epitaph)
         if transfer.offer is not None:
             self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))
         if notify and transfer.is_attached:

@@ -25,9 +25,9 @@ class BlockPairs:
 
     @classmethod
     def join(cls, sources: BlockRefs, destinations: Sequence[int]) -> BlockPairs:
-        """Destinations may be more."""
+        """Block i of the source goes to `destinations[i]`."""
         ids = np.empty((2, len(sources)), np.int64)
-        ids[0], ids[1] = sources.block_ids, destinations[: len(sources)]
+        ids[0], ids[1] = sources.block_ids, destinations
         return cls(ids, sources.generations.copy())
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
@@ -38,6 +38,7 @@ from ...kv_transfer.protocol.events import (
     StartPull,
     Tick,
 )
+from ...kv_transfer.protocol.ledger import ledger
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ..channels.engine_channels import EngineChannels
@@ -166,12 +167,8 @@ class Peers:
     @property
     def is_idle(self) -> bool:
         """No prefix is lent, and nothing comes from elsewhere."""
-        return not (self._loans or self._puller.num_transfers)
+        return not (self._loans or self._puller.transfers)
 
     def ledger(self) -> dict[str, object]:
         """The transfers of both sides, their peers, and how many are over: JSON-able."""
-        source: dict[str, Any] = self._source.ledger()
-        puller: dict[str, Any] = self._puller.ledger()
-        return {name: source[name] | puller[name] for name in ("transfers", "peers")} | {
-            "num_tombstones": source["num_tombstones"] + puller["num_tombstones"]
-        }
+        return ledger(self._source, self._puller, self._clock.monotonic_s())

@@ -153,8 +153,9 @@ class PrefixFetches:
         fetch = self.by_transfer.pop(complete.transfer_id)
         self._engine.prefixes.keep(fetch.prefix, complete.state.first_undrafted)
         self.counts.num_fetches += 1
-        self.counts.fetched_blocks += complete.num_pulled_blocks
-        self.counts.fetched_bytes += complete.num_pulled_blocks * self._engine.limits.block_bytes
+        num_pulled = complete.reservation.num_known_blocks - fetch.prefix.num_cached_blocks
+        self.counts.fetched_blocks += num_pulled
+        self.counts.fetched_bytes += num_pulled * self._engine.limits.block_bytes
         self.counts.fetch_s += self._clock.monotonic_s() - fetch.began_s
         self._over(fetch)
 
