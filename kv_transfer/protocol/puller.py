@@ -1,7 +1,7 @@
-"""The puller's side of the hand-off: which KV is on its way here, and when it may be used.
+"""The puller's side of the hand-off: which KV is being pulled, and when it may be used.
 
 Owns intents, pulls in flight and lease renewal; decides when a request may start. Knows no memory,
-stream or thread: `handle` maps events to effects, which `node.peers` carries out.
+stream or thread: `handle` maps events to effects, which `node.peers` executes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from .pairing import Pair, PairState
 from .puller_transfer import PullerState, PullerTransfer
 
 _COMPLETED = UnknownTransfer("the transfer is over: it completed")
-RELINK_WAIT_S = 0.3  # a link that ended is dialled again after 0.1 s
+RELINK_WAIT_S = 0.3  # the dialler retries a link that ended after 0.1 s
 
 
 class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     """All transfers into one engine.
 
-    `link_wait_s` bounds how long an intent waits for a pair that is not ready; for one whose link
-    has just ended it is a moment: whoever sent the request did not know.
+    `link_wait_s` bounds how long an intent waits for a pair that is not ready. If the link ended
+    less than that ago, it waits only `RELINK_WAIT_S`: the gateway did not know yet of the end.
     """
 
     _peer = "source"
@@ -60,7 +60,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     def __init__(self, hello: Hello, clock: Clock, link_wait_s: float) -> None:
         super().__init__(hello, clock)
         self._link_wait_s = link_wait_s
-        self._ended_s: dict[str, float] = {}  # links that ended less than that ago, by source
+        self._ended_s: dict[str, float] = {}  # when recent links ended, by source
 
     def _on_event(self, event: PullEvent) -> None:
         match event:
@@ -83,12 +83,12 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 assert_never(event)
 
     def is_linked(self, incarnation: str) -> bool:
-        """Whether a stream to it is open, and no window behind it has failed lately."""
+        """Whether a stream to this source is open, and its window has not failed recently."""
         self.tombstones.purge()
         return incarnation in self.pairs and self.tombstones.get(incarnation) is None
 
     def next_deadline_s(self) -> float:
-        """Of a transfer's end, or of a renewal."""
+        """When a transfer ends, or a lease must be renewed."""
         return min([super().next_deadline_s(), *(t.renewal_s for t in self.transfers.values())])
 
     # ---- the gateway's and the engine's side
@@ -133,7 +133,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
 
     def _on_reserved(self, transfer_id: str, reservation: Reservation) -> None:
         transfer = self.transfers.get(transfer_id)
-        if transfer is None:  # it ended before the answer came
+        if transfer is None:  # it ended before it had blocks
             self._effects.append(DropReservation(transfer_id, reservation))
             return
         assert transfer.state is PullerState.QUEUED
@@ -142,7 +142,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._pull(transfer, reservation)
 
     def _pull(self, transfer: PullerTransfer, reservation: Reservation) -> None:
-        """Pull what was announced by now, but for what the prefix cache here holds already."""
+        """Pull the blocks announced so far, except those that the local prefix cache holds."""
         transfer.state = PullerState.PULLING
         manifests, transfer.unpulled = transfer.unpulled, []
         end = transfer.next_index - sum(len(manifest.blocks) for manifest in manifests)
@@ -207,7 +207,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 self._attach(transfer, pair)
 
     def _attached(self, source: str, transfer_id: str) -> PullerTransfer | None:
-        """The transfer, if this source's messages about it count."""
+        """The transfer, if messages of this source about it count."""
         transfer = self.transfers.get(transfer_id)
         if transfer is None or transfer.source != source:
             return None
@@ -234,7 +234,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._effects.append(Reserve(transfer.transfer_id, transfer.intent.key))
 
     def _on_lost(self, source: str, pair: Pair | None, error: BatonError) -> None:
-        """One whose last chunk is being copied may still end well: the generations decide."""
+        """A transfer whose last chunk is being copied may still complete: generations decide."""
         for transfer in [t for t in self.transfers.values() if t.source == source]:
             if transfer.state is PullerState.PULLING and transfer.handoff is not None:
                 transfer.is_orphaned = True
@@ -254,7 +254,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._renew_leases(now_s)
 
     def _renew_leases(self, now_s: float) -> None:
-        """All leases at one source in one message, when the first of them is due."""
+        """Renew all leases at one source in one message, when the first of them is due."""
         transfers = self.transfers.values()
         due = [t for t in transfers if t.renewal_s <= now_s]
         for source in dict.fromkeys(t.source for t in due):
@@ -280,9 +280,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     def _end(
         self, transfer: PullerTransfer, error: BatonError | None, *, notify: bool = True
     ) -> None:
-        """End a transfer badly: `Failed` with `error`, or silence if the gateway cancelled it.
+        """Give a transfer up: `Failed` with `error`; none if the gateway cancelled it.
 
-        The reservation outlives it until the last copy in flight has ended.
+        Its reservation is kept until the last copy in flight has ended.
         """
         if transfer.state is PullerState.ENDING:
             return
@@ -299,7 +299,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._bury_if_still(transfer)
 
     def _bury_if_still(self, transfer: PullerTransfer) -> None:
-        """The fence of a failed transfer: its memory is free once no copy writes to it."""
+        """Free a failed transfer's blocks once no copy writes to them."""
         if transfer.in_flight:
             return
         if transfer.reservation is not None:

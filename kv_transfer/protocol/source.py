@@ -1,7 +1,7 @@
-"""The source's side of the hand-off: which blocks are kept for whom, and until when.
+"""The source's side of the hand-off: which blocks are kept for which puller, and until when.
 
-Owns leases, tombstones and what was announced; decides when the engine gets blocks back. Knows no
-memory, stream or thread: `handle` maps events to effects, which `node.peers` carries out.
+Owns the leases and what was announced to pullers; decides when blocks return to the engine. Knows
+no memory, stream or thread: `handle` maps events to effects, which `node.peers` executes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .pairing import Pair
 
 _RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
 _UNWANTED = Cancelled("the puller cancelled the transfer")
-# The same text whether or not somebody else has it: a puller learns nothing of others.
+# The same text whether or not another puller has the transfer: a puller learns nothing of others.
 _NOT_YOURS = UnknownTransfer("no such transfer here")
 
 
 class SourceState(enum.Enum):
-    """Of one transfer. Manifests go out once it is both attached and offered: of a chunk when it is
-    computed, or to a puller that sees our steps already when it is launched.
+    """The state of one transfer. Manifests are sent once it is both attached and offered: for each
+    chunk when it is computed, or when it is launched if the puller sees the source's steps.
 
       Attach              Offered
     ─────────► AWAITED ──────┐
@@ -47,33 +47,33 @@ class SourceState(enum.Enum):
                   │          │                       │
                   └──────────┴───────────────────────┴──► over: `_end` leaves a tombstone
 
-    Withdrawn, Release and PeerLost end every state, a lease that ran out ends HELD, one lease
-    without an offer AWAITED.
+    Withdrawn, Release and PeerLost end every state; an expired lease ends HELD; AWAITED ends after
+    one lease without an offer.
     """
 
-    AWAITED = "awaited"  # its puller has attached, its prompt has not come
-    COMPUTING = "computing"  # the blocks are the running request's: no lease can expire under it
+    AWAITED = "awaited"  # the puller has attached; the prompt was not dispatched here yet
+    COMPUTING = "computing"  # the running request owns the blocks; no lease runs
     HELD = "held"  # computed; the lease runs, and only the puller renews it
 
 
 @dataclass(slots=True)
 class SourceTransfer:
-    """`expires_s` is on the monotonic clock, as all times here."""
+    """One transfer. `expires_s` is on the monotonic clock, as all times here."""
 
     transfer_id: str
     puller: str
     state: SourceState
-    offer: Offered | None = None
-    is_attached: bool = False
-    sees_steps: bool = False
-    expires_s: float = math.inf  # while computing
+    offer: Offered | None = None  # None: AWAITED
+    is_attached: bool = False  # manifests may be sent
+    sees_steps: bool = False  # ... also of chunks whose step was only launched
+    expires_s: float = math.inf  # inf: COMPUTING
     unsent: deque[Chunk] = field(default_factory=deque)
-    num_sent: int = 0
-    num_blocks: int = 0  # announced by the engine so far
+    num_sent: int = 0  # manifests
+    num_blocks: int = 0  # that the engine has announced so far
     num_tokens: int = 0  # computed so far
 
     def take_next(self) -> tuple[Chunk, int] | None:
-        """The next chunk that may be sent to its puller now, and the step that it must wait for."""
+        """The next chunk that may be sent now, and the step that the puller must wait for."""
         if not self.is_attached or not self.unsent:
             return None
         chunk = self.unsent[0]
@@ -102,7 +102,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
     def __init__(
         self, hello: Hello, clock: Clock, lease_s: float, access: PoolAccess | None = None
     ) -> None:
-        """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
+        """`access`: how the engine's pools are reached; pullers' keys are derived from its key."""
         super().__init__(hello, clock)
         self._access = access
         self._lease_s = lease_s
@@ -148,7 +148,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
     def _on_chunk(self, chunk: Chunk) -> None:
         transfer = self.transfers.get(chunk.transfer_id)
         if transfer is None or transfer.offer is None:
-            return  # it ended while the chunk was computed
+            return  # the transfer ended while the chunk was computed
         if chunk.blocks or chunk.state is not None:
             assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
             transfer.num_blocks += len(chunk.blocks)
@@ -182,7 +182,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
                 raise HandoffFailed("a puller sent what only sources send")
 
     def _on_matched(self, puller: str, pair: Pair) -> None:
-        """Our Hello has the address of our pools: it is for nobody whose own does not fit."""
+        """Send Hello, with the address of the pools, only to a peer whose own Hello fits."""
         access = self._access and self._access.of_puller(puller)
         self._send(puller, replace(self._hello, access=access))
 
@@ -201,7 +201,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
             self._flush(transfer)
 
     def _await_offer(self, puller: str, attach: Attach) -> None:
-        """Its prompt is still to come; or a prefix is wanted, which is offered at once or never."""
+        """The prompt is not offered yet; a prefix, if requested, is offered now or never."""
         self.transfers[attach.transfer_id] = SourceTransfer(
             attach.transfer_id,
             puller,
@@ -222,12 +222,12 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
             self.tombstones.add(transfer_id, _UNWANTED)
 
     def _owned(self, puller: str, transfer_id: str) -> SourceTransfer | None:
-        """The transfer, if it is this puller's."""
+        """The transfer, if it belongs to this puller."""
         transfer = self.transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.puller == puller else None
 
     def _owned_or_denied(self, puller: str, transfer_id: str) -> SourceTransfer | None:
-        """The same; a puller whose it is not, or no more, is told so."""
+        """The same; otherwise the puller is sent Revoked."""
         if (transfer := self._owned(puller, transfer_id)) is None:
             epitaph = self.tombstones.get(transfer_id) or _NOT_YOURS
             self._send(puller, Revoked(transfer_id, epitaph))
@@ -236,7 +236,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
     # ---- leases
 
     def _renew(self, transfer: SourceTransfer) -> None:
-        """A full lease from now, but never past the request's deadline."""
+        """Start a full lease now, which never exceeds the request's deadline."""
         if transfer.state is SourceState.HELD and transfer.offer is not None:
             until_s = self._clock.monotonic_s() + self._lease_s
             transfer.expires_s = min(until_s, transfer.offer.deadline_s)
@@ -244,7 +244,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
     # ---- effects
 
     def _flush(self, transfer: SourceTransfer) -> None:
-        """Announce the chunks that the puller may get now."""
+        """Send the manifests of all chunks that the puller may pull now."""
         now_s = self._clock.monotonic_s()
         while (taken := transfer.take_next()) is not None:
             chunk, step = taken
@@ -262,9 +262,9 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
     def _end(
         self, transfer: SourceTransfer, error: BatonError | None, *, notify: bool = True
     ) -> None:
-        """The only way out: blocks back if there are any, Revoked to the puller, a tombstone.
+        """The only end of a transfer: release its blocks, if it has any, and leave a tombstone.
 
-        `error` is None if the puller has taken everything.
+        `error` is None if the puller has pulled everything.
         """
         transfer_id, epitaph = transfer.transfer_id, error or _RELEASED
         del self.transfers[transfer_id]
