@@ -227,7 +227,7 @@ class CudaWindow(PullThread):
                 outcome = self._judge(part)
         return PullOutcome.CANCELLED if pull.is_cancelled else outcome
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Unmap the memory, after all copies have ended."""
         self._opened.close()
 

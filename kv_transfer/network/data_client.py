@@ -43,19 +43,19 @@ class DataClient:
         without blocks."""
         deadline = Deadline(SILENCE_S)
         self.stream.write(wire.pack_request(ids, generations), deadline)
-        refusal = self._answer(deadline) if self.mode.sends_begin else None
+        refusal = self._receive_outcome(deadline) if self.mode.sends_begin else None
         if refusal is PullOutcome.OK:
             raise HandoffFailed("the source sent its verdict before the blocks")
         return refusal
 
     def verdict(self) -> PullOutcome:
         """The source's verdict on all blocks that were received."""
-        outcome = self._answer(Deadline(SILENCE_S))
+        outcome = self._receive_outcome(Deadline(SILENCE_S))
         if outcome is None:
             raise HandoffFailed("the source began again")
         return outcome
 
-    def _answer(self, deadline: Deadline) -> PullOutcome | None:
+    def _receive_outcome(self, deadline: Deadline) -> PullOutcome | None:
         frame = self._frame(deadline)
         if isinstance(frame, wire.DataFrame):
             raise HandoffFailed("the source sent something else than its verdict")

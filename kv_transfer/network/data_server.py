@@ -101,7 +101,7 @@ class DataServer:
     def start(self, pool: ServedPool) -> None:
         """Begin to serve `pool`, whose description has the ports of all ranks."""
         self._pool = pool
-        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, self._attend)
+        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, self._serve)
 
     def close(self) -> None:
         """Close all connections, and wait for a moment until nothing is sent any more."""
@@ -112,14 +112,14 @@ class DataServer:
                 stream.hang_up()
         self._newcomers.close(_CLOSE_S)
 
-    def _attend(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """The thread of one connection."""
         stream = Stream(connection)
         try:
             mode, outlet = self._open(stream)
             try:
                 while True:
-                    self._answer(stream, mode, outlet)
+                    self._serve_request(stream, mode, outlet)
             finally:
                 outlet.close()
         except (HandoffFailed, Unauthenticated) as error:
@@ -165,7 +165,7 @@ class DataServer:
         is_ours = opening.listener == self._pool.description.incarnation
         return pair_key(self._pool.key, opening.dialer) if is_ours else None
 
-    def _answer(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
+    def _serve_request(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
         """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
         head = stream.read(1, Deadline(None))
         deadline = Deadline(_REQUEST_S)

@@ -38,24 +38,24 @@ _TRIES = 2  # a damaged block is requested once more
 _CANCELLED_S = 0.3  # for the rest of a request, whose blocks stay reserved until then
 
 
-class _CalledOff(HandoffFailed):
+class _Cancelled(HandoffFailed):
     """The pull was cancelled, and the rest of its request would take too long."""
 
 
-class _WantedDeadline(Deadline):
+class _CancellableDeadline(Deadline):
     """Also passes `_CANCELLED_S` after its pull was cancelled."""
 
     def __init__(self, seconds: float, pull: Pull) -> None:
         super().__init__(seconds)
         self._pull = pull
-        self._called_off_s = math.inf
+        self._ends_s = math.inf
 
     def remaining_s(self) -> float:
         if self._pull.is_cancelled:
             now_s = time.monotonic()
-            self._called_off_s = min(self._called_off_s, now_s + _CANCELLED_S)
-            if now_s >= self._called_off_s:
-                raise _CalledOff("the pull was cancelled")
+            self._ends_s = min(self._ends_s, now_s + _CANCELLED_S)
+            if now_s >= self._ends_s:
+                raise _Cancelled("the pull was cancelled")
         return super().remaining_s()
 
 
@@ -171,14 +171,14 @@ class RemoteWindow(PullThread):
             except ConnectionBroken:
                 self._failed_s = time.monotonic()
                 raise
-        except _CalledOff:  # requested by the puller: the source is not lost
+        except _Cancelled:  # requested by the puller: the source is not lost
             self._hang_up()
         except Exception:
             self._hang_up()
             self._failed_s = time.monotonic()
             raise
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._hang_up()
 
     def _request(
@@ -200,7 +200,7 @@ class RemoteWindow(PullThread):
                 return refusal
             within_s, deadline = seconds_for(num_blocks * self._cut.piece_bytes), None
             if pull is not None and self._carrier.connects_quickly:
-                deadline = _WantedDeadline(within_s, pull)
+                deadline = _CancellableDeadline(within_s, pull)
             is_intact = self._carrier.receive(
                 client, num_blocks, block_ids, deadline or Deadline(within_s)
             )

@@ -56,7 +56,7 @@ class ShmWindow(PullThread):
                 return outcome
         return PullOutcome.OK
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         del self._destination  # while it exists, the local pool cannot be closed
         self._source.close()
 

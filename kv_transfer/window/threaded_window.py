@@ -1,6 +1,6 @@
 """Pulls that the window's own thread copies, one after another; each is reported exactly once.
 
-start_pull ─► queue ─► the window's thread: copy_blocks ─► on_done      close ─► let_go
+start_pull ─► queue ─► the window's thread: copy_blocks ─► on_done      close ─► release
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PullThread(ABC):
         """On the thread: copy until done or cancelled. If it raises, the pull has failed."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """On the thread, at its end: free what it used. All pulls are reported."""
 
     @property
@@ -86,4 +86,4 @@ class PullThread(ABC):
                 _log.error("a pull from %s broke: %s", self._incarnation, error, exc_info=is_ours)
                 outcome = PullOutcome.FAILED
             pull.on_done(outcome)
-        self.let_go()
+        self.release()
