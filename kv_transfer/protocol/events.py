@@ -254,7 +254,7 @@ class CancelPull:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Terminal: the KV of all known tokens is in the reservation; the request may decode."""
+    """Terminal: the KV of all known tokens is in the reservation; the request may continue."""
 
     transfer_id: str
     key: str
