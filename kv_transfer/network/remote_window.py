@@ -163,7 +163,7 @@ class RemoteWindow(PullThread):
         try:
             yield
         except ConnectionBroken as error:
-            self._hang_up()
+            self.release()
             if self._is_closed or not self._carrier.connects_quickly:
                 raise
             try:
@@ -172,14 +172,11 @@ class RemoteWindow(PullThread):
                 self._failed_s = time.monotonic()
                 raise
         except _Cancelled:  # requested by the puller: the source is not lost
-            self._hang_up()
+            self.release()
         except Exception:
-            self._hang_up()
+            self.release()
             self._failed_s = time.monotonic()
             raise
-
-    def release(self) -> None:
-        self._hang_up()
 
     def _request(
         self,
@@ -213,7 +210,8 @@ class RemoteWindow(PullThread):
             _log.warning("blocks of %s were damaged on the way", self._incarnation)
         return PullOutcome.FAILED
 
-    def _hang_up(self) -> None:
+    def release(self) -> None:
+        """Close the connection, if there is one; the next request opens another."""
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -75,18 +75,13 @@ class Release(_Message, frozen=True):
 
 
 class HandoffState(msgspec.Struct, frozen=True):
-    """What the puller needs to continue as if it had computed the prompt itself.
+    """What the puller needs to continue as if it had computed the prompt itself."""
 
-    `first_token_id`: the prompt's first output token; 0 for a prefix, which has none.
-    `fork_token_ids`: the first tokens of the dispatch's further samples. `first`: the candidates of
-    a beam search, which has no first token yet. `first_undrafted`: the index of the first block
-    that lacks the draft model's KV.
-    """
-
-    first_token_id: _Number = 0
+    first_token_id: _Number = 0  # of a prompt; a prefix has none
+    # The first tokens of the dispatch's further samples.
     fork_token_ids: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
-    first: SampledToken | None = None
-    first_undrafted: _Number | None = None
+    first: SampledToken | None = None  # of a beam search, which has no first token yet
+    first_undrafted: _Number | None = None  # the first block that lacks the draft model's KV
 
 
 class Manifest(_Message, frozen=True):

@@ -82,7 +82,7 @@ class JoinedWindow:
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         pull = JoinedPull(len(self._windows), on_done)
         for window in self._windows:
-            pull.add(window.start_pull(pairs, pull.ended))
+            pull.handles.append(window.start_pull(pairs, pull.ended))
         return pull
 
     def close(self) -> None:
@@ -98,11 +98,7 @@ class JoinedPull:
         self._on_done = on_done
         self._lock = threading.Lock()
         self._outcomes: list[PullOutcome] = []
-        self._handles: list[PullHandle] = []
-
-    def add(self, handle: PullHandle) -> None:
-        """Add a part, to be cancelled with this; it may have ended."""
-        self._handles.append(handle)
+        self.handles: list[PullHandle] = []  # of the parts, which may have ended
 
     def ended(self, outcome: PullOutcome) -> None:
         """A part has ended. Any thread may call it."""
@@ -113,7 +109,7 @@ class JoinedPull:
             self._on_done(worst(self._outcomes))
 
     def cancel(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.cancel()
 
 
@@ -209,24 +205,19 @@ class RankPulls:
             window.close()
 
 
+@dataclass(frozen=True, slots=True)
 class WindowOpener:
-    """Opens windows onto sources for all ranks of this engine. `parts`: the pools of its ranks."""
+    """Opens windows onto sources for all ranks of this engine.
 
-    def __init__(
-        self,
-        mine: Sequence[Transport],
-        parts: Sequence[PoolPart],
-        followers: RankGroup | None,
-        here: bytes,
-        wrap: WrapSocket = lambda connection: connection,
-    ) -> None:
-        """`mine`: rank 0's transports, best first. `followers`: the other ranks. `here`: the id of
-        rank 0's host."""
-        self._here = here
-        self._wrap = wrap
-        self._mine = mine
-        self._parts = parts
-        self._followers = followers
+    `_mine`: rank 0's transports, best first. `_parts`: the pools of all ranks. `_followers`: the
+    other ranks. `_here`: the id of rank 0's host.
+    """
+
+    _mine: Sequence[Transport]
+    _parts: Sequence[PoolPart]
+    _followers: RankGroup | None
+    _here: bytes
+    _wrap: WrapSocket = lambda connection: connection
 
     def open(self, source: OpenWindow) -> PoolWindow:
         """Connect all ranks; blocks as long as that takes. Raises HandoffFailed, EngineFailed."""
@@ -291,7 +282,6 @@ class RankedWindow(JoinedWindow):
         self, mine: PoolWindow, gbytes_per_s: float, followers: RankGroup, number: int
     ) -> None:
         super().__init__([mine], gbytes_per_s)
-        self._mine = mine
         self._followers = followers
         self._number = number
 
@@ -303,8 +293,8 @@ class RankedWindow(JoinedWindow):
 
         messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
         order = self._followers.order(MessageKind.PULL, messages, ended)
-        pull.add(_Order(self._followers, order))
-        pull.add(self._mine.start_pull(pairs, pull.ended))
+        pull.handles.append(_Order(self._followers, order))
+        pull.handles.append(self._windows[0].start_pull(pairs, pull.ended))
         return pull
 
     def close(self) -> None:

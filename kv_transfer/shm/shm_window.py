@@ -33,11 +33,7 @@ class ShmWindow(PullThread):
     transport = "shm"
 
     def __init__(
-        self,
-        description: PoolDescription,
-        fds: Sequence[int],
-        pool: CpuKvMemory,
-        cut: BlockCut,
+        self, description: PoolDescription, fds: Sequence[int], pool: CpuKvMemory, cut: BlockCut
     ) -> None:
         """Map `fds`, which the caller closes; raises HandoffFailed."""
         self._source = MappedPool(description, fds, cut)

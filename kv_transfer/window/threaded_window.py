@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...core.errors import HandoffFailed
 from .block_pairs import BlockPairs
@@ -19,14 +20,14 @@ from .transport import PoolWindow, PullOutcome
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Pull:
     """One pull; the handle that `start_pull` returns."""
 
-    def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
-        self.pairs = pairs
-        self.on_done = on_done
-        self.started_s = time.monotonic()
-        self.is_cancelled = False
+    pairs: BlockPairs
+    on_done: Callable[[PullOutcome], None]
+    is_cancelled: bool = False
+    started_s: float = field(default_factory=time.monotonic)
 
     def cancel(self) -> None:
         self.is_cancelled = True  # checked before the next piece
